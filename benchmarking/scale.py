@@ -76,14 +76,14 @@ def exchange(_: int, folder: str) -> None:
     from evogrpo.distributed import processes
 
     crew = processes()
-    found = {"records of 10 kB, all to all": _seconds(lambda: crew.all("x" * 10_000), crew.now)}
+    found = {"records of 10 kB, all to all": _seconds(lambda: crew.all_gather("x" * 10_000), crew.now)}
     for size in SIZES:
-        state = {"weights": torch.zeros(size // 4)} if crew.leads else None
-        to_all = partial(crew.spread_tensors, state, source=0)
-        to_one = partial(crew.pass_tensors, state, source=0, target=crew.size - 1)
+        state = {"weights": torch.zeros(size // 4)} if crew.is_rank_zero else None
+        to_all = partial(crew.broadcast_tensors, state, source=0)
+        to_one = partial(crew.send_tensors, state, source=0, target=crew.size - 1)
         for whom, work in (("all", to_all), ("one", to_one)):
             found[f"{size / 1e6:.0f} MB to {whom}"] = _seconds(work, crew.now)
-    if crew.leads:
+    if crew.is_rank_zero:
         Path(folder, "exchange.json").write_text(json.dumps(found))
 
 

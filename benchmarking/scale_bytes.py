@@ -59,10 +59,10 @@ def work(kind: str, folder: str, sizes_of: str) -> None:
     from evogrpo.distributed import processes
 
     calls, sizes = Counter[str](), Counter[str]()
-    leads = processes().leads
+    is_rank_zero = processes().is_rank_zero
     counted(calls, sizes)
     {"words": words, "networks": networks}[kind](folder=folder, **json.loads(sizes_of))
-    if leads:
+    if is_rank_zero:
         found = {asked: (calls[asked], sizes[asked]) for asked, _ in sizes.most_common()}
         Path(folder, "counted.json").write_text(json.dumps(found))
 

@@ -43,7 +43,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def kind_of(name: str) -> str:
+def task_type_of(name: str) -> str:
     """Return what an operation counts as."""
     for kind, names in KINDS.items():
         if name in names or (kind == "attention" and name.startswith(names)):
@@ -66,7 +66,7 @@ def measure(work: Callable[[], object], rows: int, device: str) -> None:
         if on_gpu and event.device_type != DeviceType.CPU:  # a kernel, whose time the operation that launched it has
             continue
         own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-        seconds[kind_of(event.key)] = seconds.get(kind_of(event.key), 0.0) + own
+        seconds[task_type_of(event.key)] = seconds.get(task_type_of(event.key), 0.0) + own
         single[event.key] = own
     if on_gpu:
         seconds["idle"] = max(0.0, passed - sum(seconds.values()))

@@ -76,7 +76,7 @@ class Errands:
             then: Which this process will most likely need after it.
 
         Raises:
-            ValueError: If the others will not listen: outside of `Processes.together`.
+            ValueError: If the others will not listen: outside of `Processes.run_section`.
             ProcessError: If one of them has ended.
         """
         if not self._listened():
@@ -138,24 +138,24 @@ def listening(errands: Collection[Errands], ranks: Collection[int], *, among: in
 
 T = TypeVar("T")
 
-PATIENCE_MINUTES = 60
+TIMEOUT_MINUTES = 60
 """How long a process waits for the others before it ends: the longest that one of them may take for its share of a
-step. `EVOGRPO_PATIENCE_MINUTES` in the environment is another number."""
+step. `EVOGRPO_TIMEOUT_MINUTES` in the environment is another number."""
 
 
-def patience_minutes() -> float:
+def timeout_minutes() -> float:
     """Return how long a process waits for the others, as its environment says.
 
     Raises:
         ValueError: If that is not a number of minutes.
     """
-    given = os.environ.get("EVOGRPO_PATIENCE_MINUTES", "")
+    given = os.environ.get("EVOGRPO_TIMEOUT_MINUTES", "")
     try:
-        minutes = float(given) if given else float(PATIENCE_MINUTES)
+        minutes = float(given) if given else float(TIMEOUT_MINUTES)
     except ValueError:
         minutes = 0.0
     if not 0 < minutes < 1e6:
-        raise ValueError(f"EVOGRPO_PATIENCE_MINUTES must be a number of minutes above 0, got {given!r:.40}")
+        raise ValueError(f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0, got {given!r:.40}")
     return minutes
 
 
@@ -201,8 +201,8 @@ class Processes:
         size: As given.
         program: As given, or these.
         ranks: As given.
-        working: Whether what is being done may be abandoned without the others, as `together` will tell them.
-        together_now: Whether it is done in `together`, so that the others will listen.
+        interruptible: Whether what is being done may be abandoned without the others, as `run_section` will tell them.
+        together_now: Whether it is done in `run_section`, so that the others will listen.
     """
 
     def __init__(
@@ -216,19 +216,19 @@ class Processes:
         self.rank, self.size, self._group = rank, size, group
         self.program = program or self
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
-        self.working, self.together_now = size == 1, False
+        self.interruptible, self.in_section = size == 1, False
         self._errands: dict[int, Errands] = {}
         self._squads: dict[tuple[Sequence[int], ...], Processes] = {}
         self._agreed: BaseException | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to people."""
         return self.rank == 0
 
     # ---- everybody at once
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return what every process gave, in their order; plain values and arrays."""
         if self.size == 1:
             return [value]
@@ -238,12 +238,12 @@ class Processes:
         self._wait(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
-    def together(self, work: Callable[[], T], *, divided: bool = False) -> list[T]:
+    def run_section(self, work: Callable[[], T], *, divided: bool = False) -> list[T]:
         """Let every process do its share of some work, and return what each came to, in their order.
 
         Args:
             work: This process's share.
-            divided: Whether shares are divided further, by `together` of a squad: then parts of it may be abandoned
+            divided: Whether shares are divided further, by `run_section` of a squad: then parts of it may be abandoned
                 there, and nothing between them, as the rest of the squad would wait.
 
         Raises:
@@ -254,14 +254,14 @@ class Processes:
             return [work()]
         found: T | None = None
         failure: BaseException | None = None
-        outermost = not self.program.together_now
+        outermost = not self.program.in_section
         try:
-            self.program.working, self.program.together_now = not divided, True
+            self.program.interruptible, self.program.in_section = not divided, True
             found = work()
         except (Interrupted, Exception) as error:  # noqa: BLE001  # raised again, once the others have been told
             failure = error
         finally:
-            self.program.working, self.program.together_now = False, not outermost
+            self.program.interruptible, self.program.in_section = False, not outermost
         if failure is not None and divided:
             self._leave_squads(failure)
         try:
@@ -271,7 +271,7 @@ class Processes:
             if failure is None:
                 raise
             raise failure from error
-        outcomes = self.all((found, None if failure is None else _end_of(failure, self.program.rank)))
+        outcomes = self.all_gather((found, None if failure is None else _end_of(failure, self.program.rank)))
         ends = [end for _, end in outcomes if end is not None]
         if ends:
             self._agreed = self._failure_of(ends, failure)
@@ -310,9 +310,9 @@ class Processes:
         if key not in self._squads:
             import torch.distributed as dist
 
-            patience = timedelta(minutes=patience_minutes())
+            timeout = timedelta(minutes=timeout_minutes())
             for ranks in squads:  # everybody makes all groups, as torch asks
-                group = dist.new_group(list(ranks), backend="gloo", timeout=patience) if len(ranks) > 1 else None
+                group = dist.new_group(list(ranks), backend="gloo", timeout=timeout) if len(ranks) > 1 else None
                 if self.rank in ranks:
                     self._squads[key] = Processes(list(ranks).index(self.rank), len(ranks), group, self, ranks)
         return self._squads[key]
@@ -326,21 +326,17 @@ class Processes:
         if size not in self._errands:
             import torch.distributed as dist
 
-            patience = timedelta(minutes=patience_minutes())
+            timeout = timedelta(minutes=timeout_minutes())
             for first in range(0, self.size, size):  # everybody makes all groups, as torch asks
                 ranks = range(first, first + size)
-                group = dist.new_group(list(ranks), backend="gloo", timeout=patience)
+                group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
                 if self.rank in ranks:
                     crew = Processes(self.rank - first, size, group, self, ranks)
-                    self._errands[size] = Errands(ranks, crew.numbers, lambda: self.together_now)
+                    self._errands[size] = Errands(ranks, crew.all_gather_ints, lambda: self.in_section)
         return self._errands[size]
 
-    def led(self, value: T) -> T:
-        """Return what the leading process of the program gave."""
-        return self.said(value, source=0)
-
-    def said(self, value: T, *, source: int) -> T:
-        """Return what one process gave; plain values, arrays and tensors."""
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """Return the value of rank `source` on every rank: plain values, arrays and tensors."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -351,14 +347,10 @@ class Processes:
 
     def now(self) -> float:
         """Return the seconds on the leading process's clock, `time.monotonic()`: all processes decide by the same."""
-        return self.led(time.monotonic())
+        return self.broadcast(time.monotonic())
 
-    def told(self, value: T | None) -> T | None:
-        """Return the first value that any process gave; None where all gave None."""
-        return next((each for each in self.all(value) if each is not None), None)
-
-    def numbers(self, *values: int) -> list[tuple[int, ...]]:
-        """Return the whole numbers that every process gave, in their order: quicker than `all`."""
+    def all_gather_ints(self, *values: int) -> list[tuple[int, ...]]:
+        """Return the whole numbers that every process gave, in their order: quicker than `all_gather`."""
         import torch
         import torch.distributed as dist
 
@@ -368,7 +360,7 @@ class Processes:
 
     # ---- tensors
 
-    def summed(self, values: "Tensor") -> "Tensor":
+    def all_reduce(self, values: "Tensor") -> "Tensor":
         """Return the sum `[k]` of what all processes gave, one after the other in their order: equal bits everywhere.
 
         Each process adds up a part of it and tells the others, so that what it sends and gets does not grow with their
@@ -390,7 +382,7 @@ class Processes:
         self._wait(lambda: dist.all_gather(list(given.view(self.size, part).unbind()), total, group=self._group))
         return given[: len(values)].to(values.device)
 
-    def spread_tensors(self, tensors: "Mapping[str, Tensor] | None", *, source: int) -> "dict[str, Tensor]":
+    def broadcast_tensors(self, tensors: "Mapping[str, Tensor] | None", *, source: int) -> "dict[str, Tensor]":
         """Return tensors of the process `source`, on the CPU; the others give None."""
         if self.size == 1:
             assert tensors is not None
@@ -406,7 +398,7 @@ class Processes:
             self._wait(lambda value=value: dist.broadcast(value, src=source, group=self._group))  # type: ignore[misc]
         return found
 
-    def pass_tensors(
+    def send_tensors(
         self, tensors: "Mapping[str, Tensor] | None", *, source: int, target: int
     ) -> "dict[str, Tensor] | None":
         """Let one process hand tensors to one other, which gets them on the CPU; everybody else gets None."""
@@ -436,7 +428,7 @@ class Processes:
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
                 f"process {self.program.rank} of {self.program.size} has lost the others: one of them has ended, or "
-                f"did not answer for {patience_minutes():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says "
+                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): its own output says "
                 f"why. Every checkpoint so far is whole: start all processes again to resume ({error})"
             ) from error
 
@@ -458,12 +450,12 @@ SETTLING_SECONDS = 0.2
 """How long a process that connected to others waits at its very end."""
 
 
-def restarted() -> bool:
+def was_restarted() -> bool:
     """Return whether the launcher has started this program again, because a process of it had ended; all ask.
 
     Each machine's launcher counts the ends of its own processes only.
     """
-    return any(processes().all(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")))
+    return any(processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")))
 
 
 @cache
@@ -481,7 +473,7 @@ def processes() -> Processes:
         return Processes()
     import torch.distributed as dist
 
-    patience = timedelta(minutes=patience_minutes())
+    timeout = timedelta(minutes=timeout_minutes())
     if not begun:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing or not launched.isdigit():
@@ -490,39 +482,39 @@ def processes() -> Processes:
                 f"{', '.join(missing) or 'a number of them'} is missing from the environment: start them with torchrun "
                 "or accelerate launch, or unset WORLD_SIZE for a run in one process"
             )
-        _connect(patience)
+        _connect(timeout)
         atexit.register(_disconnect)
     if dist.get_world_size() == 1:
         return Processes()
     # Records and learner states travel through the CPU, whatever else the program's own group is for.
-    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=patience))
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
 
 
-def speaks() -> bool:
+def is_rank_zero() -> bool:
     """Return whether this process is the one to tell what all come to; asked at any time, as it connects nobody."""
     if processes.cache_info().currsize:
-        return processes().leads
+        return processes().is_rank_zero
     begun = sys.modules.get("torch.distributed")
     if begun is not None and begun.is_available() and begun.is_initialized():
         return bool(begun.get_rank() == 0)
     return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
 
 
-def _connect(patience: timedelta) -> None:
+def _connect(timeout: timedelta) -> None:
     """Meet the other processes where the environment says."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo", timeout=patience)
+        dist.init_process_group("gloo", timeout=timeout)
         return
-    store, rank, size = next(rendezvous("env://", timeout=patience))
-    part = agreed_part(store, rank, size, until=time.monotonic() + patience.total_seconds())
-    dist.init_process_group("gloo", store=PrefixStore(part, store), rank=rank, world_size=size, timeout=patience)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    part = agree_on_prefix(store, rank, size, until=time.monotonic() + timeout.total_seconds())
+    dist.init_process_group("gloo", store=PrefixStore(part, store), rank=rank, world_size=size, timeout=timeout)
 
 
-def agreed_part(store: Any, rank: int, size: int, until: float) -> str:
+def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
     """Return the name of a part of a launcher's store that no process has written into before this start.
 
     torchrun keeps one store for all its restarts, in which the addresses of processes that were killed still stand:

@@ -46,7 +46,7 @@ _undo: ContextVar[Undo | None] = ContextVar("undo", default=None)
 
 @contextmanager
 def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
-    """Let `give_way` raise in the block as soon as `asked()` is true; never around a `yield` of a generator."""
+    """Let `check_interrupted` raise in the block once `asked()` is true. Must not surround a `yield`."""
     token = _asked.set(asked)
     try:
         yield
@@ -54,7 +54,7 @@ def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
         _asked.reset(token)
 
 
-def give_way() -> None:
+def check_interrupted() -> None:
     """Raise `Interrupted` if the surrounding work is to be abandoned; called at least once in a second or two.
 
     It costs less than a microsecond. What is called between two looks cannot be abandoned: a forward pass, a step of
@@ -66,7 +66,7 @@ def give_way() -> None:
 
 
 @contextmanager
-def undone_by(undo: Undo) -> Iterator[None]:
+def undoing_with(undo: Undo) -> Iterator[None]:
     """Let `before_changes` know how changes in the block would be undone."""
     token = _undo.set(undo)
     try:
@@ -96,7 +96,7 @@ def before_changes(*, last: bool) -> Callable[[], None] | None:
 
 _answering = threading.local()
 _lock = threading.Lock()
-_runs = 0  # how many blocks of `exits_answered` are open, in any thread
+_runs = 0  # how many blocks of `intercept_exits` are open, in any thread
 _needed = 0  # by how many blocks `os._exit` is replaced
 _real: Callable[[int], NoReturn] = os._exit
 
@@ -110,13 +110,13 @@ class ProgramEndError(RuntimeError):
 
 
 @contextmanager
-def exits_answered() -> Iterator[None]:
+def intercept_exits() -> Iterator[None]:
     """Let `os._exit` raise `ExitCalled` in the block, in this thread.
 
     Another thread still ends the process meanwhile, but not with status 0; and so does a process that was forked off.
     """
     global _runs  # noqa: PLW0603 (one for the whole process, as `os._exit` is)
-    with answered_here():
+    with intercept_exits_in_thread():
         with _lock:
             _runs += 1
         process = os.getpid()
@@ -128,7 +128,7 @@ def exits_answered() -> Iterator[None]:
 
 
 @contextmanager
-def answered_here() -> Iterator[None]:
+def intercept_exits_in_thread() -> Iterator[None]:
     """Let `os._exit` raise `ExitCalled` in the block, in this thread, whether or not a run has control."""
     global _needed  # noqa: PLW0603 (likewise)
     process, before = os.getpid(), getattr(_answering, "on", False)
@@ -181,7 +181,7 @@ def end_process(status: int) -> NoReturn:
     _real(status)
 
 
-def refuse_end(error: SystemExit) -> NoReturn:
+def raise_exit_error(error: SystemExit) -> NoReturn:
     """Raise what a run ends with when its user's code has asked for the program's end.
 
     Raises:

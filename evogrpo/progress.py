@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
-Doing = Literal["writing", "playing", "rewarding", "scoring", "learning"]
+Activity = Literal["writing", "playing", "rewarding", "scoring", "learning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Work:
         part: Which part of it is done, from 0 to 1.
     """
 
-    doing: Doing
+    doing: Activity
     count: int
     noun: str
     part: float
@@ -28,10 +28,10 @@ class Work:
 
 Listener = Callable[[Work], None]
 
-_LISTENER: ContextVar[Listener | None] = ContextVar("evogrpo tally listener", default=None)
+_LISTENER: ContextVar[Listener | None] = ContextVar("evogrpo progress listener", default=None)
 
 
-class Tally:
+class ProgressCounter:
     """Counts one piece of work, and tells the listener of this context; where nobody listens, nothing is counted.
 
     Args:
@@ -40,7 +40,7 @@ class Tally:
         noun: Of what.
     """
 
-    def __init__(self, doing: Doing, count: int, noun: str) -> None:
+    def __init__(self, doing: Activity, count: int, noun: str) -> None:
         self._doing, self._count, self._noun, self._listener = doing, count, noun, _LISTENER.get()
         self._done = 0.0
         self.reach(0.0)

@@ -4,7 +4,7 @@ import sys
 import warnings
 from types import FrameType
 
-from evogrpo.distributed import speaks
+from evogrpo.distributed import is_rank_zero
 
 
 def warn(message: str, *, rank_zero_only: bool = True) -> None:
@@ -14,7 +14,7 @@ def warn(message: str, *, rank_zero_only: bool = True) -> None:
         message: Text of the warning.
         rank_zero_only: Warn on rank 0 only. Set to False if a single rank may reach the call.
     """
-    if rank_zero_only and not speaks():
+    if rank_zero_only and not is_rank_zero():
         return
     # The caller is the frame above the outermost one of this library: others, such as torch's, may lie between.
     caller, level = 1, 1

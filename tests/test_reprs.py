@@ -5,7 +5,7 @@ import torch
 
 from evogrpo import MultiTurnGym, evolve
 from evogrpo.data import TokenInputs
-from tests.test_tally import language, networks, teams
+from tests.test_progress import language, networks, teams
 from tests.tiny_training import shared_tokenizer
 
 MOST = 200
@@ -21,7 +21,7 @@ def every_object(population, env):
     learned = population.learn(collected.experience, step=0)
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)
     steps, generations = [], []
-    for report in run.evolution.reports():
+    for report in run.trainer.reports():
         (generations if hasattr(report, "members") else steps).append(report)
     batches = list(collected.experience.values())
     return [

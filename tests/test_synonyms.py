@@ -222,7 +222,7 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object(given):
     population = GRPO.population(2, **spaces, group_size=4, hp_config=HyperparameterConfig(lr=(1e-4, 1e-2)))
     schedule = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 4, "test_questions": 0}
     run = evolve(population, env, strategy=given, **schedule)
-    assert isinstance(run.evolution.strategy, Narrowing)
+    assert isinstance(run.trainer.strategy, Narrowing)
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_name():

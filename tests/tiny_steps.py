@@ -12,7 +12,7 @@ from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 
@@ -54,11 +54,11 @@ def step_run(
     fitness: object = "validation",
     experience: SharedExperience | None = None,
     **schedule: Any,
-) -> Evolution:
+) -> Trainer:
     """Return a small run that has not begun: members that evolve, networks included."""
     env = env or cart_pole()
     chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
-    return Evolution(
+    return Trainer(
         step_population(size, env, **chosen),
         env,
         schedule=Schedule(**(QUICK | schedule)),
@@ -75,18 +75,18 @@ def resumed_step_run(
     env: GymnasiumGroups | None = None,
     strategy: Strategy | type[Strategy] | None = None,
     **schedule: Any,
-) -> Evolution:
+) -> Trainer:
     """Return a run as another process would bring it back: new bank, new environment."""
     saved = open_run(folder, go_on=True)
-    population, progress = saved.restore()
-    return Evolution(
+    population, run_state = saved.restore()
+    return Trainer(
         population,
         env or cart_pole(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy(strategy),
         fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
-        progress=progress,
+        run_state=run_state,
         experience=saved.experience,
     )
 

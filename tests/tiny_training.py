@@ -22,7 +22,7 @@ from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
@@ -161,7 +161,7 @@ def tiny_run(
     experience: SharedExperience | None = None,
     kind: type[GRPO] = GRPO,
     **schedule: Any,
-) -> Evolution:
+) -> Trainer:
     """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes.
 
     `first_group` is set on the first member once it is there, wherever group sizes may evolve to.
@@ -169,7 +169,7 @@ def tiny_run(
     population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
     if first_group is not None:
         population[0].group_size = first_group
-    return Evolution(
+    return Trainer(
         population,
         env or tiny_env(),
         schedule=Schedule(**(QUICK | schedule)),
@@ -187,23 +187,23 @@ def resumed_run(
     strategy: Strategy | type[Strategy] | None = None,
     model: PreTrainedModel | None = None,
     **schedule: Any,
-) -> Evolution:
+) -> Trainer:
     """Return a run as another process would bring it back: new model object, new bank, new environment."""
     saved = open_run(folder, go_on=True)
-    population, progress = saved.restore(tiny_model() if model is None else model)
-    return Evolution(
+    population, run_state = saved.restore(tiny_model() if model is None else model)
+    return Trainer(
         population,
         env or tiny_env(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy(strategy),
         fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
-        progress=progress,
+        run_state=run_state,
         experience=saved.experience,
     )
 
 
-def finish(run: Evolution) -> list[Any]:
+def finish(run: Trainer) -> list[Any]:
     return list(run.reports())
 
 

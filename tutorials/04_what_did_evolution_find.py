@@ -159,7 +159,7 @@ assert SHORT or gains[early].max() < gains[~early].max() / 2, "nobody gains much
 
 
 # %%
-def test_of(run: "evogrpo.training.loop.iteration.Run") -> float:
+def test_of(run: "evogrpo.training.loop.run.Run") -> float:
     """Mean return on the 100 test starts, which neither learning nor selection ever used."""
     return run.result.test.after.mean
 

@@ -21,7 +21,7 @@ from run_evogrpo import CountedGroups, make_population
 
 from evogrpo.algorithms.rollout.collecting import evaluate
 from evogrpo.evolution.strategies import Tournament
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.schedule import Schedule
 
 TARGETS = {"CartPole-v1": (490.0, 475.0), "Acrobot-v1": (-90.0, -100.0)}
@@ -42,11 +42,11 @@ def run(task: str, size: int, seed: int, limit: float, interval: int) -> dict[st
         max_seconds=limit,
         target_fitness=TARGETS[task][0],
     )
-    evolution = Evolution(population, env, schedule=schedule, strategy=Tournament())
-    for _ in evolution:
+    trainer = Trainer(population, env, schedule=schedule, strategy=Tournament())
+    for _ in trainer:
         pass
     measured = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor, "steps": env.steps}
-    best = evolution.progress.best
+    best = trainer.run_state.best
     assert best is not None
     alone = population.members.alone()
     alone.bank.load_state(0, best.state)

@@ -68,8 +68,8 @@ def optuna(task_name: str, start: Start, seed: int) -> dict[str, Any]:
                 pruned = True
                 break
         used += spent_by(run, task)
-        evaluations += run.evolution.progress.evaluation_tokens
-        found = run.evolution.progress.best
+        evaluations += run.trainer.run_state.evaluation_tokens
+        found = run.trainer.run_state.best
         value = -np.inf if found is None else found.fitness.mean
         if found is not None and (best is None or value > best[0]):
             best = (value, run, env, dict(trial.params))

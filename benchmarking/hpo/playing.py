@@ -19,7 +19,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.evolution.founders import at
-from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.run_state import Best
 
 Start = Literal["unknown", "wrong", "right"]
@@ -52,8 +52,8 @@ def play(task_name: str, start: Start, arm_name: str, seed: int) -> dict[str, An
     began, early = time.process_time(), None
     for _ in run:
         if time.process_time() - began <= task.seconds:
-            early = run.evolution.progress.best
-    seconds, progress = time.process_time() - began, run.evolution.progress
+            early = run.trainer.run_state.best
+    seconds, progress = time.process_time() - began, run.trainer.run_state
     scores = tested(run, env)
     return record | {
         "score": float(np.mean(scores)),
@@ -184,12 +184,12 @@ def _evolved(values: Hyperparameters, space: Mapping[str, Any]) -> dict[str, Any
 
 def spent_by(run: Run, task: Task) -> int:
     """Return the steps in the environment, or the tokens, of everything that a run has done."""
-    return run.evolution.progress.spent(evaluations=True)["tokens" if task.words else "timesteps"]
+    return run.trainer.run_state.spent(evaluations=True)["tokens" if task.words else "timesteps"]
 
 
 def tested(run: Run, env: Any) -> list[float]:
     """Return what a run's best member earns on the test's starts, one by one; of nobody, what the untrained earn."""
-    return _tested(run, env, run.evolution.progress.best)
+    return _tested(run, env, run.trainer.run_state.best)
 
 
 def _tested(run: Run, env: Any, best: Best | None) -> list[float]:

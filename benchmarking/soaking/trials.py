@@ -174,7 +174,7 @@ def damaged(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> Non
         run.finish()
     soak.counts[f"files {act}, said and gone on without"] += 1
     if folder == newest:  # the generation before it was gone back to, so what follows is the same
-        run.evolution.run_dir.close()
+        run.trainer.run_dir.close()
         soak.finish(place, seed)
 
 

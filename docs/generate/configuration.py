@@ -31,8 +31,8 @@ from evogrpo.training.configuration.environment_tasks import EnvironmentTask, Wr
 from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import UNSAID_SCHEDULE
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
-from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.registry import TASK_TYPES
 
 _SEPARATE = {
     "task", "hyperparameters", "evolve", "population", "schedule", "strategy", "experience", "fitness", "agent",
@@ -148,7 +148,7 @@ def _tasks() -> Iterator[Section]:
     }  # fmt: skip
     least_one = ("max_prompt_length", "validation_size", "test_size", "train_size", "max_episode_steps", "lanes")
     ranges = {**dict.fromkeys(least_one, "at least 1"), "seed": f"from 0 to {MOST_SEED:,}"}
-    for kind in RUN_KINDS.values():
+    for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(
                 path="task", title=f"The task: {task.what}", record=task, lead=f"Named by `{task.key}`.",
@@ -166,7 +166,7 @@ def _strategies() -> Iterator[Section]:
 
 def _other_defaults() -> str:
     told = []
-    for kind in RUN_KINDS.values():
+    for kind in TASK_TYPES.values():
         if kind.hyperparameters:
             values = ", ".join(f"`{name}: {_written(value)}`" for name, value in kind.hyperparameters.items())
             told.append(f"{kind.tasks[0].what} begins with {values}")
@@ -287,7 +287,7 @@ def page() -> str:
 def ranges_page() -> str:
     """Return Markdown for what is searched where a configuration says `auto`."""
     lines = ["| | language models | small networks |", "|---|---|---|"]
-    language, networks = (RUN_KINDS[word].ranges for word in ("language", "networks"))
+    language, networks = (TASK_TYPES[word].ranges for word in ("language", "networks"))
     lines += [f"| `{name}` | {_range(language[name])} | {_range(networks[name])} |" for name in language]
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ PACKAGES = (
 """The packages and modules with an `__all__`, in the order in which a name that several have is described."""
 
 SEAMS = {
-    "evogrpo.training.loop.iteration": ("Run",),
+    "evogrpo.training.loop.run": ("Run",),
     "evogrpo.reporting.results": ("Result", "BestMember"),
     "evogrpo.reporting.records": ("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
     "evogrpo.reporting.step_records": ("StepReport", "MemberStep", "Example", "Estimate", "EvaluationCost"),
@@ -43,7 +43,7 @@ SEAMS = {
     "evogrpo.models.language.token_model": ("TokenModel", "Weights"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     "evogrpo.algorithms.members.policy_set": ("Members",),
-    "evogrpo.training.kinds.run_kind": ("RunKind",),
+    "evogrpo.training.task_types.task_type": ("TaskType",),
 }  # fmt: skip
 """What is reached through public names, or plugged in by users, and has a home of its own."""
 

@@ -141,7 +141,7 @@ class SpreadCrew(Crew):
                 earned={slots[place]: groups for place, groups in own.earned.items()},
             )
 
-        found = [part for part in self.processes.together(sample, divided=self._places.divided) if part is not None]
+        found = [part for part in self.processes.run_section(sample, divided=self._places.divided) if part is not None]
         return replace(merged(found), experience={} if own is None else own.experience)
 
     def learn(
@@ -157,7 +157,7 @@ class SpreadCrew(Crew):
             found = algorithm.learn_together(self.members, here, experience) if here else {}
             return {places.own[place]: report for place, report in found.items()} if self._speaks else {}
 
-        reports = self.processes.together(learn, divided=self._shares_learning)
+        reports = self.processes.run_section(learn, divided=self._shares_learning)
         return {slot: report for part in reports for slot, report in part.items()}
 
     def _with_lent(self, here: Sequence[Learner], experience: Experience, lent: Sequence[int]) -> Experience:
@@ -167,9 +167,9 @@ class SpreadCrew(Crew):
         def find() -> None:
             own.update(lend(self.members, places, experience, lent))
 
-        self.processes.together(find, divided=self._shares_learning)
+        self.processes.run_section(find, divided=self._shares_learning)
         lenders = sorted({places.owner(slot) for slot in lent})
-        parts = {rank: self.processes.said(own if rank == places.rank else {}, source=rank) for rank in lenders}
+        parts = {rank: self.processes.broadcast(own if rank == places.rank else {}, source=rank) for rank in lenders}
         return borrow(self.members, places, experience, here, parts)
 
     def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:

@@ -130,7 +130,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_processes() -> Iterator[Finding]:
     """Let every process say where it is, where a launcher has started several."""
-    from evogrpo.training.kinds.run_kind import choose_device
+    from evogrpo.training.task_types.task_type import choose_device
 
     crew = processes()
     if crew.size > 1:
@@ -138,7 +138,7 @@ def check_processes() -> Iterator[Finding]:
         sees = [f"device {choose_device(None)}", counted(torch.get_num_threads(), "thread")]
         if memory is not None:
             sees.append(f"{memory / 1e9:.1f} GB for all processes there")
-        for rank, place in enumerate(crew.all(", ".join([socket.gethostname(), *sees]))):
+        for rank, place in enumerate(crew.all_gather(", ".join([socket.gethostname(), *sees]))):
             yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
 
 

@@ -19,9 +19,9 @@ from evogrpo.text import count_text, counted, duration_text, number_text, printa
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.forecast import possible
-from evogrpo.training.kinds.registry import kind_of
-from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.memory import check_memory, gigabytes
+from evogrpo.training.task_types.registry import task_type_of
+from evogrpo.training.task_types.task_type import PreparedRun
 
 
 def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
@@ -125,7 +125,7 @@ def _start(config: AnyConfig) -> dict[str, Value]:
     """Return what evolves, or the first three; and whatever else is set to something of its own."""
     names = list(config.evolve) or ["lr", "clip_coef", "group_size"]
     given = config.hyperparameters.to_json()
-    defaults = Hyperparameters(**kind_of(config.task).hyperparameters).to_json()
+    defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
     # A loss type or an advantage that starts as the objective's is written out: None would say nothing.
     start = config.agent.objective.resolved(config.hyperparameters, config.evolve).to_json()
     return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
@@ -182,7 +182,7 @@ def _schedule(config: AnyConfig) -> str:
     if schedule.max_timesteps is not None:
         ends.append(f"{count_text(schedule.max_timesteps)} steps in the environment")
     if schedule.max_tokens is not None:
-        ends.append(f"{count_text(schedule.max_tokens)} {words_of(kind_of(config.task).word).tokens}")
+        ends.append(f"{count_text(schedule.max_tokens)} {words_of(task_type_of(config.task).word).tokens}")
     if schedule.max_seconds is not None:
         ends.append(duration_text(schedule.max_seconds))
     if schedule.target_fitness is not None:

@@ -15,8 +15,8 @@ from evogrpo.reporting.results import words_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, number_text, origin_text, printable, relative_path, score_text
-from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.registry import TASK_TYPES
 
 _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
@@ -71,7 +71,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("report", f"not drawn: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    known = RUN_KINDS.get(str(kind))
+    known = TASK_TYPES.get(str(kind))
     if best.is_dir() and known is not None:
         for what, expression in known.uses(best).items():
             show_command(console, what, expression)

@@ -76,11 +76,11 @@ def video(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
     console = make_console()
     with working(console, "recording"):
-        from evogrpo.training.kinds.registry import kind_of
+        from evogrpo.training.task_types.registry import task_type_of
 
         config = load_config(chosen.run_dir / CONFIG_FILE)
         try:
-            recorded = kind_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
+            recorded = task_type_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
     for each in recorded:

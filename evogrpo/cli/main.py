@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
-    from evogrpo.interruption import ExitCalled, exits_answered
+    from evogrpo.interruption import ExitCalled, intercept_exits
     from evogrpo.training.display.console import clean_warnings, say_error
 
     try:
         if chosen.opens:
             check_folder(chosen.run_dir)
-        with clean_warnings(), exits_answered():
+        with clean_warnings(), intercept_exits():
             return int(getattr(importlib.import_module(module), name)(chosen))
     except ValueError as error:
         if chosen.traceback:

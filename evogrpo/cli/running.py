@@ -14,7 +14,7 @@ from rich.console import Console
 from evogrpo.cli.commands import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
-from evogrpo.distributed import ProcessError, processes, restarted
+from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import fitting_threads
@@ -23,15 +23,15 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.kinds.registry import kind_of
-from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.loop.planning import StrategyError
+from evogrpo.training.loop.planner import StrategyError
 from evogrpo.training.loop.stopping import stopping_on_signals
-from evogrpo.training.loop.trainer import AllFailedError, Evolution
+from evogrpo.training.loop.trainer import AllFailedError, Trainer
 from evogrpo.training.memory import check_memory
 from evogrpo.training.run_dir import RunDir
+from evogrpo.training.task_types.registry import task_type_of
+from evogrpo.training.task_types.task_type import PreparedRun
 
 
 def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
@@ -40,8 +40,8 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     if wanted is None and chosen.go_on:
         raise ValueError("--go-on goes on with the run in a folder, if there is one: name it with --run-dir")
-    may_go_on = wanted is not None and not chosen.dry_run and (chosen.go_on or restarted())
-    if wanted is not None and may_go_on and processes().led(latest_complete(wanted).folder is not None):
+    may_go_on = wanted is not None and not chosen.dry_run and (chosen.go_on or was_restarted())
+    if wanted is not None and may_go_on and processes().broadcast(latest_complete(wanted).folder is not None):
         why = "there is one already" if chosen.go_on else "started again by the launcher"
         console.print(f"{why}, so the run in {wanted} goes on", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
@@ -49,19 +49,19 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     with ExitStack() as stack:
 
         def free_folder() -> Path | None:
-            if not processes().leads:
+            if not processes().is_rank_zero:
                 return None
             if chosen.dry_run:
                 return wanted or next(free_run_dirs(name))
             return stack.enter_context(claimed(name, wanted)).folder
 
-        run_dir = processes().together(free_folder)[0]
+        run_dir = processes().run_section(free_folder)[0]
         assert run_dir is not None  # the leading process's
         config = dataclasses.replace(config, run_dir=str(run_dir))
-        if processes().leads:
+        if processes().is_rank_zero:
             RunDir(run_dir).check_unused()
         with working(console, "checking the task and who is to learn it"):
-            prepared = kind_of(config.task).prepare(config)
+            prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_intent(console, prepared, run_dir, preset=getattr(chosen, "preset", False))
         if chosen.dry_run:
@@ -72,9 +72,9 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
             return OK
         _check_memory(prepared, chosen)
         with working(console, "making the population"):
-            evolution = start(prepared, run_dir)
+            trainer = start(prepared, run_dir)
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen)
+            return _go(console, trainer, run_dir, chosen)
 
 
 def go_on(chosen: argparse.Namespace) -> int:
@@ -92,24 +92,24 @@ def go_on(chosen: argparse.Namespace) -> int:
     if resumable.ended is not None:
         done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
         console.print(f"nothing is left to do: this run has finished after {done} ({resumable.ended})", soft_wrap=True)
-        if processes().leads:
+        if processes().is_rank_zero:
             show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
     with working(console, "checking the task and who is to learn it"):
-        prepared = kind_of(resumable.config.task).prepare(resumable.config)
+        prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     console.print(
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
     with closing(prepared.env):
         _check_memory(prepared, chosen)
         with working(console, "reading the members"):
-            evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
+            trainer = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
         if resumable.cut_off:  # and not at work, as the folder was free
             console.print("its last process ended without a word, as when it is killed")
-        for change in evolution.changed_data:
+        for change in trainer.changed_data:
             say_warning(f"changed since the run began: {change}")
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen)
+            return _go(console, trainer, run_dir, chosen)
 
 
 def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
@@ -119,16 +119,16 @@ def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
         check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
 
 
-def _go(console: Console, evolution: Evolution, run_dir: Path, chosen: argparse.Namespace) -> int:
+def _go(console: Console, trainer: Trainer, run_dir: Path, chosen: argparse.Namespace) -> int:
     """Run to the end, to a signal or to an error, and say how to go on."""
     chosen.training = True  # from here on an error is a failed run, not a wrong setting
     run_dir = run_dir.absolute()  # user code may change the working directory
-    display = RunDisplay(console, evolution)
+    display = RunDisplay(console, trainer)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with stopping_on_signals(evolution.stopping, _announce), display, clean_warnings(console):
-            for report in evolution.reports():
+        with stopping_on_signals(trainer.stopping, _announce), display, clean_warnings(console):
+            for report in trainer.reports():
                 display.show(report)
     except KeyboardInterrupt:
         say_error("aborted; what was learned since the newest checkpoint is lost")
@@ -152,17 +152,17 @@ def _go(console: Console, evolution: Evolution, run_dir: Path, chosen: argparse.
             show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
         raise
     display.say_end()
-    if not evolution.result.complete:
+    if not trainer.result.complete:
         _show_way_on(console, run_dir)
-        number = evolution.stopping.signal
+        number = trainer.stopping.signal
         if number is None:
             return OK
         on_stop: int | None = chosen.exit_code_on_stop
         return 128 + number if number == signal.SIGINT or on_stop is None else on_stop
-    if not processes().leads:
+    if not processes().is_rank_zero:
         return OK
     console.print()
-    show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
+    show_ending(console, run_dir, trainer.run_state.generation, trainer.schedule)
     return OK
 
 

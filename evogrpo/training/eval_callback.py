@@ -12,7 +12,7 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.config.checks import finite_number, flag, refuse_unknown, whole_between
 from evogrpo.envs.control.making import time_limit
 from evogrpo.storage.atomic_files import make_folder, replace_file
-from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.run import Run
 from evogrpo.training.video import action_of, check_spaces
 
 _OWN = (
@@ -86,7 +86,7 @@ class EvalCallback:
         Raises:
             ValueError: If the run's members are no small networks of one agent, or were made for another environment.
         """
-        timesteps, agent = run.evolution.progress.timesteps, run.population.agents[run.population.best_slot]
+        timesteps, agent = run.trainer.run_state.timesteps, run.population.agents[run.population.best_slot]
         if not isinstance(agent, GRPO) or run.population.members.kind != "networks":
             raise ValueError(
                 "EvalCallback evaluates small networks of GRPO in a Gymnasium environment, got a run of "
@@ -96,7 +96,7 @@ class EvalCallback:
         last = self.evaluations_timesteps[-1] if self.evaluations_timesteps else 0
         if timesteps - last < self._every:
             return True
-        self._evaluate(agent, timesteps, getattr(run.evolution.env, "max_episode_steps", None))
+        self._evaluate(agent, timesteps, getattr(run.trainer.env, "max_episode_steps", None))
         return self._threshold is None or self.last_mean_reward < self._threshold
 
     def _evaluate(self, agent: GRPO, timesteps: int, limit: int | None) -> None:

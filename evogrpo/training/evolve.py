@@ -20,13 +20,13 @@ from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.iteration import Run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.run import Run
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.memory import check_memory, kept_size
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
+from evogrpo.training.task_types.registry import TASK_TYPES
 from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
@@ -102,7 +102,7 @@ def evolve(
     _check_memory(population, env, planned, chosen, shared, allowed=allow_memory)
     if isinstance(env, SupportsPreflight):
         env.preflight()
-    run = Evolution(
+    run = Trainer(
         population,
         env,
         schedule=planned,
@@ -163,14 +163,14 @@ def resume(
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
     _check_memory(population, env, schedule, chosen, saved.experience, allowed=allow_memory)
-    run = Evolution(
+    run = Trainer(
         population,
         env,
         schedule=schedule,
         strategy=chosen,
         fitness=saved.fitness,
         run_dir=saved.run_dir(run_dir),
-        progress=so_far,
+        run_state=so_far,
         changed_data=changed,
         experience=saved.experience,
     )
@@ -189,15 +189,15 @@ def _check_memory(
     allowed: bool,
 ) -> None:
     """Refuse with a ValueError a run that needs more memory than there is."""
-    if not isinstance(population, Population) or population.members.kind not in RUN_KINDS:
-        return  # `Evolution` refuses the one, and nobody here knows the other
+    if not isinstance(population, Population) or population.members.kind not in TASK_TYPES:
+        return  # `Trainer` refuses the one, and nobody here knows the other
     population.check(env)
-    need = RUN_KINDS[population.members.kind].need(population, env, schedule, experience)
+    need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
     if need is not None:
         banks = population.crew.members.banks
         state = sum(banks.part(0, name).nbytes for name in banks.parts)
         check_memory(need.with_kept(kept_size(strategy, len(population), state)), allowed=allowed)
 
 
-def _shown(run: Evolution, console: Console | None) -> Run:
+def _shown(run: Trainer, console: Console | None) -> Run:
     return Run(run, None if console is None else RunDisplay(console, run))

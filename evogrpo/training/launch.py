@@ -23,12 +23,12 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
 from evogrpo.training.configuration.unchanged import CONFIG_FILE, check_unchanged
 from evogrpo.training.configuration.user_code import check_resumable
-from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.run_state import Progress
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
+from evogrpo.training.task_types.task_type import PreparedRun
 from evogrpo.warnings import warn
 
 
@@ -85,7 +85,7 @@ def rehearse(prepared: PreparedRun) -> None:
     config = prepared.config
     check_resumable(config.strategy)
     if not prepared.loads_weights:
-        _evolution(prepared, prepared.population(), config.schedule, config.strategy, None)
+        _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, None)
         return
     config.schedule.check_held_out(prepared.env)
     fingerprint_of(prepared.env)
@@ -101,7 +101,7 @@ def rehearse(prepared: PreparedRun) -> None:
         warn(message)
 
 
-def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
+def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
     """Make the population, over its base model if it has one, and open the run's folder.
 
     Raises:
@@ -109,10 +109,10 @@ def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
     """
     config = prepared.config
     folder = RunDir(run_dir, config.logging, config=config.to_json())
-    evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, folder)
-    if processes().leads:
+    trainer = _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, folder)
+    if processes().is_rank_zero:
         write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
-    return evolution
+    return trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,30 +168,28 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         allow_changed_data=allow_changed_data,
     )
     schedule = dataclasses.replace(saved.schedule, **limits)
-    progress = Progress.from_json(saved.record["progress"])
+    run_state = RunState.from_json(saved.record["progress"])
     scores = None if saved.best is None else saved.best[1]["member"]["scores"]
     ended = schedule.ended_by(
-        **progress.spent(evaluations=schedule.count_evaluations),
-        generation=progress.generation,
-        seconds=max(progress.seconds, progress.out_of_time),
+        **run_state.spent(evaluations=schedule.count_evaluations),
+        generation=run_state.generation,
+        seconds=max(run_state.seconds, run_state.out_of_time),
         fitness=None if scores is None else Fitness.from_json(scores).mean,
     )
     tested = schedule.test_questions == 0 or _tested(run_dir)
     return Resumable(
         config=config,
         schedule=schedule,
-        generation=progress.generation,
-        step=progress.step,
+        generation=run_state.generation,
+        step=run_state.step,
         skipped=saved.skipped,
         ignored=ignored,
         cut_off=_last_event(run_dir) not in (None, "stopped", "test"),
-        ended=ended if tested and progress.generation > 0 and progress.step_in_generation == 0 else None,
+        ended=ended if tested and run_state.generation > 0 and run_state.step_in_generation == 0 else None,
     )
 
 
-def resume(
-    prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False
-) -> Evolution:
+def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:
     """Restore the newest complete checkpoint of a run, over its base model if it has one.
 
     Args:
@@ -205,33 +203,33 @@ def resume(
     """
     saved = open_run(run_dir, go_on=True)
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
-    population, progress = prepared.restore(saved)
+    population, run_state = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
     folder = RunDir(
         run_dir, prepared.config.logging, claim=saved.claim, run_id=saved.run_id, config=saved.record["config"]
     )
-    return _evolution(prepared, population, resumable.schedule, strategy, folder, progress, changed)
+    return _make_trainer(prepared, population, resumable.schedule, strategy, folder, run_state, changed)
 
 
-def _evolution(
+def _make_trainer(
     prepared: PreparedRun,
     population: Population,
     schedule: Schedule,
     strategy: Strategy,
     run_dir: RunDir | None,
-    progress: Progress | None = None,
+    run_state: RunState | None = None,
     changed_data: Sequence[str] = (),
-) -> Evolution:
+) -> Trainer:
     config = prepared.config
     facts = {"task": config.task.label, "model": config.model}
-    return Evolution(
+    return Trainer(
         population,
         prepared.env,
         schedule=schedule,
         strategy=strategy,
         fitness=config.fitness,
         run_dir=run_dir,
-        progress=progress,
+        run_state=run_state,
         changed_data=changed_data,
         experience=config.experience,
         description={name: fact for name, fact in facts.items() if fact is not None},

@@ -37,13 +37,13 @@ from evogrpo.storage.manifest import CheckpointError, readable
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy
-from evogrpo.training.loop.run_state import Best, KnownBest, Progress
+from evogrpo.training.loop.run_state import Best, KnownBest, RunState
 from evogrpo.training.run_dir import BEST, FINALIST, JOURNAL, RunDir, checkpoint_number, digest_of
 from evogrpo.training.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class StoredRun:
     """A run read back from its folder.
 
     Attributes:
@@ -117,7 +117,7 @@ class Saved:
         model: nn.Module | None = None,
         device: str | None = None,
         algorithm: type[Agent] | None = None,
-    ) -> tuple[Population, Progress]:
+    ) -> tuple[Population, RunState]:
         """Build the population and the progress over the base model; small networks need none.
 
         Raises:
@@ -128,7 +128,7 @@ class Saved:
         stored = self.record["population"]
         population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
         with readable(self.folder):
-            progress = Progress.from_json(self.record["progress"])
+            progress = RunState.from_json(self.record["progress"])
             if progress.members != len(population):
                 raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
             finalists = {name: tensor for name, tensor in self.tensors.items() if name.startswith(FINALIST)}
@@ -144,7 +144,7 @@ class Saved:
         return population, progress
 
 
-def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
+def open_run(path: str | Path, *, go_on: bool = False) -> StoredRun:
     """Read the newest complete state of a run.
 
     Where several processes go on with it, one of them claims it, and the others read what it has left there.
@@ -163,14 +163,14 @@ def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
         return _opened(path, go_on=go_on)
 
     def lead() -> None:
-        if crew.leads:
+        if crew.is_rank_zero:
             found.append(_opened(path, go_on=True))
 
-    crew.together(lead)
-    return found[0] if crew.leads else _opened(path, go_on=False)
+    crew.run_section(lead)
+    return found[0] if crew.is_rank_zero else _opened(path, go_on=False)
 
 
-def _opened(folder: Path, *, go_on: bool) -> Saved:
+def _opened(folder: Path, *, go_on: bool) -> StoredRun:
     """Read a run in this process; see `open_run`."""
     claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
     if claim is not None:
@@ -193,7 +193,9 @@ def _opened(folder: Path, *, go_on: bool) -> Saved:
         skipped.append(error)
         if claim is not None:
             _set_aside(folder)
-    saved = Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim)
+    saved = StoredRun(
+        tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim
+    )
     if claim is not None:
         prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
     return saved
@@ -216,7 +218,7 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
             f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
         )
     with readable(checkpoint):
-        progress = Progress.from_json(record["progress"])
+        progress = RunState.from_json(record["progress"])
         own = checkpoint_number(progress.generation, progress.step_in_generation)
         _check_settings(record)
     if own != number:
@@ -224,7 +226,7 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
 
 
 def _check_settings(record: Mapping[str, Any]) -> None:
-    """Read, once and before anything is built, what the properties of `Saved` read."""
+    """Read, once and before anything is built, what the properties of `StoredRun` read."""
     if (kind := record["population"]["shared"]["kind"]) not in MEMBERS:
         raise unknown_name_error("kind of members", kind, MEMBERS)
     Schedule(**record["schedule"])

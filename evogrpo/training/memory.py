@@ -60,7 +60,7 @@ def sharing(device: str) -> int:
         device: Device of this process, such as "cpu" or "cuda:1".
     """
     place = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
-    return max(Counter(processes().all(place)).values())
+    return max(Counter(processes().all_gather(place)).values())
 
 
 def state_size(parameters: int) -> int:

@@ -22,13 +22,13 @@ from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.evolve import evolve
-from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.launch import start
-from evogrpo.training.loop.iteration import Run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.run import Run
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.memory import check_memory
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
+from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.warnings import warn
 
 VERSION = 1
@@ -233,17 +233,17 @@ def replay(
             **schedule.limits,
         )
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
-    prepared = kind_of(config.task).prepare(config)
+    prepared = task_type_of(config.task).prepare(config)
     need = prepared.forecast().need
     if need is not None:
         check_memory(need, allowed=allow_memory)
     if run_dir is not None:
-        evolution = start(prepared, Path(run_dir))
+        trainer = start(prepared, Path(run_dir))
     else:
-        evolution = Evolution(prepared.population(), prepared.env, schedule=config.schedule, strategy=config.strategy)
+        trainer = Trainer(prepared.population(), prepared.env, schedule=config.schedule, strategy=config.strategy)
     console = console_for(progress)
-    display = None if console is None else RunDisplay(console, evolution)
-    return Run(evolution, display, one_thread=prepared.one_thread)
+    display = None if console is None else RunDisplay(console, trainer)
+    return Run(trainer, display, one_thread=prepared.one_thread)
 
 
 class _Dumper(yaml.SafeDumper):

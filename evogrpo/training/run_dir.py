@@ -32,7 +32,7 @@ from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.unchanged import CONFIG_FILE, is_stored
 from evogrpo.training.configuration.user_code import strategy_record
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import layout
 from evogrpo.warnings import warn
@@ -144,7 +144,7 @@ class RunDir:
     def save(
         self,
         population: Population,
-        progress: Progress,
+        progress: RunState,
         strategy: Strategy,
         schedule: Schedule,
         fitness: FitnessConfig,

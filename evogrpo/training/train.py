@@ -21,14 +21,14 @@ from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.kinds.network_runs import PreparedNetworks, prepared_in
 from evogrpo.training.launch import start
-from evogrpo.training.loop.iteration import Callback, Run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.run import Callback, Run
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.memory import check_memory
 from evogrpo.training.presets import packaged_values, with_own_limits, with_sections
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.networks import PreparedNetworks, prepared_in
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
@@ -114,10 +114,10 @@ def train(
     need = prepared.forecast().need
     if need is not None:
         check_memory(need, allowed=allow_memory)
-    evolution = _evolution(prepared, run_dir, registered=isinstance(env, str))
-    display = None if console is None else RunDisplay(console, evolution)
+    trainer = _evolution(prepared, run_dir, registered=isinstance(env, str))
+    display = None if console is None else RunDisplay(console, trainer)
     try:
-        return Run(evolution, display, one_thread=prepared.one_thread).finish(callback)
+        return Run(trainer, display, one_thread=prepared.one_thread).finish(callback)
     finally:
         prepared.env.close()  # opened anew by whoever plays on
 
@@ -207,12 +207,12 @@ def _environment(
     return env
 
 
-def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, registered: bool) -> Evolution:
+def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, registered: bool) -> Trainer:
     """Make the population and the run; one of a registered environment keeps its configuration, for every command."""
     config = prepared.config
     if registered and run_dir is not None:
         return start(replace(prepared, config=replace(config, run_dir=str(run_dir))), Path(run_dir))
-    return Evolution(
+    return Trainer(
         prepared.population(),
         prepared.env,
         schedule=config.schedule,

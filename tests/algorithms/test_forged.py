@@ -117,10 +117,10 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(runs, tmp_path):
     record["progress"]["tokens"] = "many"
     put_in(newest, "population.json", record)
     with pytest.warns(
-        UserWarning, match="generation-0002 cannot be loaded: tokens of Progress must be int, got 'many'"
+        UserWarning, match="generation-0002 cannot be loaded: tokens of RunState must be int, got 'many'"
     ):
         run = evogrpo.resume(folder, cart_pole(validation_size=10), progress=False, generations=2)
-    assert run.evolution.progress.generation == 1
+    assert run.trainer.run_state.generation == 1
 
 
 def test_commands_answer_forged_records(runs, tmp_path, capsys):

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo import MultiAgentGRPO, Objective
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.interruption import Interrupted, Undo, interruptible, undone_by
+from evogrpo.interruption import Interrupted, Undo, interruptible, undoing_with
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import equal_states, tiny_env, tiny_population
@@ -66,7 +66,7 @@ def test_learning_that_is_abandoned_at_any_look_has_changed_nothing(case):
         kept, settled = {}, []
         undo = Undo(lambda: kept.update(banks.snapshot(slots)), lambda: settled.append(looks.seen))
         try:
-            with undone_by(undo), interruptible(looks):
+            with undoing_with(undo), interruptible(looks):
                 assert population.learn(collected.experience, step=0) == reports
         finally:
             for slot, state in kept.items() if looks.seen > looks.last else ():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from evogrpo.training.kinds.registry import kind_of
+from evogrpo.training.task_types.registry import task_type_of
 from tests.forking import Forked, evogrpo
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -51,7 +51,7 @@ def write_project(folder: Path) -> Path:
 
 def prepare(config):
     """Check a configuration as the commands do."""
-    return kind_of(config.task).prepare(config)
+    return task_type_of(config.task).prepare(config)
 
 
 def command(*arguments: str | Path, cwd: Path, file_bytes: int | None = None, **environment: str) -> Forked:

@@ -17,7 +17,7 @@ from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from tests.cli.project import command, prepare
 from tests.tiny_training import equal_states
 
@@ -245,7 +245,7 @@ def test_the_estimate_is_an_upper_bound_of_what_is_spent():
     prepared = prepare(parse_config(values))
     bound = prepared.forecast()
     schedule, strategy = prepared.config.schedule, prepared.config.strategy
-    run = Evolution(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     for report in run.reports():
         for learned in getattr(report, "learned", {}).values():
             assert 0 < learned.metrics["optimizer_steps"] <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)

@@ -12,7 +12,7 @@ from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from tests.cli.project import command, prepare
 from tests.envs import joint_probes
 from tests.tiny_training import equal_states
@@ -174,7 +174,7 @@ def test_the_forecast_is_an_upper_bound_of_what_is_spent():
     assert (bound.joint_steps, bound.transitions) == (16, 48)  # 2 × 8 × 1, three agents
     assert bound.optimizer_steps == {"red": 12, "blue": 6}  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
     schedule, strategy = prepared.config.schedule, prepared.config.strategy
-    run = Evolution(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
     assert steps
     assert all(0 < step.metrics["optimizer_steps"] <= sum(bound.optimizer_steps.values()) for step in steps)

@@ -18,7 +18,7 @@ from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.storage.journal import read_journal
 from evogrpo.training import launch
 from evogrpo.training.configuration.reading import load_config
-from evogrpo.training.kinds import language_runs as language
+from evogrpo.training.task_types import language
 from tests.cli.project import CONFIG, command, prepare
 
 

@@ -19,7 +19,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import processes
 from evogrpo.interruption import Interrupted
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_models import EOS
 from tests.tiny_steps import cart_pole, step_population
@@ -69,7 +69,7 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
     found = together.collect(env, step=0, samples_per_step=SAMPLES, block=SAMPLES // 2)
     if rewarded is not None:
-        assert sum(processes().all(len(rewarded))) == SAMPLES  # each completion once
+        assert sum(processes().all_gather(len(rewarded))) == SAMPLES  # each completion once
     learner = alone.learner(0)
     same = collect(alone.members, [learner], env, samples_per_step=SAMPLES, block=SAMPLES // 2)
     assert found.scores.completions == same.scores.completions
@@ -84,7 +84,7 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     own = alone.learn_together(alone.members, [learner], experience)[0]
     assert_metrics_agree(dict(report.metrics), dict(own.metrics))
     assert (report.tokens, report.optimizer_steps, report.samples) == (own.tokens, own.optimizer_steps, SAMPLES)
-    counts = processes().all(len(passes))
+    counts = processes().all_gather(len(passes))
     assert sum(counts) == len(own_passes)  # each micro-batch once
     assert max(counts) < len(own_passes), options
     state = together.members.banks.state(0)
@@ -116,7 +116,7 @@ def play_together() -> None:
     env = cart_pole(wrappers=[Counting])
     population, Counting.played = step_population(1, env), 0
     found = population.collect(env, step=0, samples_per_step=8, block=2)
-    assert processes().all((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
+    assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
 
 
 def run_out_of_memory(beta: float) -> None:
@@ -134,7 +134,7 @@ def run_out_of_memory(beta: float) -> None:
 
     bank.autocast = small
     together.learn(found.experience, step=0)
-    assert processes().all(bank.micro_batch_tokens) == [12] * processes().size
+    assert processes().all_gather(bank.micro_batch_tokens) == [12] * processes().size
     alone.learn_together(alone.members, [alone.learner(0)], found.experience)
     assert_states_agree(together.members.banks.state(0), alone.members.banks.state(0), lr=LR)
     assert_equal_everywhere(together.members.banks.state(0))
@@ -142,7 +142,7 @@ def run_out_of_memory(beta: float) -> None:
 
 def assert_equal_everywhere(state: Mapping[str, Tensor]) -> None:
     """Check that all processes have the same bits."""
-    for other in processes().all({name: value.numpy() for name, value in state.items()}):
+    for other in processes().all_gather({name: value.numpy() for name, value in state.items()}):
         assert all(np.array_equal(other[name], value.numpy()) for name, value in state.items())
 
 
@@ -165,7 +165,7 @@ class Fragile(GRPO):
     @classmethod
     def learn_together(cls, members: Any, learners: Any, experience: Any) -> Any:
         """Learn, where that is possible."""
-        if processes().leads:
+        if processes().is_rank_zero:
             raise BlockingIOError("the disk is busy")
         return super().learn_together(members, learners, experience)
 
@@ -180,7 +180,7 @@ def troubled(folder: str) -> None:
             trouble[len(calls)]()
         return variety(completion, answer, question)
 
-    def run(name: str, **options: Any) -> Evolution:
+    def run(name: str, **options: Any) -> Trainer:
         calls.clear()
         return tiny_run(Path(folder) / name, size=1, env=tiny_env(reward_fn=reward), **options)
 
@@ -201,7 +201,7 @@ def troubled(folder: str) -> None:
     stopped = run("stopped")
     trouble[10] = abandon
     finish(stopped)
-    print(f"stopped by {stopped.result.reason!r} after step {stopped.progress.step}")
+    print(f"stopped by {stopped.result.reason!r} after step {stopped.run_state.step}")
     last = run("killed")
     trouble[10] = lambda: os.kill(os.getpid(), signal.SIGKILL)
     finish(last)

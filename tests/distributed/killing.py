@@ -69,7 +69,7 @@ def elastic(
     """
     rng, killed = np.random.default_rng(seed), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_PATIENCE_MINUTES": "2", **(settings or {})}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
     began = time.time()
     with (folder / "said").open("w") as said:
         started = subprocess.Popen(

@@ -25,8 +25,8 @@ from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Succes
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.iteration import Run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.run import Run
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
@@ -34,13 +34,13 @@ from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, resumed_step_run, ste
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_population, tiny_run, variety
 
 
-def networks(folder: Path) -> Evolution:
+def networks(folder: Path) -> Trainer:
     """Small networks whose architectures evolve, with a second set for finalists."""
     fitness = FitnessConfig(second_set=2, finalists=2)
     return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0, backtrack=True))
 
 
-def halving(folder: Path) -> Evolution:
+def halving(folder: Path) -> Trainer:
     """Members that are stopped for good, so that a process has nobody left; training rewards decide."""
     return step_run(
         folder,
@@ -64,14 +64,14 @@ def base_of(folder: Path) -> PreTrainedModel:
     return load_base(stored, parts=PARTS).model
 
 
-def words(folder: Path) -> Evolution:
+def words(folder: Path) -> Trainer:
     """Language models whose groups are drawn again, held to their own snapshots."""
     objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
     options = {"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"}
     return tiny_run(folder, size=3, options=options, generations=3)
 
 
-def pair(folder: Path) -> Evolution:
+def pair(folder: Path) -> Trainer:
     """Two language models, one of which several processes share: they drift, explore and are held to the base."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
@@ -79,12 +79,12 @@ def pair(folder: Path) -> Evolution:
     return tiny_run(folder, size=2, options=options, generations=2)
 
 
-def lone(folder: Path) -> Evolution:
+def lone(folder: Path) -> Trainer:
     """A small network that several processes share, and that knows what it has observed in all of them."""
     return step_run(folder, size=1, options={"normalise_observations": True}, generations=2)
 
 
-def team(folder: Path) -> Evolution:
+def team(folder: Path) -> Trainer:
     """Small networks for several agents, whose rows are their own; two processes share a member."""
     env = PettingZooGroups(joint_probes.Favours, validation_size=6, test_size=4, score="sum")
     population = MultiAgentGRPO.population(
@@ -99,10 +99,10 @@ def team(folder: Path) -> Evolution:
         network=NetworkConfig(hidden=(6,)),
     )
     run_dir = RunDir(folder, LoggingConfig(tensorboard=False))
-    return Evolution(population, env, schedule=Schedule(**QUICK), strategy=Tournament(z=0.0), run_dir=run_dir)
+    return Trainer(population, env, schedule=Schedule(**QUICK), strategy=Tournament(z=0.0), run_dir=run_dir)
 
 
-def lent(folder: Path) -> Evolution:
+def lent(folder: Path) -> Trainer:
     """Small networks that learn from all others; better ones sample more, and the worst perhaps nothing."""
     return step_run(
         folder,
@@ -114,7 +114,7 @@ def lent(folder: Path) -> Evolution:
     )
 
 
-def led(folder: Path) -> Evolution:
+def led(folder: Path) -> Trainer:
     """Small networks that are held to the leader's whole distributions, and of whom ever fewer are left."""
     return step_run(
         folder,
@@ -126,7 +126,7 @@ def led(folder: Path) -> Evolution:
     )
 
 
-def borrowed(folder: Path) -> Evolution:
+def borrowed(folder: Path) -> Trainer:
     """Language models that learn from better ones, whose old log-probabilities have to be found where these live."""
     objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
     return tiny_run(
@@ -139,7 +139,7 @@ def borrowed(folder: Path) -> Evolution:
     )
 
 
-def thinned(folder: Path) -> Evolution:
+def thinned(folder: Path) -> Trainer:
     """Language models that leave, so that several processes share the work of those that remain."""
     return tiny_run(
         folder,
@@ -151,7 +151,7 @@ def thinned(folder: Path) -> Evolution:
     )
 
 
-SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
+SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
     "networks": networks,
     "halving": halving,
     "words": words,
@@ -165,7 +165,7 @@ SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
 }
 
 
-def go_on(folder: Path, generations: int) -> Evolution:
+def go_on(folder: Path, generations: int) -> Trainer:
     """Bring a run back that has ended, to go on up to so many generations."""
     if folder.name in ("words", "pair", "borrowed", "thinned"):
         return resumed_run(folder, model=base_of(folder), generations=generations)
@@ -182,11 +182,11 @@ def perform(folder: str, *names: str) -> None:
             assert_even(run)
 
 
-def assert_even(run: Evolution) -> None:
+def assert_even(run: Trainer) -> None:
     """Check that no process has two members more than another, nor one where another has nobody."""
     members: Any = run.population.members
     living = [agent.slot for agent in run.population.agents if not agent.retired]
-    loads = processes().all(len(members.places.here(living)))
+    loads = processes().all_gather(len(members.places.here(living)))
     assert max(loads) - min(loads) <= 1, loads
     assert min(loads) >= 1, loads
 
@@ -226,7 +226,7 @@ def lending(folder: str) -> None:
         bank.autocast = whole
     print(f"learnt from {[report.samples for report in reports.values()]} samples")
     states = [population.members.banks.everywhere(slot) for slot in (0, 1)]
-    if processes().leads:
+    if processes().is_rank_zero:
         save_file(
             {f"{slot}.{name}": value for slot, state in enumerate(states) for name, value in state.items()}, folder
         )
@@ -242,7 +242,7 @@ def stopped(folder: str, step: int) -> None:
                     agent.test(run.env)
                     print("a member alone was tested")
             run.stop("enough")
-    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+    print(f"ended by {run.result.reason!r} after step {run.run_state.step}")
 
 
 def killed(folder: str, step: int) -> None:
@@ -285,7 +285,7 @@ def limited(folder: str) -> None:
     env = cart_pole(max_episode_steps=200, validation_size=8)
     run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=3.0)
     finish(run)
-    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+    print(f"ended by {run.result.reason!r} after step {run.run_state.step}")
 
 
 def commanded(folder: str, restarts: int, *words: str) -> None:

@@ -99,8 +99,8 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
         time.sleep(0.05)
     for rank in to:
         os.kill(launched.processes[rank].pid or 0, number)
-    (leads, said), (follows, other) = launched.ended(60)
-    assert (leads, follows) == (status, status), said + other
+    (is_rank_zero, said), (follows, other) = launched.ended(60)
+    assert (is_rank_zero, follows) == (status, status), said + other
     assert "evogrpo resume runs/CartPole-v1" in said
     last = read_journal(journal)[-1]
     by = "the user" if number == signal.SIGINT else number.name

@@ -15,7 +15,7 @@ from evogrpo import GRPO
 from evogrpo.algorithms.members.places import Places
 from evogrpo.algorithms.members.policy_set import Members
 from evogrpo.algorithms.members.spread_members import SpreadMembers
-from evogrpo.distributed import ProcessError, Processes, agreed_part, processes
+from evogrpo.distributed import ProcessError, Processes, agree_on_prefix, processes
 from evogrpo.storage.journal import read_journal
 from tests.distributed.comparing import assert_same, by_slot
 from tests.distributed.dividing import troubled
@@ -40,7 +40,7 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     assert "LookupError: the verifier is gone" in other[1]
     assert "while collecting" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
     run = resumed_run(tmp_path / "run", generations=2)
-    assert run.progress.step >= 1
+    assert run.run_state.step >= 1
     finish(run)
 
 
@@ -76,7 +76,7 @@ def test_the_others_end_when_one_is_killed_and_the_run_goes_on_alone(tmp_path: P
     assert leader[0] == 1
     assert "has lost the others" in leader[1]
     run = go_on(tmp_path / "networks", 4)
-    assert run.progress.generation == 2
+    assert run.run_state.generation == 2
     finish(run)
 
 
@@ -105,13 +105,12 @@ def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path
 def test_one_process_talks_to_itself() -> None:
     """Where there is one, nothing is exchanged and failures are its own."""
     alone = Processes()
-    assert alone.leads
-    assert alone.all(3) == [3]
-    assert alone.together(lambda: 4) == [4]
-    assert alone.told(None) is None
+    assert alone.is_rank_zero
+    assert alone.all_gather(3) == [3]
+    assert alone.run_section(lambda: 4) == [4]
     assert alone.now() <= alone.now()
     with pytest.raises(LookupError):
-        alone.together(lambda: {}["nothing"])
+        alone.run_section(lambda: {}["nothing"])
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -148,7 +147,7 @@ def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_kill
 
     def meet(rank: int) -> str:
         time.sleep(0.1 if rank == late else 0)
-        return agreed_part(store, rank, 3, until=time.monotonic() + 20)
+        return agree_on_prefix(store, rank, 3, until=time.monotonic() + 20)
 
     with ThreadPoolExecutor(3) as threads:
         first, second = (list(threads.map(meet, range(3))) for _ in range(2))
@@ -162,9 +161,9 @@ def test_who_does_not_come_is_named() -> None:
     store.set_timeout(timedelta(seconds=0.2))
     store.set("greeting of 2", "dead")
     with pytest.raises(ProcessError, match="process 1 of 3 has not come"):
-        agreed_part(store, 0, 3, until=time.monotonic() + 0.1)
+        agree_on_prefix(store, 0, 3, until=time.monotonic() + 0.1)
     with pytest.raises(ProcessError, match="leading process has not come"):
-        agreed_part(store, 1, 3, until=time.monotonic() + 0.1)
+        agree_on_prefix(store, 1, 3, until=time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_who_does_not_come_is_named() -> None:
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR"),
         ({"WORLD_SIZE": "many"}, "RANK"),
-        ({"EVOGRPO_PATIENCE_MINUTES": "-1", "WORLD_SIZE": "2"}, "above 0"),
+        ({"EVOGRPO_TIMEOUT_MINUTES": "-1", "WORLD_SIZE": "2"}, "above 0"),
     ],
 )
 def test_an_environment_of_half_a_launcher_is_refused(

@@ -79,7 +79,7 @@ members(1)[0].save_checkpoint("adapter")
 import evogrpo
 import gymnasium
 run = evogrpo.train("CartPole-v1", total_timesteps=1000)
-observation = run.evolution.env.observation_space.sample()
+observation = run.trainer.env.observation_space.sample()
 """,
     "docs/objective.md": "",
 }

@@ -14,7 +14,7 @@ from evogrpo.algorithms.learning.metrics import NAMES
 from evogrpo.cli.main import make_parser
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.training.configuration.reading import _sections
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_steps import step_run
 from tests.tiny_training import tiny_run
@@ -86,10 +86,10 @@ def test_a_range_that_ends_at_an_odd_place_is_an_error_rather_than_a_wrong_page(
         real_range(lambda value: value > 0.1234, 0.5)
 
 
-def recorded(evolution: Evolution) -> set[str]:
+def recorded(trainer: Trainer) -> set[str]:
     return {
         name
-        for report in evolution.reports()
+        for report in trainer.reports()
         if isinstance(report, StepReport)
         for member in report.learned.values()
         for name in member.metrics

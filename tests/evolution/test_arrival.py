@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from tests.trainer.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
 
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
-from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
 
 SEEDS = range(24)
 

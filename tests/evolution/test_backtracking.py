@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.trainer.simulated_training import SPACE, Simulation, Surface, spread_founders
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution import Choice, Fitness, Generation, History, Kept, MemberRecord, Seat, Tournament
 from evogrpo.evolution.backtracking import backtracked
 from tests.conformance.strategy import StrategyTestCase
-from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders
 
 QUESTIONS = np.random.default_rng(0).standard_normal(16)
 

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tests.trainer.simulated_training import Simulation, Surface, wrong_founders
 
 from evogrpo.evolution import Narrowing, strategy_from_json
 from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
-from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 
 
 class NarrowingTestCase(StrategyTestCase):

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from tests.trainer.test_strategies import Life
 
 from evogrpo.evolution import Fixed, SharedExperience
 from evogrpo.evolution.shared_experience import sampling_by_rank, shared_experience
-from tests.evolution.test_strategies import Life
 
 REWARDS = {0: 3.0, 2: 5.0, 3: 3.0, 5: -1.0}
 

@@ -121,7 +121,7 @@ def test_stopping_and_going_on_equals_never_stopping(device, tmp_path):
     run.stop()
     list(reports)
     again = resumed_run(parts, model=tiny_model().to(device))
-    assert again.progress.step == 1
+    assert again.run_state.step == 1
     finish(again)
     assert story(parts) == story(whole)
     one, other = final_states(parts), final_states(whole)

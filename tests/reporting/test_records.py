@@ -41,9 +41,9 @@ def test_the_baseline_is_read_back_as_it_was(told):
     _, events, run = told
     (event,) = (event for event in events if event["event"] == "baseline")
     baseline = BaselineReport.from_json(event)
-    assert baseline.fitness.mean == run.progress.baseline.mean
-    assert baseline.fitness.standard_error == run.progress.baseline.standard_error
-    assert baseline.questions == len(run.progress.baseline.scores)
+    assert baseline.fitness.mean == run.run_state.baseline.mean
+    assert baseline.fitness.standard_error == run.run_state.baseline.standard_error
+    assert baseline.questions == len(run.run_state.baseline.scores)
 
 
 def test_a_step_names_who_learnt_what(told):

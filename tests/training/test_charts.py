@@ -11,7 +11,7 @@ from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Tournament
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import generation_curves
@@ -107,7 +107,7 @@ def test_what_a_run_that_was_killed_had_not_saved_is_replaced(tmp_path):
     env, population = cart_pole(), step_population(2, cart_pole(), hp_config=EVOLVING)
     folder = tmp_path / "run"
     schedule = Schedule(**QUICK)
-    killed = Evolution(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))
+    killed = Trainer(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))
     reports = killed.reports()
     for _ in range(4):  # two steps and their generation, and one step more
         next(reports)

@@ -38,7 +38,7 @@ def test_every_step_leaves_a_table_of_what_members_wrote_and_earned(tmp_path):
     env = tiny_env(reward_funcs=[lengths, sometimes], reward_weights=[0.1, 2.0])
     population = tiny_population(3, hp_config=SPACE, update_epochs=2)
     before = {slot: population[slot].clone() for slot in range(3)}
-    evolution = list(evolve(population, env, run_dir=tmp_path / "run", completions=10, **STEPS))
+    reports = list(evolve(population, env, run_dir=tmp_path / "run", completions=10, **STEPS))
     assert sorted(path.name for path in (tmp_path / "run" / "completions").iterdir()) == [
         f"step-{step:06d}.jsonl" for step in range(4)
     ]
@@ -70,8 +70,8 @@ def test_every_step_leaves_a_table_of_what_members_wrote_and_earned(tmp_path):
         mine = [row for row in first if row["index"] == slot]
         assert [row["advantage"] for row in mine] == pytest.approx(report.advantages[: len(mine)], abs=1e-5)
     assert any(row["advantage"] for row in first)
-    assert [example.index for example in evolution[-1].examples] == [m.index for m in evolution[-1].members]
-    assert {example.step for example in evolution[-1].examples} == {3}
+    assert [example.index for example in reports[-1].examples] == [m.index for m in reports[-1].members]
+    assert {example.step for example in reports[-1].examples} == {3}
 
 
 def population_batch(agents, env):

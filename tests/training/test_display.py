@@ -148,7 +148,7 @@ def test_the_bar_moves_inside_every_part_of_a_run():
     heard = []
 
     def looking(completion, answer, question):
-        assert ("untrained base: fitness" in console.file.getvalue()) is (run.progress.baseline is not None)
+        assert ("untrained base: fitness" in console.file.getvalue()) is (run.run_state.baseline is not None)
         heard.append((display._phase().plain, display._pace.fraction(), drawn(display)))
         return float(len(set(completion)))
 
@@ -191,7 +191,7 @@ def test_the_star_marks_what_is_kept():
     assert "★ best so far" in tables[0]
     for table in tables[1:]:
         assert "best of this generation" in table
-        assert f"★ is still #{run.progress.best.index} of generation 1" in table
+        assert f"★ is still #{run.run_state.best.index} of generation 1" in table
 
 
 @pytest.mark.parametrize("width", [140, 80])

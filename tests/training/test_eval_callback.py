@@ -6,7 +6,7 @@ import pytest
 
 from evogrpo import GRPO, EvalCallback, evolve, train
 from evogrpo.evolution import Fixed
-from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.run import Run
 from tests.tiny_steps import QUICK, cart_pole, step_population
 from tests.tiny_training import equal_states, tiny_run
 from tests.training.test_front import SMALL
@@ -31,7 +31,7 @@ def test_evaluations_are_logged_and_the_best_is_kept(tmp_path):
     generations = []
 
     def callback(run):
-        generations.append((run.evolution.progress.timesteps, run.population.best.state()))
+        generations.append((run.trainer.run_state.timesteps, run.population.best.state()))
         return evaluation(run)
 
     run = train("CartPole-v1", generations=3, callback=callback, lr=1e-2, **SMALL)

@@ -15,7 +15,7 @@ from evogrpo import GRPO, GymnasiumGroups, evolve
 from evogrpo.cli import main
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution import Tournament
-from evogrpo.interruption import exits_answered
+from evogrpo.interruption import intercept_exits
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -129,7 +129,7 @@ def test_once_a_run_has_no_control_the_program_ends_as_it_likes(tmp_path):
 
 def test_another_thread_ends_the_process_but_not_with_success(capfd):
     def work():
-        with exits_answered():
+        with intercept_exits():
             threading.Thread(target=os._exit, args=[0]).start()
             threading.Event().wait(60)
 
@@ -168,14 +168,14 @@ def test_a_call_that_outlasts_the_run_does_not_end_the_program_with_success():
 
 
 def test_a_process_that_was_forked_off_has_runs_of_its_own(tmp_path, capfd):
-    with exits_answered():
+    with intercept_exits():
         status = status_of(lambda: run_in("step", ENDS["os._exit(0)"], tmp_path / "run"))
     assert status == 98
     assert "ProgramEndError: os._exit(0) was called" in capfd.readouterr().err
 
 
 def test_a_process_that_was_forked_off_ends_as_it_likes():
-    with exits_answered():
+    with intercept_exits():
         answered = os._exit
         if (child := os.fork()) == 0:
             answered(0)

@@ -184,7 +184,7 @@ def test_a_reward_function_that_raises_stops_the_run_where_it_can_be_mended(whol
     with pytest.raises(RewardError, match=r"'variety' raised ZeroDivisionError.*own mistake.*for the completion"):
         finish(run)
     again = resumed_run(tmp_path / "run")
-    assert again.progress.step == steps  # nothing that was learnt is lost
+    assert again.run_state.step == steps  # nothing that was learnt is lost
     finish(again)
     assert story(tmp_path / "run") == story(whole)
     assert equal_states(final_states(tmp_path / "run"), final_states(whole))

@@ -141,7 +141,7 @@ def test_a_callback_looks_at_every_generation_and_may_end_the_run():
     seen = []
 
     def callback(run):
-        seen.append(run.evolution.progress.generation)
+        seen.append(run.trainer.run_state.generation)
         return len(seen) < 2
 
     run = train("CartPole-v1", generations=5, callback=callback, **SMALL)

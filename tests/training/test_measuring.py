@@ -18,7 +18,7 @@ from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.best import Crown, as_agent, winner
+from evogrpo.training.loop.best_tracker import BestTracker, as_agent, winner
 from evogrpo.training.loop.evaluation import candidates
 from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
@@ -294,7 +294,7 @@ def test_by_both_plans_go_by_rollouts_and_the_best_is_chosen_on_validation(tmp_p
             assert {member.slot: member.fitness for member in ranked}[report.plan.elite] == ranked[0].fitness
     assert run.result.best.fitness.mean == max(crowned)
     agent = run.population.agents[0].clone()
-    agent.load_state(run.progress.best.state)
+    agent.load_state(run.run_state.best.state)
     assert agent.test(cart_pole()) == pytest.approx(max(crowned))
 
 
@@ -337,7 +337,7 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
     reports = finish(run)
     generations = [report for report in reports if isinstance(report, GenerationReport)]
     spent = 0
-    for report, stored in zip(generations, run.progress.history, strict=True):
+    for report, stored in zip(generations, run.run_state.history, strict=True):
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
         assert [seat.evaluation_tokens for seat in stored.seats] == each
@@ -357,11 +357,11 @@ def test_limits_that_count_evaluations_leave_room_for_them(by):
     plain, counting = (step_run(None, count_evaluations=count, fitness=by, **limits) for count in (False, True))
     for run in (plain, counting):
         finish(run)
-    assert plain.progress.timesteps >= 6000
-    spent = counting.progress.spent(evaluations=True)["timesteps"]
-    assert spent == counting.progress.timesteps + counting.progress.evaluation_tokens
+    assert plain.run_state.timesteps >= 6000
+    spent = counting.run_state.spent(evaluations=True)["timesteps"]
+    assert spent == counting.run_state.timesteps + counting.run_state.evaluation_tokens
     # Episodes grow, and what is to come is expected to be like the latest: by a little it may be more.
-    assert 6000 - 2 * counting.progress.latest_timesteps < spent < 6600
+    assert 6000 - 2 * counting.run_state.latest_timesteps < spent < 6600
     assert "leave no room for another learning step" in counting.result.reason
     assert counting.result.best is not None
 
@@ -405,7 +405,7 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     bests = [(report.best.measured[measure].mean, -report.generation, report.best.index) for report in reports]
     expected = {(index, -generation) for _, generation, index in sorted(bests)[-2:]}
     assert {(each.index, each.generation) for each in finals.finalists} == expected
-    agent, answers = as_agent(run.population, run.progress.best), 1 if way.get("sampled") else None
+    agent, answers = as_agent(run.population, run.run_state.best), 1 if way.get("sampled") else None
     asked = Asked(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
     again = answered(agent.members, env, asked)[0][0]
     assert run.result.best.second.mean == pytest.approx(again.mean())
@@ -416,10 +416,10 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     assert (told.index, told.generation) == (finals.index, finals.generation)
     stored = open_run(tmp_path / "run")
     _, progress = stored.restore()
-    assert progress.best.second == run.progress.best.second
-    assert progress.finalists.seen == run.progress.finalists.seen
+    assert progress.best.second == run.run_state.best.second
+    assert progress.finalists.seen == run.run_state.finalists.seen
     for key in (each.key for each in progress.finalists.seen):
-        assert equal_states(progress.finalists.state(key), run.progress.finalists.state(key))
+        assert equal_states(progress.finalists.state(key), run.run_state.finalists.state(key))
 
 
 def test_a_lucky_finalist_does_not_stay_the_best():
@@ -450,13 +450,13 @@ def test_a_kill_between_the_finals_and_their_checkpoint_holds_them_again(tmp_pat
     killed = step_run(tmp_path / "killed", fitness=way, **quick)
     reports = killed.reports()
     next(report for report in reports if isinstance(report, GenerationReport) and report.generation == 2)
-    finalists = killed.progress.finalists
-    Crown(killed.population, killed.progress, killed.fitness, killed.run_dir).decide(
-        *killed.acting.final([finalists.state(each.key) for each in finalists.seen])
+    finalists = killed.run_state.finalists
+    BestTracker(killed.population, killed.run_state, killed.fitness, killed.run_dir).decide(
+        *killed.stages.final([finalists.state(each.key) for each in finalists.seen])
     )
     reports.close()
     again = resumed_step_run(tmp_path / "killed", env=cart_pole(validation_size=8))
-    assert again.progress.best.fitness.mean == max(each.fitness.mean for each in finalists.seen)
+    assert again.run_state.best.fitness.mean == max(each.fitness.mean for each in finalists.seen)
     finish(again)
     assert again.result.best == whole.result.best
     assert again.result.test.after == whole.result.test.after

@@ -10,9 +10,9 @@ from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, Tournament, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.memory import Need, bytes_text, check_memory, kept_size, state_size
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
 from tests.tiny_training import tiny_env, tiny_population
 from tests.training import test_kinds
 
@@ -134,7 +134,7 @@ def test_the_forecast_of_every_kind_of_run_counts_them(case, tmp_path):
     needs = []
     for backtrack in (False, True):
         config = parse_config(values | {"strategy": {"name": "tournament", "backtrack": backtrack}})
-        needs.append(kind_of(config.task).prepare(config).forecast().need.size)
+        needs.append(task_type_of(config.task).prepare(config).forecast().need.size)
     assert needs[1] > needs[0]
     assert (needs[1] - needs[0]) % (2 * 12) == 0  # two members, 12 bytes a parameter
 
@@ -144,9 +144,9 @@ def test_what_members_learn_from_others_is_counted(experience, others):
     """250 bytes for each action of somebody else."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)
     population = GRPO.population(3, env.observation_space, env.action_space, network=NetworkConfig(hidden=(4,)))
-    own = RUN_KINDS["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), None)
+    own = TASK_TYPES["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), None)
     shared = shared_experience(experience)
-    need = RUN_KINDS["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), shared)
+    need = TASK_TYPES["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), shared)
     assert need.size - own.size == others * 3 * 64 * 10**7 * 250
     with pytest.raises(ValueError, match=f"needs about {need.size / 1e9:,.0f} GB"):
         evolve(population, env, generations=1, samples_per_step=64, experience=experience)

@@ -12,7 +12,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import evolve, resume
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
@@ -56,7 +56,7 @@ def test_a_team_evolves(tmp_path):
 def test_children_copy_every_policy_of_their_parent():
     env = environment(joint_probes.Lives)
     population = members(env)
-    run = Evolution(
+    run = Trainer(
         population, env, schedule=Schedule(**QUICK, test_questions=0), strategy=Tournament(z=0.0), run_dir=None
     )
     copies = 0
@@ -86,7 +86,7 @@ def test_networks_of_policies_evolve():
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
     def begin(folder):
         env = environment(make)
-        return Evolution(
+        return Trainer(
             members(env),
             env,
             schedule=Schedule(**QUICK),
@@ -102,7 +102,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
             run.stop()
     again = resume(tmp_path / "parts", environment(make))
     assert isinstance(again.population[0], MultiAgentGRPO)
-    for _ in again.evolution.reports():
+    for _ in again.trainer.reports():
         pass
     assert story(tmp_path / "parts") == story(tmp_path / "whole")
     one, other = (open_run(tmp_path / name).tensors for name in ("parts", "whole"))

@@ -10,7 +10,7 @@ from evogrpo import read_run
 from evogrpo.markup import Markup, card, sparkline
 from evogrpo.training.display.console import NOTEBOOK_WIDTH, console_for
 from evogrpo.training.display.tables import NARROW
-from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.run import Run
 from tests.tiny_training import tiny_run
 
 

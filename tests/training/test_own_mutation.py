@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from tests.trainer.simulated_training import Simulation, Surface, wrong_founders
 
 from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
@@ -15,7 +16,6 @@ from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.load_run import open_run
 from tests.cli.project import write_project
 from tests.conformance.strategy import SPACE, StrategyTestCase
-from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.halved import Gaussian, halved
 from tests.tiny_models import tiny_model
 from tests.tiny_training import finish, resumed_run, story, tiny_env, tiny_run
@@ -122,7 +122,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
         resume(tmp_path / "run", tiny_env(), actor_network=tiny_model())
     strategy = Tournament(z=0.0, mutation=halved)
     run = resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), strategy=strategy)
-    assert run.evolution.strategy == strategy
+    assert run.trainer.strategy == strategy
     assert "trap" not in sys.modules
 
 

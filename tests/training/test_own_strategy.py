@@ -26,7 +26,7 @@ from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.planning import StrategyError
+from evogrpo.training.loop.planner import StrategyError
 from tests.cli.project import prepare, write_project
 from tests.forking import started
 from tests.strategies.gaussian_process import GaussianProcess
@@ -110,8 +110,8 @@ def test_the_history_is_what_the_reports_said(tmp_path):
     reports_of_parts = [report for report in parts.reports() if isinstance(report, GenerationReport)]
     assert len(reports_of_parts) == 2
     for each in (run, parts):
-        assert [generation.number for generation in each.progress.history] == [1, 2, 3, 4]
-    for generation, twin, report in zip(run.progress.history, parts.progress.history, reports, strict=True):
+        assert [generation.number for generation in each.run_state.history] == [1, 2, 3, 4]
+    for generation, twin, report in zip(run.run_state.history, parts.run_state.history, reports, strict=True):
         assert (generation.samples_per_step, generation.steps_per_generation) == (8, 2)
         assert [seat.fitness for seat in generation.seats] == [seat.fitness for seat in twin.seats]
         for seat, member in zip(generation.seats, report.members, strict=True):
@@ -142,14 +142,14 @@ def test_halves_retire_the_others_spend_twice_as_much_and_then_all_slots_fill(ha
     _, run, reports, _ = halving
     generations = [report for report in reports if isinstance(report, GenerationReport)]
     assert [len(report.members) for report in generations] == [4, 2, 1, 4, 2]
-    assert [each.samples_per_step for each in run.progress.history] == [8, 16, 32, 8, 16]
-    assert [len(each.empty) for each in run.progress.history] == [0, 2, 3, 0, 2]
+    assert [each.samples_per_step for each in run.run_state.history] == [8, 16, 32, 8, 16]
+    assert [len(each.empty) for each in run.run_state.history] == [0, 2, 3, 0, 2]
     assert len({agent.index for agent in run.population}) == 4
     steps = [report for report in reports if isinstance(report, StepReport)]
     for report in steps:
         members = generations[report.generation - 1].members
         assert sorted(report.learned) == [member.slot for member in members]
-        samples = run.progress.history[report.generation - 1].samples_per_step
+        samples = run.run_state.history[report.generation - 1].samples_per_step
         assert {learned.samples for learned in report.learned.values()} == {samples}
     births = {birth.index: birth for birth in run.population.lineage.births}
     newcomers = [birth for birth in births.values() if birth.born == 3]
@@ -235,7 +235,7 @@ def test_what_was_trained_outlives_a_strategy_that_fails(tmp_path, monkeypatch, 
         "stopped",
     ]
     again = resumed_run(tmp_path / "run", strategy=Fails)
-    assert (again.progress.generation, again.progress.step) == (1, 2)
+    assert (again.run_state.generation, again.run_state.step) == (1, 2)
     monkeypatch.setattr(Fails, "how", "works")
     finish(again)
     plain = tmp_path / "plain"
@@ -352,7 +352,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is trap:Halving, a class that is not imported.*strategy=ItsClass"):
         resume(folder, tiny_env(), actor_network=tiny_model())
     run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=Halving)
-    assert run.evolution.strategy == Halving(survivors=2)
+    assert run.trainer.strategy == Halving(survivors=2)
     assert "trap" not in sys.modules
 
 
@@ -373,14 +373,14 @@ def test_a_run_goes_on_with_the_strategy_it_began_with(tmp_path, begin, given):
         resume(folder, tiny_env(), actor_network=tiny_model(), strategy=given, generations=2)
     for right in (begin, type(begin)):
         run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=right, generations=2)
-        assert run.evolution.strategy == begin
+        assert run.trainer.strategy == begin
 
 
 def test_strategies_of_the_package_need_not_be_given_and_their_relatives_go_by_their_own_name(tmp_path):
     run = resume(begun(tmp_path / "one", Tournament(z=0.5)), tiny_env(), actor_network=tiny_model(), generations=2)
-    assert run.evolution.strategy == Tournament(z=0.5)
+    assert run.trainer.strategy == Tournament(z=0.5)
     run = resume(begun(tmp_path / "other", Relative(z=0.5)), tiny_env(), actor_network=tiny_model(), strategy=Relative)
-    assert run.evolution.strategy == Relative(z=0.5)
+    assert run.trainer.strategy == Relative(z=0.5)
 
 
 # ---- named in a configuration

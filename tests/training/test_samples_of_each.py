@@ -10,7 +10,7 @@ from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
-from evogrpo.training.loop.planning import StrategyError
+from evogrpo.training.loop.planner import StrategyError
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, final_states, finish, story, tiny_run
 
@@ -51,7 +51,7 @@ def test_members_sample_as_the_plan_says_and_steps_in_the_environment_are_those_
     folder, run, reports = whole
     samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
     assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
-    assert run.progress.block == 4  # groups of the most that anybody collects
+    assert run.run_state.block == 4  # groups of the most that anybody collects
     plans = [event["plan"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
     assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
     lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]

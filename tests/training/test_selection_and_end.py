@@ -9,7 +9,7 @@ from evogrpo.evolution import Fixed, Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, TestReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.schedule import Schedule
 from tests.tiny_training import (
     equal_states,
@@ -163,4 +163,4 @@ def test_evolving_a_clip_that_never_binds_is_warned_of():
     with pytest.warns(UserWarning, match="clip_coef"):
         evolve(population, tiny_env(), generations=1, samples_per_step=8)
     with pytest.warns(UserWarning, match="clip_coef evolves"):
-        Evolution(population, tiny_env(), schedule=Schedule(generations=1, samples_per_step=8), strategy=Tournament())
+        Trainer(population, tiny_env(), schedule=Schedule(generations=1, samples_per_step=8), strategy=Tournament())

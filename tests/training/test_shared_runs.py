@@ -43,7 +43,7 @@ def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "run"
     population, env, _ = KINDS[request.param]()
     run = evolve(population, env, run_dir=folder, experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
-    return KINDS[request.param], folder, list(run.evolution.reports()), run.evolution
+    return KINDS[request.param], folder, list(run.trainer.reports()), run.trainer
 
 
 def test_every_member_learns_and_only_what_is_played_is_counted(whole):
@@ -57,7 +57,7 @@ def test_every_member_learns_and_only_what_is_played_is_counted(whole):
     plans = [event["plan"] for event in events if event["event"] == "generation" and event["plan"]]
     assert all(sum(plan["samples"]) <= 24 for plan in plans)
     assert any(len(set(plan["samples"])) > 1 for plan in plans)
-    assert run.progress.timesteps < run.progress.tokens
+    assert run.run_state.timesteps < run.run_state.tokens
 
 
 @pytest.mark.parametrize("stopped", [1, 4])
@@ -65,7 +65,7 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
     make, folder, _, _ = whole
     population, env, options = make()
     run = evolve(population, env, run_dir=tmp_path / "run", experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
-    for report in run.evolution.reports():
+    for report in run.trainer.reports():
         if isinstance(report, StepReport) and report.step + 1 == stopped:
             run.stop()
     list(resume(tmp_path / "run", make()[1], **options))
@@ -78,7 +78,7 @@ def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
     for experience in ("own", SharedExperience(learn_from="leader")):
         population, env, _ = steps()
         run = evolve(population, env, experience=experience, **(QUICK | {"generations": 1}))
-        first = next(report for report in run.evolution.reports() if isinstance(report, StepReport))
+        first = next(report for report in run.trainer.reports() if isinstance(report, StepReport))
         states.append([agent.state() for agent in population])
         sampled.append([first.learned[slot].metrics["reward"] for slot in range(3)])
     assert sampled[0] == sampled[1]
@@ -138,8 +138,8 @@ def test_train_shares(tmp_path):
         group_size=4, steps_per_generation=1, generations=1, max_episode_steps=10, validation_size=4, test_size=4,
         validation_questions=4, test_questions=4, hp_config=space,
     )  # fmt: skip
-    assert run.evolution.experience == SharedExperience(learn_from="all")
+    assert run.trainer.experience == SharedExperience(learn_from="all")
     assert open_run(tmp_path / "run").experience == SharedExperience(learn_from="all")
     assert torch.isfinite(torch.tensor(run.result.best.fitness.mean))
     run.learn(total_timesteps=50)
-    assert run.evolution.experience == SharedExperience(learn_from="all")
+    assert run.trainer.experience == SharedExperience(learn_from="all")

@@ -63,7 +63,7 @@ def test_a_resumed_run_leaves_the_same_records(tmp_path):
     population = step_population(2, env, hp_config=STEP_SPACE)
     for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
         pass
-    assert resume(tmp_path / "run", env, generations=2).evolution.run_dir.logging == LoggingConfig(**chosen)
+    assert resume(tmp_path / "run", env, generations=2).trainer.run_dir.logging == LoggingConfig(**chosen)
 
 
 def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):

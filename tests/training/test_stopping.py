@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from evogrpo import evolve
-from evogrpo.interruption import Interrupted, give_way, interruptible
+from evogrpo.interruption import Interrupted, check_interrupted, interruptible
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop import acting, stopping
-from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop import stages, stopping
+from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.stopping import Stopping
 from tests.forking import Forked
 from tests.tiny_steps import resumed_step_run, step_run
@@ -62,19 +62,19 @@ def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     begin, resume = KINDS[request.param]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(acting, "PATIENCE_SECONDS", 0.0)
+        patched.setattr(stages, "PATIENCE_SECONDS", 0.0)
         run = begin(folder)
-        run.acting.stopping = After(float("inf"))
+        run.stages.stopping = After(float("inf"))
         finish(run)
     return begin, resume, folder, run.stopping.looks
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_path, share, monkeypatch):
-    monkeypatch.setattr(acting, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
+    monkeypatch.setattr(stages, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
     begin, resume, folder, looks = whole
     run = begin(tmp_path / "run")
-    run.acting.stopping = After(int(share * looks))
+    run.stages.stopping = After(int(share * looks))
     finish(run)
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
     assert not run.result.complete
@@ -88,11 +88,11 @@ def test_learning_that_is_short_is_not_abandoned(tmp_path):
 
     class DuringLearning(Stopping):
         def abandonable(self, deadline):
-            stopped.append(run.progress.step)
+            stopped.append(run.run_state.step)
             return super().abandonable(deadline)
 
     run = tiny_run(None)
-    run.acting.stopping = DuringLearning()
+    run.stages.stopping = DuringLearning()
     finish(run)
     # The baseline, one collection in each of six steps, three validations and the test: never in learning.
     assert stopped == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
@@ -109,12 +109,12 @@ def test_a_run_is_stopped_from_another_thread(tmp_path):
 
 
 def test_work_is_only_interrupted_where_somebody_lets_it_be():
-    give_way()
+    check_interrupted()
     with interruptible(lambda: False):
-        give_way()
+        check_interrupted()
     with pytest.raises(Interrupted), interruptible(lambda: True):
-        give_way()
-    give_way()
+        check_interrupted()
+    check_interrupted()
 
 
 def train_slowly(seconds: float, patience: float = stopping.PATIENCE_SECONDS) -> None:
@@ -234,9 +234,9 @@ class InterruptedLog(io.StringIO):
 
 @pytest.mark.parametrize("words", ["measuring", "untrained base", "step", "Generation 1"])
 def test_ctrl_c_while_something_is_being_shown_stops_the_run_as_at_any_time(tmp_path, words):
-    evolution = tiny_run(tmp_path / "run", generations=100)
-    run = Run(evolution, RunDisplay(Console(file=InterruptedLog(words), width=80), evolution))
+    trainer = tiny_run(tmp_path / "run", generations=100)
+    run = Run(trainer, RunDisplay(Console(file=InterruptedLog(words), width=80), trainer))
     with pytest.raises(KeyboardInterrupt, match=r"stopped after learning step \d+; evogrpo.resume\(.*goes on"):
         run.finish()
-    assert evolution.result.reason == "stopped by the user"
-    assert not evolution.result.complete
+    assert trainer.result.reason == "stopped by the user"
+    assert not trainer.result.complete

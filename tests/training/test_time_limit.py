@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
-from evogrpo.training.loop.run_logger import Book
+from evogrpo.training.loop.run_logger import RunLogger
 from tests.envs import probes
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -87,18 +87,18 @@ def test_everything_together_keeps_to_the_limit(clock, limit):
 
 def test_held_out_questions_are_as_many_as_a_share_of_the_time_answers(clock):
     few, said = run(costly(clock), max_seconds=40.0)
-    validation = few.evolution.schedule.validation_questions
+    validation = few.trainer.schedule.validation_questions
     # Three members' questions of 25 steps in 15 % of 40 seconds, with a quarter more as a caution.
     assert validation == int(0.15 * 40 / (3 * 0.25 * 1.25)) == 6
     assert any(f"members are compared by {validation} validation questions: all 64" in words for words in said)
     assert few.result.test.questions < 256
     assert any(f"the test has {few.result.test.questions} questions instead of 256" in words for words in said)
     assert {len(agent.fitness.scores) for agent in few.population.agents} == {validation}
-    assert len(few.evolution.progress.baseline.scores) == validation
+    assert len(few.trainer.run_state.baseline.scores) == validation
 
     clock.now = BEGAN
     many, said = run(costly(clock), max_seconds=10_000.0, generations=2)
-    assert many.evolution.schedule.validation_questions is None
+    assert many.trainer.schedule.validation_questions is None
     assert many.result.test.questions == 256
     assert not said
 
@@ -126,7 +126,7 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
             members(env), env, run_dir=tmp_path / "run", max_seconds=20.0, steps_per_generation=2, samples_per_step=8
         )
         list(first)
-        questions = first.evolution.schedule.validation_questions
+        questions = first.trainer.schedule.validation_questions
         again = resume(tmp_path / "run", costly(clock))
         assert list(again) == []
         assert again.result.reason == "max_seconds 20 is reached"
@@ -146,14 +146,14 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
 
 
 def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
-    save = Book.save
+    save = RunLogger.save
 
     def slowly(book, *reasons):
         save(book, *reasons)
-        if first.evolution.progress.generation:
+        if first.trainer.run_state.generation:
             clock.now += 100.0
 
-    monkeypatch.setattr(Book, "save", slowly)
+    monkeypatch.setattr(RunLogger, "save", slowly)
     given = {"max_seconds": 100.0, "steps_per_generation": 4, "samples_per_step": 8, "test_questions": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,16 +184,16 @@ def test_a_run_killed_after_its_questions_were_cut_goes_on_with_as_many(clock, t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         again = resume(tmp_path / "run", costly(clock))
-        assert (again.evolution.progress.baseline is None) == (after == 0.3)
+        assert (again.trainer.run_state.baseline is None) == (after == 0.3)
         list(again)
-    asked = again.evolution.schedule.validation_questions
+    asked = again.trainer.schedule.validation_questions
     assert asked == 6  # as in the run that nobody killed
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
     generations = [event for event in events if event["event"] == "generation"]
     assert {event["questions"] for event in generations} == {asked}
     assert {event["questions"] for event in events if event["event"] == "baseline"} == {asked}
     assert {len(agent.fitness.scores) for agent in again.population.agents} == {asked}
-    assert len(again.evolution.progress.baseline.scores) == asked
+    assert len(again.trainer.run_state.baseline.scores) == asked
     assert again.result.reason == "max_seconds 40 is reached"
     assert again.result.test is not None
 
@@ -207,7 +207,7 @@ def test_the_callers_own_time_between_reports_is_not_counted(clock):
     assert going.result.seconds < 1000.0
 
     again = evolve(members(env), env, generations=2, steps_per_generation=3, samples_per_step=8, max_seconds=1000.0)
-    for _ in again.evolution.reports():  # after every step, too
+    for _ in again.trainer.reports():  # after every step, too
         clock.now += 5000.0
     assert again.result.steps == 6
     assert again.result.reason == "2 generations"

@@ -32,7 +32,7 @@ from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.statistics import numbered
 from evogrpo.models.bank import HeldTo, LossFunction, PolicyBank, WholeDistributions
-from evogrpo.progress import Tally
+from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 
 
@@ -122,10 +122,10 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         step = _LearningStep(policies[policy], taught, own)
         plan = step.deal()
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
-        tally = Tally("learning", sum(len(rows) for dealt in plan for rows in dealt.values()), noun)
+        counter = ProgressCounter("learning", sum(len(rows) for dealt in plan for rows in dealt.values()), noun)
         for number, dealt in enumerate(plan):
             last = number == len(plan) - 1 and policy == ends_with
-            step.take(dealt, tally, first=number == 0, last=last)
+            step.take(dealt, counter, first=number == 0, last=last)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
     return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
@@ -251,12 +251,12 @@ class _LearningStep:
             later |= self._needed & (self._rows.sampled_by != self._rows.member_ids)
         self._known.find_old(later.nonzero()[:, 0])
 
-    def take(self, steps: Mapping[int, Tensor], tally: Tally, *, first: bool, last: bool) -> None:
+    def take(self, steps: Mapping[int, Tensor], counter: ProgressCounter, *, first: bool, last: bool) -> None:
         """Take one optimizer step of every member in `steps`, which gives its row numbers.
 
         Args:
             steps: By slot.
-            tally: Counts rows.
+            counter: Counts rows.
             first: Whether it is the first of these members.
             last: Whether the learning step ends with it.
         """
@@ -269,7 +269,7 @@ class _LearningStep:
         run = rows
         if not bool(needed.all()):
             run, weights, kept, bonuses = rows[needed], weights[needed], kept[needed], bonuses[needed]
-            tally.add(len(rows) - len(run))
+            counter.add(len(rows) - len(run))
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
@@ -279,7 +279,7 @@ class _LearningStep:
                 self._known.take(own, log_probs)
             losses, measured = self._losses(own, log_probs, entropies, some_rows(kept, chosen), divergences)
             sums.index_copy_(0, chosen.to(sums.device), measured)
-            tally.add(len(chosen))
+            counter.add(len(chosen))
             return (some_rows(weights, chosen) * losses - some_rows(bonuses, chosen) * entropies).sum(1)
 
         part = self._known.lessons.select(run)

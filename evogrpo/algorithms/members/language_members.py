@@ -48,7 +48,7 @@ from evogrpo.models.language.lora import lora_from_json, lora_to_json
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.models.language.token_model import check_context
-from evogrpo.progress import Tally
+from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 
@@ -275,7 +275,7 @@ class LanguageMembers:
 
     def _scored(self, opened: PromptBatch, conversed: Conversed) -> Scores:
         """Let the environment reward what was said."""
-        Tally("rewarding", len(conversed.transcripts), "completions")
+        ProgressCounter("rewarding", len(conversed.transcripts), "completions")
         return opened.score(conversed.transcripts)
 
     def _room(self, opened: PromptBatch) -> int | None:

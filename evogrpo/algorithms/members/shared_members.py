@@ -71,7 +71,7 @@ class SharedPasses(TokenPasses):
                 return _Share({}, {}, str(error))
             return _Share(found, {}, None)
 
-        scores = _all_scores(self._squad.together(share))
+        scores = _all_scores(self._squad.run_section(share))
         yield from (scores[number] for number in range(len(parts)))
 
     def gradients(
@@ -83,13 +83,13 @@ class SharedPasses(TokenPasses):
         """
         parts = self._learnt(batch, slots)
         gradients = {slot: self.weights.new_gradient() for slot in slots}
-        found = self._squad.together(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
+        found = self._squad.run_section(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
         scores = _all_scores(found)
         with torch.no_grad():
             for number in sorted(scores.keys() - set(self._own(parts))):
                 loss_fn(parts[number].rows, *(value.to(batch.actions.device) for value in scores[number]))
         for slot in slots:
-            yield slot, self._squad.summed(gradients.pop(slot)), sum(share.losses[slot] for share in found)
+            yield slot, self._squad.all_reduce(gradients.pop(slot)), sum(share.losses[slot] for share in found)
 
     def _own(self, parts: Sequence[MicroBatch]) -> range:
         """Return the numbers of the micro-batches that this process does."""
@@ -176,7 +176,7 @@ class SharedMembers:
         def share() -> Collected | None:
             return _moved(self._local.sample(env, starts, wanted, own), "cpu") if len(own) else None
 
-        parts = [part for part in self._squad.together(share) if part is not None]
+        parts = [part for part in self._squad.run_section(share) if part is not None]
         rows = {name: [each.experience[name] for each in parts if name in each.experience] for name in self.policies}
         experience = {name: in_one(groups_apart(batches)) for name, batches in rows.items() if batches}
         observed = tuple(each for part in parts for each in part.observed)
@@ -213,7 +213,7 @@ class SharedLanguageMembers(SharedMembers):
             return
         super().regroup(squad)
         # Micro-batches are planned alike in all of them, and memory may have run out in one only.
-        self._alone.micro_batch_tokens = min(squad.all(self._bank.micro_batch_tokens))
+        self._alone.micro_batch_tokens = min(squad.all_gather(self._bank.micro_batch_tokens))
         self._bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
 
 
@@ -221,7 +221,7 @@ def answered_together(members: Members, processes: Processes, env: GroupEnvironm
     """Let each process ask what all of them have, one policy, a part of the questions."""
     parts = np.array_split(np.asarray(asked.questions), processes.size)
     own = tuple(parts[processes.rank].tolist())
-    found = processes.together(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
+    found = processes.run_section(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
     answers = [part for part in found if part is not None]
     return Answered(
         rewards=np.concatenate([part.rewards for part in answers]),

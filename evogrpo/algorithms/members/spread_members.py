@@ -73,7 +73,7 @@ class SpreadBanks(Banks):
         for parent, target in wanted:
             source = places.owner(parent)
             state = self._local.state(places.place(parent)) if source == places.rank else None
-            found = self._processes.pass_tensors(state, source=source, target=target)
+            found = self._processes.send_tensors(state, source=source, target=target)
             if found is not None:
                 received[parent] = found
         here = [parents[slot] for slot in after.own]
@@ -124,7 +124,7 @@ class SpreadBanks(Banks):
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
         owner = self.places.owner(slot)
         own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
-        return self._processes.spread_tensors(own, source=owner)
+        return self._processes.broadcast_tensors(own, source=owner)
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot, in the process that holds it."""
@@ -138,17 +138,17 @@ class SpreadBanks(Banks):
     @contextmanager
     def gathered(self, slots: Collection[int]) -> Iterator[None]:
         """Let the leading process know these members' learner states in the block, where the others need not follow."""
-        before, leads = dict(self._gathered), self._processes.leads
+        before, is_rank_zero = dict(self._gathered), self._processes.is_rank_zero
         nowhere = self.places.vacant.intersection(slots)
-        if leads and nowhere:
+        if is_rank_zero and nowhere:
             self._gathered |= dict.fromkeys(nowhere, self._fresh())
         for slot in slots:
             if slot in self._gathered or slot in nowhere:
                 continue
             owner = self.places.owner(slot)
             own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
-            found = own if owner == 0 else self._processes.pass_tensors(own, source=owner, target=0)
-            if leads and found is not None:
+            found = own if owner == 0 else self._processes.send_tensors(own, source=owner, target=0)
+            if is_rank_zero and found is not None:
                 self._gathered[slot] = found
         try:
             yield
@@ -200,7 +200,7 @@ class SpreadMembers:
             return answered_together(self.local, self.processes, env, asked)
         here = self.places.here(asked.slots)
         own = replace(asked, slots=tuple(self.places.place(slot) for slot in here))
-        parts = self.processes.together(
+        parts = self.processes.run_section(
             lambda: self.local.evaluate(env, own) if here else None, divided=self.places.divided
         )
         by_slot: dict[int, tuple[Any, int]] = {}
@@ -228,7 +228,7 @@ class SpreadMembers:
         """Draw a change of a member's architecture where it lives, and tell everybody."""
         own = slot in self.places.own
         place = self.places.place(slot)
-        return self.processes.together(lambda: self.local.proposal(place, rng) if own else None)[
+        return self.processes.run_section(lambda: self.local.proposal(place, rng) if own else None)[
             self.places.owner(slot)
         ]
 

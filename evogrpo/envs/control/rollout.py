@@ -14,8 +14,8 @@ from evogrpo.data import Actor
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.observations import ObservationStatistics, normalised_leaves, unflatten
 from evogrpo.envs.control.vector_env import Brought, EpisodeLanes, Seen
-from evogrpo.interruption import give_way
-from evogrpo.progress import Tally
+from evogrpo.interruption import check_interrupted
+from evogrpo.progress import ProgressCounter
 
 EntryUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(agents `[m]`, or () for the only one, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for
@@ -167,7 +167,7 @@ def play_episodes(
     queue = _queue(wanted.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), wanted.limit or math.inf
-    tally = Tally("playing", total, "episodes")
+    counter = ProgressCounter("playing", total, "episodes")
     while True:
         free = min(count - len(rows), len(queue))
         if free:
@@ -178,12 +178,12 @@ def play_episodes(
             lanes.select(order)
             rows, t = rows[order], t[order]
         rows, t = _without(lanes, lanes.deserted(), rows, t)  # some may be over before anybody acts
-        tally.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
+        counter.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
         if not len(rows):
             if len(queue):
                 continue
             return record.finish()
-        give_way()
+        check_interrupted()
         if t.max() >= wanted.longest:
             raise ValueError(f"an episode has not ended after {wanted.longest} steps: set max_episode_steps")
         given = {}

@@ -17,7 +17,7 @@ from evogrpo.envs.control.actions import join_masks, legal_actions, mask_in, pol
 from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.making import MakeEnv, Parked, lane_seeds
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, numbers, stack
-from evogrpo.interruption import give_way
+from evogrpo.interruption import check_interrupted
 
 
 class Seen(NamedTuple):
@@ -219,7 +219,7 @@ class SerialLanes(SoloLanes):
     def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
         opened = []
         for seed in lane_seeds(seeds, replicas, self._reseed):
-            give_way()
+            check_interrupted()
             env = self._idle.pop() if self._idle else self._make()
             self._live.append(env)
             opened.append(env.reset(seed=seed))
@@ -238,7 +238,7 @@ class SerialLanes(SoloLanes):
     def _step(self, actions: NDArray[Any]) -> Stepped:
         steps = []
         for env, action in zip(self._live, actions, strict=True):
-            give_way()  # one after the other they may take long
+            check_interrupted()  # one after the other they may take long
             steps.append(env.step(action))
         masks = [mask_in(step[4]) for step in steps]
         acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]

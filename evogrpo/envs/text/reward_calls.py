@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, TextIO
 
-from evogrpo.interruption import Interrupted, answered_here, exits_answered, give_way
+from evogrpo.interruption import Interrupted, check_interrupted, intercept_exits, intercept_exits_in_thread
 
 MAX_LINE_LENGTH = 2**16  # characters that wait for their end
 
@@ -217,7 +217,7 @@ def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool 
     """Return a value or an exception per call, one call after another."""
     values: list[Any] = []
     for args, keywords in calls:
-        give_way()
+        check_interrupted()
         try:
             values.append(function(*args, **keywords))
         except (KeyboardInterrupt, Interrupted):
@@ -295,7 +295,7 @@ class EventLoop:
         patience = math.inf if timeout is None else timeout + GRACE_SECONDS
         # In short turns, so that Ctrl-C is heard on every system.
         while not concurrent.futures.wait([future], timeout=0.2).done:
-            give_way()
+            check_interrupted()
             patience -= 0.2
             if self._loop is None or patience < 0:
                 self.close()
@@ -322,7 +322,7 @@ async def _end() -> None:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    with answered_here():  # as long as it lives: calls may outlast the run that has given them up
+    with intercept_exits_in_thread():  # as long as it lives: calls may outlast the run that has given them up
         loop.run_forever()
 
 
@@ -365,7 +365,7 @@ class InProcessRunner:
     def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
         """Make the calls of plain functions, and wait for the others; see `RewardRunner.finish`."""
         try:
-            with exits_answered(), restored_torch_settings():
+            with intercept_exits(), restored_torch_settings():
                 for each in sorted(begun, key=lambda each: each.future is not None):
                     each.ended(self._outcome(each, stop_at_first=stop_at_first))
                     if stop_at_first and each.failed:

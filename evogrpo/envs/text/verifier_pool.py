@@ -32,7 +32,7 @@ from evogrpo.envs.text.reward_calls import (
     is_async,
 )
 from evogrpo.envs.text.step_rewards import StepRewards
-from evogrpo.interruption import give_way
+from evogrpo.interruption import check_interrupted
 
 
 def setup_message(functions: Mapping[str, Function], timeout: float | None) -> bytes:
@@ -351,7 +351,7 @@ class VerifierPool:
         left = list(begun)
         try:
             while left:
-                give_way()
+                check_interrupted()
                 self._dispatch()
                 ended = [each for each in left if each.done]
                 if stop_at_first and any(each.failed for each in ended):

@@ -10,9 +10,9 @@ from torch import Tensor
 from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.functional.log_probs import invert_cumulative, penalise_repetition, scaled_logits, tiles, truncate
 from evogrpo.functional.matmul import filled_up
-from evogrpo.interruption import give_way
+from evogrpo.interruption import check_interrupted
 from evogrpo.models.language.token_model import Decoding, TokenModel
-from evogrpo.progress import Tally
+from evogrpo.progress import ProgressCounter
 
 ROWS_OF_LOGITS = 128
 COMPACT_BELOW = 0.75
@@ -64,7 +64,7 @@ def generate(
     decoding: Decoding,
     rows: SamplingBatch,
     end_ids: Tensor,
-    tally: Tally,
+    counter: ProgressCounter,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
 ) -> list[tuple[Tensor, Any]]:
@@ -75,7 +75,7 @@ def generate(
         decoding: The rows, prompts done.
         rows: The same as work, on the model's device, uniforms included.
         end_ids: `[e]` token ids that end a completion.
-        tally: Counts completions: those under way by their tokens, of the most that they may have.
+        counter: Counts completions: those under way by their tokens, of the most that they may have.
         pages: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
 
@@ -95,12 +95,12 @@ def generate(
 
     alive, looked, every = count, 0, LOOK_EVERY.get(model.device.type, 8)
     for step in range(width):
-        give_way()
+        check_interrupted()
         writing.write(step)
         if (step + 1) % every == 0 or step == width - 1:
             carried, live = writing.carried, writing.live
             before, alive = alive, int(live.sum())
-            tally.add((alive * (step + 1 - looked) + (before - alive) * (width - looked)) / width)
+            counter.add((alive * (step + 1 - looked) + (before - alive) * (width - looked)) / width)
             looked = step + 1
             if finished is not None:
                 finished(carried if step == width - 1 else carried[~live])

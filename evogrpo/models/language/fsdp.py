@@ -149,7 +149,7 @@ def run_together(model: PreTrainedModel, work: Callable[[], T]) -> T:
     if parted(model) is None:
         return work()
     found: list[T] = []
-    processes().together(lambda: found.append(work()))
+    processes().run_section(lambda: found.append(work()))
     return found[0]
 
 

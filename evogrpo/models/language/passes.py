@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.data import Batch, TokenInputs
-from evogrpo.interruption import give_way
+from evogrpo.interruption import check_interrupted
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import switched_off
 from evogrpo.models.language.token_model import TokenModel, Weights
-from evogrpo.progress import Tally
+from evogrpo.progress import ProgressCounter
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,13 +159,13 @@ class TokenPasses:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
-        tally = Tally("scoring", len(batch), "completions")
+        counter = ProgressCounter("scoring", len(batch), "completions")
         while True:
             try:
                 parts = self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
                 for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
                     log_probs[part.rows], entropies[part.rows] = scores
-                    tally.add(len(part.rows))
+                    counter.add(len(part.rows))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
                 if self.micro_batch_tokens == 1:
@@ -264,7 +264,7 @@ class TokenPasses:
         self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
-        give_way()
+        check_interrupted()
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())

@@ -13,7 +13,7 @@ from evogrpo.finished import listened, tell
 from evogrpo.models.language.decode import Pages, generate
 from evogrpo.models.language.passes import lexsort, share_prefixes
 from evogrpo.models.language.token_model import Decoding, Route, TokenModel, Weights, check_context
-from evogrpo.progress import Tally
+from evogrpo.progress import ProgressCounter
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
 ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 10 %
@@ -94,7 +94,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: SamplingBatch, end_id
         model=model,
         route=weights.route("base" if base else "weights"),
         end_ids=end_ids,
-        tally=Tally("writing", len(rows), "completions"),
+        counter=ProgressCounter("writing", len(rows), "completions"),
         hearing=hearing,
     )
     spare, pieces = CACHED_TOKENS, list[_Piece]()
@@ -140,14 +140,14 @@ class _Sampling:
         model: The base model.
         route: Directs rows to weights.
         end_ids: `[e]` token ids that end a completion.
-        tally: Counts completions.
+        counter: Counts completions.
         hearing: Whether somebody listens to which of them are finished.
     """
 
     model: TokenModel[Any]
     route: Route
     end_ids: Tensor
-    tally: Tally
+    counter: ProgressCounter
     hearing: bool
 
     def wave(self, rows: SamplingBatch, wave: Tensor, kept: KeptRows | None) -> list[_Piece]:
@@ -176,7 +176,7 @@ class _Sampling:
                 decoding,
                 part,
                 self.end_ids,
-                self.tally,
+                self.counter,
                 pages,
                 finished if self.hearing else None,
             )

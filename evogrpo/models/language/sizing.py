@@ -112,4 +112,4 @@ def size_for_memory(bank: TokenBank[Any], model: PreTrainedModel) -> int:
             model, size, min(size, bank.passes.logits_rows), precision
         ):
             size //= 2
-    return min(processes().all(size))
+    return min(processes().all_gather(size))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import Batch, map_tensors
-from evogrpo.interruption import give_way
+from evogrpo.interruption import check_interrupted
 from evogrpo.models.bank import HeldTo, LossFunction, PolicyVersion
 from evogrpo.models.networks.distributions import Distribution
 from evogrpo.models.networks.stacks import IntArray, Layout, Stack, StackedStates, lay_out
@@ -83,7 +83,7 @@ class StackedPasses:
         while True:
             try:
                 for part in self._parts(batch):
-                    give_way()
+                    check_interrupted()
                     for values, own in zip(found, self._pass(batch.select(part), name, None, read), strict=True):
                         values[part] = own
                 return found
@@ -117,7 +117,7 @@ class StackedPasses:
             try:
                 parts = self._parts(batch, slots)
                 for part in parts:
-                    give_way()
+                    check_interrupted()
                     own = batch if len(part) == len(batch) else batch.select(part)
                     tape: list[_Recorded] = []
                     held = None if held_to is None else held_to.select(part)

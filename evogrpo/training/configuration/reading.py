@@ -47,7 +47,7 @@ from evogrpo.training.configuration.user_code import FILE_KINDS, named_strategy
 from evogrpo.training.schedule import Schedule
 
 if TYPE_CHECKING:
-    from evogrpo.training.kinds.run_kind import AnyKind
+    from evogrpo.training.task_types.task_type import AnyTaskType
 
 UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """The schedule of a configuration that has none."""
@@ -105,9 +105,9 @@ def _sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield those of the others."""
-    from evogrpo.training.kinds.registry import RUN_KINDS
+    from evogrpo.training.task_types.registry import TASK_TYPES
 
-    for each in RUN_KINDS.values():
+    for each in TASK_TYPES.values():
         whole = get_type_hints(each.agent)
         for name, hint in whole.items():
             if dataclasses.is_dataclass(hint):
@@ -147,10 +147,10 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         given = values["strategy"]
         strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy", ("name", "its settings"))
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
-    from evogrpo.training.kinds.registry import kind_of, parse_task
+    from evogrpo.training.task_types.registry import parse_task, task_type_of
 
     task = parse_task(values["task"])
-    kind = kind_of(task)
+    kind = task_type_of(task)
     parsed["model"] = parsed["model"] or kind.model
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
     given = optional_mapping(values.get("hyperparameters"), "hyperparameters")
@@ -200,7 +200,7 @@ def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
 
 
 def _searched(
-    parsed: Mapping[str, Any], kind: "AnyKind", given: Mapping[str, Any], *, search: bool
+    parsed: Mapping[str, Any], kind: "AnyTaskType", given: Mapping[str, Any], *, search: bool
 ) -> HyperparameterConfig:
     """Return what evolves: as the configuration says, and what it leaves evolution to find.
 
@@ -236,7 +236,7 @@ def _hyperparameters(values: object, space: HyperparameterConfig, defaults: Mapp
     return _refused("hyperparameters", lambda: space.first(defaults, section))
 
 
-def _agent(values: object, kind: "AnyKind") -> AgentSection:
+def _agent(values: object, kind: "AnyTaskType") -> AgentSection:
     section = dict(optional_mapping(values, "agent"))
     if section.get("objective") is not None:
         section["objective"] = {**plain(kind.objective), **mapping(section["objective"], "agent.objective")}

@@ -49,7 +49,7 @@ def make_console(stream: TextIO | None = None, *, everybody: bool = False) -> Co
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
     # Neither an environment variable nor a CI service makes a file a terminal.
-    quiet = not (everybody or processes().leads)
+    quiet = not (everybody or processes().is_rank_zero)
     return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
 
 
@@ -64,7 +64,7 @@ def console_for(progress: bool | None) -> Console | None:
     """
     if progress not in (None, True, False):
         raise ValueError(f"progress must be True, False or None (shown on a terminal), got {progress!r}")
-    if progress is False or sys.stdout is None or not processes().leads:
+    if progress is False or sys.stdout is None or not processes().is_rank_zero:
         return None
     notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)
     if notebook.is_jupyter:

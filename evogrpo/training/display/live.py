@@ -23,19 +23,19 @@ from evogrpo.reporting.step_records import StepReport
 from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.console import Hung, VisibleConsole
 from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 
 
-class Pace:
+class TimeEstimate:
     """How long the parts of a run take, and what is left of it.
 
     Args:
         evolution: The run.
     """
 
-    def __init__(self, evolution: Evolution) -> None:
-        self._evolution = evolution
-        self._members = len(evolution.population)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._members = len(trainer.population)
         self._steps: list[float] = []
         self._evaluation: float | None = None
         self._last = time.monotonic()
@@ -73,7 +73,7 @@ class Pace:
 
     def fraction(self) -> float:
         """Return how much of the run is done, from 0 to 1, by the limit that is nearest."""
-        schedule, progress = self._evolution.schedule, self._evolution.progress
+        schedule, progress = self._trainer.schedule, self._trainer.run_state
         parts = [0.0]
         if schedule.generations is not None:
             # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
@@ -81,7 +81,7 @@ class Pace:
             done = progress.step + progress.generation
             whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
             within = self._within if self._unit == self._present() else 0.0
-            unit = baseline if progress.baseline is None else test if self._evolution.finished() else 1.0
+            unit = baseline if progress.baseline is None else test if self._trainer.finished() else 1.0
             parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
         if schedule.max_timesteps is not None:
             parts.append(progress.timesteps / schedule.max_timesteps)
@@ -93,7 +93,7 @@ class Pace:
 
     def steps_left(self) -> int:
         """Return how many learning steps the scheduled generations still take, as many each as the one under way."""
-        schedule, progress = self._evolution.schedule, self._evolution.progress
+        schedule, progress = self._trainer.schedule, self._trainer.run_state
         generations = (schedule.generations or 0) - progress.generation
         return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
 
@@ -101,7 +101,7 @@ class Pace:
         """Return about how many seconds are left, or None before the first step."""
         if not self._steps:
             return None
-        schedule, progress = self._evolution.schedule, self._evolution.progress
+        schedule, progress = self._trainer.schedule, self._trainer.run_state
         recent = self._steps[-8:]
         per_step, evaluation = sum(recent) / len(recent), self._evaluation or 0.0
         bounds = []
@@ -119,18 +119,18 @@ class Pace:
 
     def _present(self) -> tuple[str, int]:
         """Name the part of the run that is under way: a learning step or an evaluation."""
-        progress = self._evolution.progress
+        progress = self._trainer.run_state
         if progress.baseline is None:
             return "baseline", 0
-        stepping = progress.step_in_generation < progress.steps_per_generation and not self._evolution.finished()
+        stepping = progress.step_in_generation < progress.steps_per_generation and not self._trainer.finished()
         return "step" if stepping else "evaluation", progress.step
 
     def _test(self, evaluation: float) -> float:
         """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
-        acting = self._evolution.acting
-        if acting.schedule.test_questions == 0:
+        stages = self._trainer.stages
+        if stages.schedule.test_questions == 0:
             return 0.0
-        return evaluation * 2 * acting.questions("test") / (acting.questions("validation") * self._members)
+        return evaluation * 2 * stages.questions("test") / (stages.questions("validation") * self._members)
 
 
 SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook, whose every drawing is a message
@@ -239,25 +239,25 @@ class RunDisplay:
         evolution: The run.
     """
 
-    def __init__(self, console: Console, evolution: Evolution) -> None:
-        self._console, self._evolution = console, evolution
-        self._pace = Pace(evolution)
-        self.words = words_of(evolution.population.members.kind)
+    def __init__(self, console: Console, trainer: Trainer) -> None:
+        self._console, self._trainer = console, trainer
+        self._estimate = TimeEstimate(trainer)
+        self.words = words_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
-        self._began = time.monotonic() - evolution.progress.seconds
+        self._began = time.monotonic() - trainer.run_state.seconds
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
         self._entered = self._said_end = False
         self._outcome: TestOutcome | None = None
-        self._baseline_shown = evolution.progress.baseline is not None
+        self._baseline_shown = trainer.run_state.baseline is not None
         self._region = region(console, self)
 
-    def of(self, evolution: Evolution) -> Self:
+    def of(self, trainer: Trainer) -> Self:
         """Return what shows another run in the same place."""
-        return type(self)(self._console, evolution)
+        return type(self)(self._console, trainer)
 
     def __enter__(self) -> Self:
-        self._pace.go_on()
+        self._estimate.go_on()
         if self._region is None and not self._entered:
             self._console.print(self._phase())
         self._entered = True
@@ -275,13 +275,13 @@ class RunDisplay:
 
     def _hear(self, work: Work) -> None:
         self._show_baseline()  # no report tells of it
-        self._pace.hear(work)
+        self._estimate.hear(work)
         if self._region is not None:
             self._region.refresh()
 
     def show(self, report: Report) -> None:
         """Show a report of the run."""
-        self._pace.note(report)
+        self._estimate.note(report)
         self._show_baseline()
         if isinstance(report, StepReport):
             self._step = report
@@ -296,7 +296,7 @@ class RunDisplay:
         """Say what a run that is over came to, once: the test, and why it ended; or that it was stopped."""
         if self._said_end:
             return
-        self._said_end, result, console = True, self._evolution.result, self._console
+        self._said_end, result, console = True, self._trainer.result, self._console
         if not result.complete:
             kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
@@ -310,30 +310,30 @@ class RunDisplay:
 
     def _log_step(self, report: StepReport) -> None:
         """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
-        last = self._evolution.progress.step_in_generation == self._evolution.progress.steps_per_generation
+        last = self._trainer.run_state.step_in_generation == self._trainer.run_state.steps_per_generation
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
-            left = self._pace.left()
+            left = self._estimate.left()
             line = step_text(report, self._position(report.step + 1))
             self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
             self._logged = time.monotonic()
 
     def _show_baseline(self) -> None:
-        baseline = self._evolution.progress.baseline
+        baseline = self._trainer.run_state.baseline
         if not self._baseline_shown and baseline is not None:
-            self._console.print(f"{baseline_text(baseline, self._evolution.fitness, self.words)}\n")
+            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.words)}\n")
             self._baseline_shown = True
 
     def _show_generation(self, report: GenerationReport) -> None:
         width = self._console.width
-        total = self._evolution.schedule.generations
+        total = self._trainer.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
         spent = f"{duration_text(report.seconds)} · {processed(report, self.words)}"
         facts = f" · step {report.step} · {spent}"
         if len(head) + len(facts) > width:  # a single word on a line of its own says little
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
-        evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
-        best = self._evolution.progress.best
+        evolving = list(self._trainer.population.space) or SHOWN_IF_NOTHING_EVOLVES
+        best = self._trainer.run_state.best
         kept = best is None or best.generation == report.generation
         shown.append(generation_table(report, evolving, width, self.words, kept=kept))
         if best is not None and not kept:
@@ -346,10 +346,10 @@ class RunDisplay:
         self._console.print(Group(*shown, ""))  # in one go: a notebook frames whatever is printed by itself
 
     def _position(self, step: int) -> str:
-        schedule = self._evolution.schedule
+        schedule = self._trainer.schedule
         if schedule.generations is None:
             return str(step)
-        return f"{step}/{self._evolution.progress.step + self._pace.steps_left()}"
+        return f"{step}/{self._trainer.run_state.step + self._estimate.steps_left()}"
 
     # ---- the live region
 
@@ -359,34 +359,34 @@ class RunDisplay:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
-        self._spinner.style = "yellow" if self._evolution.stopping.reason else "cyan"
-        bar = ProgressBar(total=1.0, completed=self._pace.fraction(), complete_style="cyan", finished_style="green")
-        left = self._pace.left()
+        self._spinner.style = "yellow" if self._trainer.stopping.reason else "cyan"
+        bar = ProgressBar(total=1.0, completed=self._estimate.fraction(), complete_style="cyan", finished_style="green")
+        left = self._estimate.left()
         gone = duration_text(time.monotonic() - self._began)
         row.add_row(
             self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
         )
         lines: list[RenderableType] = [row]
-        work = self._pace.work
+        work = self._estimate.work
         if work is not None:
             lines.append(work_text(work))
         if self._step is not None:
             head = f"  mean reward in step {self._step.step + 1}"
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
-        if self._evolution.stopping.reason:
+        if self._trainer.stopping.reason:
             lines.append(Text("  stopping… Ctrl-C again aborts at once", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:
         """Say what is being computed right now."""
-        evolution, schedule = self._evolution, self._evolution.schedule
-        progress = evolution.progress
+        trainer, schedule = self._trainer, self._trainer.schedule
+        progress = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
-        if not progress.begun and evolution.fitness.asks:
+        if not progress.begun and trainer.fitness.asks:
             return Text(f"measuring the {self.words.untrained}")
-        if evolution.finished():
-            return Text(f"testing on {self._evolution.acting.questions('test')} {self.words.questions}")
+        if trainer.finished():
+            return Text(f"testing on {self._trainer.stages.questions('test')} {self.words.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # Counted already while it is being recorded.
             number = progress.generation + (0 if progress.unplanned else 1)

@@ -13,7 +13,7 @@ from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, 
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.text import number_text, score_text
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
 
@@ -26,14 +26,14 @@ TOO_FEW = "fitness by rollouts needs rewards from at least 2 starts in the last 
 REMEDY = "take more samples_per_step, smaller groups or more steps_per_generation, or fitness: validation"
 
 
-def rollouts_of(progress: Progress, slot: int) -> Fitness | None:
+def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
     """Return what a member earned in the last half of the generation under way; None with fewer than two starts.
 
     Of a generation that a budget has cut short, all steps count where the last half has fewer than two starts.
     """
-    earned, taken = progress.rollouts[slot], progress.step_in_generation
-    late = _averaged(earned, since=progress.step - math.ceil(taken / 2))
-    return _averaged(earned, since=progress.step - taken) if late is None else late
+    earned, taken = run_state.rollouts[slot], run_state.step_in_generation
+    late = _averaged(earned, since=run_state.step - math.ceil(taken / 2))
+    return _averaged(earned, since=run_state.step - taken) if late is None else late
 
 
 def check_starts(population: Population, schedule: Schedule, experience: SharedExperience | None) -> None:
@@ -56,13 +56,13 @@ def check_starts(population: Population, schedule: Schedule, experience: SharedE
         raise ValueError(f"{TOO_FEW}, got {starts} in groups of {max(sizes)}: {REMEDY}")
 
 
-def first_step(progress: Progress) -> Fitness | None:
+def first_step(run_state: RunState) -> Fitness | None:
     """Return what all members together earned in the run's first step, start by start, before they had learnt.
 
     Where that is a single start, every member's score counts by itself.
     """
     found: dict[int, list[float]] = {}
-    for scores in progress.rollouts:
+    for scores in run_state.rollouts:
         for step, place, score in scores:
             if step == 0:
                 found.setdefault(place, []).append(score)
@@ -95,7 +95,7 @@ class Measured:
 
 
 def measure(
-    population: Population, env: GroupEnvironment, config: FitnessConfig, progress: Progress, *, questions: int
+    population: Population, env: GroupEnvironment, config: FitnessConfig, run_state: RunState, *, questions: int
 ) -> dict[int, Measured]:
     """Measure every healthy member, by slot, and set what selection goes by as its fitness.
 
@@ -103,13 +103,13 @@ def measure(
         population: The members.
         env: Where they are asked.
         config: How they are measured.
-        progress: Where the run stands; what this took is counted.
+        run_state: Where the run stands; what this took is counted.
         questions: The most validation questions that anybody is asked.
 
     Raises:
         TooFewStartsError: If selection goes by training rewards, and a member has too few of them.
     """
-    earned = {agent.slot: rollouts_of(progress, agent.slot) for agent in population.healthy}
+    earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selecting == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
@@ -117,7 +117,7 @@ def measure(
     slots = _asked(config, rollouts, list(earned))
     began, assessed = population.crew.processes.now(), Assessed(fitness={}, tokens={})
     if slots:
-        rival = None if progress.best is None else progress.best.fitness
+        rival = None if run_state.best is None else run_state.best.fitness
         assessed = population.assess(env, "validation", slots=slots, questions=questions, config=config, rival=rival)
     costs = shared_out(assessed.tokens, population.crew.processes.now() - began)
     measured = {}
@@ -130,7 +130,7 @@ def measure(
             cost=costs.get(slot, EvaluationCost()),
         )
     for cost in costs.values():
-        progress.add_evaluation(cost)
+        run_state.add_evaluation(cost)
     for agent in population.agents:  # only now: an evaluation that is abandoned has changed nothing
         agent.fitness = measured[agent.slot].by[config.selecting] if agent.slot in measured else None
     return measured
@@ -167,7 +167,7 @@ Z = 4.0
 """Standard errors that both means must lie apart: it is looked after every generation."""
 
 
-class GreedyBlindness:
+class GreedyGapCheck:
     """Watches how much members earn greedily and in training, and warns once if play must be random to be good."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ STEPS = 3
 """Learning steps that are looked at."""
 
 
-class EqualRewards:
+class LearningSignalCheck:
     """Watches a run's first learning steps, and warns if nobody could learn from any of them.
 
     Args:

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 
 from evogrpo.interruption import Interrupted
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 
 
-def overstepped(schedule: Schedule, progress: Progress, *, samples: int, answers: int) -> str | None:
+def overstepped(schedule: Schedule, run_state: RunState, *, samples: int, answers: int) -> str | None:
     """Return in words which limit another learning step would overstep, with an evaluation after it; None if none.
 
     Both are expected to take what the latest step took. Where limits leave evaluations out, none is overstepped so: a
@@ -17,15 +17,15 @@ def overstepped(schedule: Schedule, progress: Progress, *, samples: int, answers
 
     Args:
         schedule: With the limits.
-        progress: Where the run stands.
+        run_state: Where the run stands.
         samples: Of a learning step, all members'.
         answers: Of the evaluation.
     """
-    if not (schedule.count_evaluations and progress.latest_timesteps):
+    if not (schedule.count_evaluations and run_state.latest_timesteps):
         return None
-    evaluation = answers * progress.latest_timesteps / samples
-    spent = progress.spent(evaluations=True)
-    steps = {"timesteps": progress.latest_timesteps, "tokens": progress.latest_tokens}
+    evaluation = answers * run_state.latest_timesteps / samples
+    spent = run_state.spent(evaluations=True)
+    steps = {"timesteps": run_state.latest_timesteps, "tokens": run_state.latest_tokens}
     for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):
         if limit is not None and spent[name] + steps[name] + evaluation > limit:
             return f"max_{name} {limit:,} leave no room for another learning step, after {spent[name]:,}"
@@ -45,12 +45,12 @@ class Clock:
 
     Args:
         limit: Seconds that the whole run may take; None = no limit.
-        progress: Its `seconds` are counted up; what resumed parts took is in it already.
+        run_state: Its `seconds` are counted up; what resumed parts took is in it already.
         now: The seconds on the clock that the run goes by.
     """
 
-    def __init__(self, limit: float | None, progress: Progress, now: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._progress, self.now = limit, progress, now
+    def __init__(self, limit: float | None, run_state: RunState, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._run_state, self.now = limit, run_state, now
         self._since = now()
         self._per_answer, self._closing, self._step = 0.0, 0.0, 0.0
         self._per_base_answer: float | None = None
@@ -64,14 +64,14 @@ class Clock:
     def tick(self) -> None:
         """Add what has passed since the last look."""
         now = self.now()
-        self._progress.seconds += now - self._since
+        self._run_state.seconds += now - self._since
         self._since = now
 
     def left(self) -> float:
         """Return the seconds left, infinity without a limit."""
         if self._limit is None:
             return math.inf
-        return self._limit - self._progress.seconds - (self.now() - self._since)
+        return self._limit - self._run_state.seconds - (self.now() - self._since)
 
     def share(self, part: float) -> float:
         """Return so much of the whole limit, from 0 to 1."""
@@ -80,12 +80,12 @@ class Clock:
     @property
     def is_up(self) -> bool:
         """Whether this limit has ended the run."""
-        return self._limit is not None and self._progress.out_of_time >= self._limit
+        return self._limit is not None and self._run_state.out_of_time >= self._limit
 
     def end(self) -> None:
         """Let this limit end the run: what is left of it is for what a run does at its end."""
         if self._limit is not None:
-            self._progress.out_of_time = max(self._progress.out_of_time, self._limit)
+            self._run_state.out_of_time = max(self._run_state.out_of_time, self._limit)
 
     # ---- what parts take
 

@@ -13,8 +13,8 @@ from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import BaselineReport, GenerationReport, Report, TestReport
 from evogrpo.reporting.step_records import Example, MemberStep, StepReport
 from evogrpo.training.completions import examples_of, first_of_each
-from evogrpo.training.loop.acting import Acting
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.loop.stages import Stages
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.tensorboard import generation_curves, scalars
 
@@ -34,7 +34,7 @@ class ClosedStep:
 
 def close_step(
     population: Population,
-    progress: Progress,
+    run_state: RunState,
     collected: Collected,
     learned: Mapping[int, LearnReport],
     seconds: float,
@@ -44,21 +44,21 @@ def close_step(
 
     Args:
         population: The members.
-        progress: Where the run stood before; counted up.
+        run_state: Where the run stood before; counted up.
         collected: What they sampled.
         learned: What they made of it, by slot.
         seconds: Wall-clock time of both.
         completions: How many of them are put into the table.
     """
-    step, generation = progress.step, progress.generation + 1
+    step, generation = run_state.step, run_state.generation + 1
     tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
     indices = {slot: population.agents[slot].index for slot in learned}
     table = examples_of(collected, indices, learned, step=step, most=completions)
-    progress.examples = first_of_each(table)
+    run_state.examples = first_of_each(table)
     measured = {slot: {**collected.scores.metrics, **finite_metrics(each)} for slot, each in learned.items()}
     earned = {slot: collected.earned.get(slot, {}) for slot in learned}
-    progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, earned=earned)
-    spent = step_costs(progress, seconds, tokens)
+    run_state.add_step(seconds, tokens, measured, timesteps=collected.tokens, earned=earned)
+    spent = step_costs(run_state, seconds, tokens)
     report = StepReport(
         step=step,
         generation=generation,
@@ -73,7 +73,7 @@ def close_step(
         },
         seconds=seconds,
         tokens=sum(tokens.values()),
-        examples=progress.examples,
+        examples=run_state.examples,
     )
     return ClosedStep(report=report, table=table)
 
@@ -88,16 +88,16 @@ def finite_metrics(report: LearnReport) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def step_costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
+def step_costs(run_state: RunState, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Return what a learning step that has been counted cost each member, by slot: see `learning.metrics.NAMES`."""
     total = max(1, sum(tokens.values()))
     return {
-        slot: {"num_tokens": progress.slot_tokens[slot], "step_time": seconds * amount / total}
+        slot: {"num_tokens": run_state.slot_tokens[slot], "step_time": seconds * amount / total}
         for slot, amount in tokens.items()
     }
 
 
-class Book:
+class RunLogger:
     """Writes down what happens in a run.
 
     Of several processes the leading one writes. All have a book: what a checkpoint holds is gathered from all of them.
@@ -117,19 +117,19 @@ class Book:
     def __init__(
         self,
         run_dir: RunDir | None,
-        acting: Acting,
+        stages: Stages,
         strategy: Strategy,
         data: Mapping[str, str] | None,
         experience: SharedExperience | None,
     ) -> None:
-        self._population, self._progress, self._acting = acting.population, acting.progress, acting
+        self._population, self._run_state, self._stages = stages.population, stages.run_state, stages
         self._strategy, self._data, self._experience = strategy, data, experience
         self.known = run_dir
-        self.folder = run_dir if self._population.crew.processes.leads else None
+        self.folder = run_dir if self._population.crew.processes.is_rank_zero else None
 
     def create(self) -> None:
         """Make the folder and claim it; where that is refused, all processes stop."""
-        self._population.crew.processes.together(lambda: None if self.folder is None else self.folder.create())
+        self._population.crew.processes.run_section(lambda: None if self.folder is None else self.folder.create())
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -168,7 +168,7 @@ class Book:
         self.report(report)
         if self.folder is not None:
             # Under the last learning step: a run that goes on from here purges what stands from the next one on.
-            self.folder.log_scalars(self._progress.step - 1, generation_curves(report.members, self._population.space))
+            self.folder.log_scalars(self._run_state.step - 1, generation_curves(report.members, self._population.space))
 
     def test(self, report: TestReport) -> None:
         """Write down the test."""
@@ -179,13 +179,13 @@ class Book:
         population = self._population
         with population.members.banks.gathered(range(len(population))):
             if self.folder is not None:
-                records = self._acting.schedule, self._acting.fitness, self._data, self._experience
-                self.folder.save(population, self._progress, self._strategy, *records)
+                records = self._stages.schedule, self._stages.fitness, self._data, self._experience
+                self.folder.save(population, self._run_state, self._strategy, *records)
         if stopped is not None:
             self.event("stopped", reason=stopped)
 
     def save_between(self) -> None:
         """Write a checkpoint amid a generation, where the run is to have them."""
         every = None if self.known is None else self.known.logging.checkpoint_steps
-        if every is not None and self._progress.step_in_generation % every == 0:
+        if every is not None and self._run_state.step_in_generation % every == 0:
             self.save()

@@ -69,7 +69,7 @@ class KnownBest:
 
 
 @dataclass(kw_only=True)
-class Progress:
+class RunState:
     """Counters and sums of a run.
 
     Attributes:
@@ -228,9 +228,9 @@ class Progress:
         plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
         plain["history"] = [Generation.from_json(generation) for generation in plain["history"]]
-        progress = cls(**declared_fields(cls, plain))
-        progress.check_stored()
-        return progress
+        run_state = cls(**declared_fields(cls, plain))
+        run_state.check_stored()
+        return run_state
 
     def check_stored(self) -> None:
         """Refuse counts that cannot be, or that are not of all slots.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from evogrpo.distributed import Processes, speaks
+from evogrpo.distributed import Processes, is_rank_zero
 from evogrpo.interruption import Interrupted, end_process, interruptible
 
 STOPPED = "stopped by the user"
@@ -51,7 +51,8 @@ class Stopping:
         """Return why the run is to stop, the same in all processes; None if none of them has been asked."""
         if self._processes.size == 1:
             return self.reason
-        asked = self._processes.told(None if self.reason is None else (self.reason, self.signal))
+        own = None if self.reason is None else (self.reason, self.signal)
+        asked = next((each for each in self._processes.all_gather(own) if each is not None), None)
         if asked is None:  # whoever was asked meanwhile, as by a signal, tells it the next time
             return None
         self.reason, self.signal = asked
@@ -73,7 +74,7 @@ class Stopping:
         with interruptible(
             lambda: (
                 self._abandonable
-                and self._processes.working
+                and self._processes.interruptible
                 and (self.reason is not None or time.monotonic() > deadline)
             )
         ):
@@ -91,7 +92,7 @@ class Stopping:
 
     def insist(self) -> None:
         """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
-        if self._abandonable and self.reason is not None and self._processes.working:
+        if self._abandonable and self.reason is not None and self._processes.interruptible:
             raise Interrupted
 
     def end_process(self, number: int) -> None:
@@ -181,6 +182,6 @@ def leave(number: int, said: str) -> NoReturn:
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt(said)
-    if speaks():
+    if is_rank_zero():
         sys.stderr.write(f"{said}\n")
     raise SystemExit(128 + number)

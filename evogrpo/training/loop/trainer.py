@@ -14,17 +14,24 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.interruption import Interrupted, refuse_end
+from evogrpo.interruption import Interrupted, raise_exit_error
 from evogrpo.reporting.records import GenerationReport, Report, TestReport
 from evogrpo.reporting.results import Result
 from evogrpo.reporting.step_records import EvaluationCost, StepReport
 from evogrpo.text import counted
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
-from evogrpo.training.loop.acting import Acting
-from evogrpo.training.loop.best import Crown, check_second_set
-from evogrpo.training.loop.evaluation import EqualRewards, GreedyBlindness, TooFewStartsError, check_starts, first_step
+from evogrpo.training.loop.best_tracker import BestTracker, check_second_set
+from evogrpo.training.loop.evaluation import (
+    GreedyGapCheck,
+    LearningSignalCheck,
+    TooFewStartsError,
+    check_starts,
+    first_step,
+)
 from evogrpo.training.loop.limits import OutOfTime
-from evogrpo.training.loop.observing import (
+from evogrpo.training.loop.planner import Planner, StrategyError, check_shared
+from evogrpo.training.loop.run_logger import RunLogger, close_step
+from evogrpo.training.loop.run_records import (
     baseline_report,
     description_of,
     generation_of,
@@ -32,9 +39,8 @@ from evogrpo.training.loop.observing import (
     result_of,
     test_report,
 )
-from evogrpo.training.loop.planning import Planning, StrategyError, check_shared
-from evogrpo.training.loop.run_logger import Book, close_step
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.loop.stages import Stages
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
@@ -45,7 +51,7 @@ class AllFailedError(RuntimeError):
     """Every member failed, so there is nobody to clone."""
 
 
-class Evolution:
+class Trainer:
     """A run, step by step.
 
     Args:
@@ -55,7 +61,7 @@ class Evolution:
         strategy: The rule of selection and mutation.
         fitness: How fitness is measured; by the default settings if None.
         run_dir: Where records go; None = nowhere.
-        progress: Where the run stands; a fresh start by default.
+        run_state: Where the run stands; a fresh start by default.
         description: Further facts for the journal's first event, such as task and model.
         changed_data: How the environment differs from the one that the run began in, for the journal.
         experience: How members learn from each other's samples; None = each from its own.
@@ -75,7 +81,7 @@ class Evolution:
         strategy: Strategy,
         fitness: FitnessConfig | None = None,
         run_dir: RunDir | None = None,
-        progress: Progress | None = None,
+        run_state: RunState | None = None,
         description: dict[str, Any] | None = None,
         changed_data: Sequence[str] = (),
         experience: SharedExperience | None = None,
@@ -90,28 +96,28 @@ class Evolution:
             check_shared(population)
         self.population, self.env = population, env
         self.strategy, self.fitness = strategy, fitness or FitnessConfig()
-        self.progress = progress or Progress(members=len(population))
+        self.run_state = run_state or RunState(members=len(population))
         schedule.check_counted(plays=population.plays)
         self.experience = experience
         if self.fitness.selecting == ROLLOUTS:
             check_starts(population, schedule, experience)
-        self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
+        self.stages = Stages(population, env, schedule, self.run_state, self.fitness, experience)
         check_second_set(env, self.fitness)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
-        self._book = Book(run_dir, self.acting, strategy, self._data, experience)
-        self._crown = Crown(population, self.progress, self.fitness, self.run_dir)
+        self._book = RunLogger(run_dir, self.stages, strategy, self._data, experience)
+        self._crown = BestTracker(population, self.run_state, self.fitness, self.run_dir)
         self._given_up = False
-        self._planning = Planning(population, strategy, schedule, self.progress, experience)
+        self._planning = Planner(population, strategy, schedule, self.run_state, experience)
         self._description = description or {}
         self._ended: str | None = None
         self._complete = False
         self._tested: TestReport | None = None
         generations = schedule.generations
         every = generations and generations * schedule.steps_per_generation
-        self._blindness = GreedyBlindness()
-        self._equal_rewards = EqualRewards(every, taken=self.progress.step)
+        self._blindness = GreedyGapCheck()
+        self._equal_rewards = LearningSignalCheck(every, taken=self.run_state.step)
         check_strategy(strategy)
-        if progress is None:
+        if run_state is None:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
@@ -123,19 +129,19 @@ class Evolution:
         return self._book.folder
 
     @property
-    def recorded_in(self) -> RunDir | None:
+    def shared_run_dir(self) -> RunDir | None:
         """Where records of the run are, in all processes alike; None = nowhere."""
         return self._book.known
 
     @property
     def schedule(self) -> Schedule:
         """How long and at what cost: as given, but for what `Acting.schedule` says."""
-        return self.acting.schedule
+        return self.stages.schedule
 
     @property
     def stopping(self) -> Stopping:
         """Whether a stop has been asked for, and why."""
-        return self.acting.stopping
+        return self.stages.stopping
 
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: what is being done is abandoned, and the run is left as it was after its last learning step.
@@ -146,7 +152,7 @@ class Evolution:
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
-        clock = self.acting.clock
+        clock = self.stages.clock
         clock.start()
         try:
             for report in self._reports():
@@ -158,7 +164,7 @@ class Evolution:
             self._ended = self.stopping.reason or STOPPED
             self._book.save(self._ended)
         except SystemExit as error:
-            refuse_end(error)
+            raise_exit_error(error)
         finally:
             self._book.close()
 
@@ -168,72 +174,72 @@ class Evolution:
             self.stopping.check()
             self._planning.catch_up()
             yield from self._steps()
-            if self.progress.step_in_generation:
+            if self.run_state.step_in_generation:
                 yield from self._evaluation()
-        if self.acting.clock.left() <= 0:  # perhaps only since the last checkpoint
-            self.acting.clock.end()
+        if self.stages.clock.left() <= 0:  # perhaps only since the last checkpoint
+            self.stages.clock.end()
         self.stopping.check()
         if self._crown.awaits_finals:
             self._finals()
-        if self.schedule.test_questions != 0 and self.progress.best is not None:
+        if self.schedule.test_questions != 0 and self.run_state.best is not None:
             yield from self._test()
-        self.acting.clock.tick()
+        self.stages.clock.tick()
         self._ended, self._complete = self.ended(), True
-        if self.acting.clock.is_up or self._given_up:
+        if self.stages.clock.is_up or self._given_up:
             self._book.save()
-            if not self.progress.step:
+            if not self.run_state.step:
                 warn(
                     "not one learning step fitted into max_seconds: give it more, or take fewer members or a smaller "
-                    f"samples_per_step, now {len(self.population)} and {self.progress.samples_per_step}"
+                    f"samples_per_step, now {len(self.population)} and {self.run_state.samples_per_step}"
                 )
         self._book.event("stopped", reason=self._ended)
 
     def _steps(self) -> Iterator[StepReport]:
         """Take the learning steps of the generation under way, or as many as there is time for."""
-        progress, clock = self.progress, self.acting.clock
-        while progress.step_in_generation < progress.steps_per_generation:
-            so_far = progress.spent(evaluations=self.schedule.count_evaluations)
-            spent = self.schedule.spent(**so_far, seconds=progress.seconds)
+        run_state, clock = self.run_state, self.stages.clock
+        while run_state.step_in_generation < run_state.steps_per_generation:
+            so_far = run_state.spent(evaluations=self.schedule.count_evaluations)
+            spent = self.schedule.spent(**so_far, seconds=run_state.seconds)
             # A first best member is worth another step where training rewards say too little yet.
-            ready = progress.step_in_generation and (progress.best or self.acting.can_evaluate())
-            if ready and (spent or self.acting.overstepped()):
+            ready = run_state.step_in_generation and (run_state.best or self.stages.can_evaluate())
+            if ready and (spent or self.stages.overstepped()):
                 return
-            if progress.step and not clock.step_fits(self.acting.closing()):
+            if run_state.step and not clock.step_fits(self.stages.closing()):
                 clock.end()
                 return
-            began = self.acting.clock.now()
+            began = self.stages.clock.now()
             try:
                 collected = self._collect()
-                learned = self.acting.learn(collected, collecting=self.acting.clock.now() - began)
+                learned = self.stages.learn(collected, collecting=self.stages.clock.now() - began)
             except OutOfTime:  # what was sampled is dropped
                 clock.end()
                 return
             report = self._close_step(collected, learned, began)
-            clock.took_step(self.acting.clock.now() - began)  # not what whoever has the report does with it
+            clock.took_step(self.stages.clock.now() - began)  # not what whoever has the report does with it
             yield report
             self._book.save_between()
             self.stopping.check()
 
     def _evaluation(self) -> Iterator[GenerationReport]:
         """Close the generation under way, unless time runs out before everybody was evaluated."""
-        clock, began = self.acting.clock, self.acting.clock.now()
+        clock, began = self.stages.clock, self.stages.clock.now()
         try:
             report = self._close_generation()
         except OutOfTime:
             clock.end()
             self._give_up("no time was left")
         except TooFewStartsError:
-            if self.progress.step_in_generation >= self.progress.steps_per_generation:
+            if self.run_state.step_in_generation >= self.run_state.steps_per_generation:
                 raise
             self._give_up("the budget ended before everybody had played from two starts")
         else:
-            clock.took_closing(self.acting.clock.now() - began - self.acting.evaluation_seconds)
+            clock.took_closing(self.stages.clock.now() - began - self.stages.evaluation_seconds)
             yield report
 
     def _give_up(self, why: str) -> None:
         """End the run amid a generation, without its evaluation."""
         self._given_up = True
-        steps = self.progress.step_in_generation
+        steps = self.run_state.step_in_generation
         warn(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as {why}")
 
     def __iter__(self) -> Iterator[GenerationReport]:
@@ -258,47 +264,47 @@ class Evolution:
                 "stop() in the loop"
             )
         return result_of(
-            self.progress,
+            self.run_state,
             reason=self._ended,
             complete=self._complete,
             timesteps=self._timesteps,
             test=self._tested,
-            run_dir=None if self.recorded_in is None else self.recorded_in.path,
+            run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
 
     @property
     def _timesteps(self) -> int | None:
-        return self.progress.timesteps if self.population.plays else None
+        return self.run_state.timesteps if self.population.plays else None
 
     # ---- the parts of a run
 
     def _open(self) -> None:
         """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
-        progress = self.progress
-        before, progress.threads = progress.threads, torch.get_num_threads()
-        if progress.begun:
-            if before != progress.threads:
+        run_state = self.run_state
+        before, run_state.threads = run_state.threads, torch.get_num_threads()
+        if run_state.begun:
+            if before != run_state.threads:
                 warn(
-                    f"The run began with {counted(before, 'thread')} and goes on with {progress.threads}, so results "
+                    f"The run began with {counted(before, 'thread')} and goes on with {run_state.threads}, so results "
                     f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            threads = {"threads": progress.threads} if before != progress.threads else {}
+            threads = {"threads": run_state.threads} if before != run_state.threads else {}
             if not self._book.begun:
                 self._begin()
-            self._book.event("resumed", generation=progress.generation, step=progress.step, **threads, **changed)
+            self._book.event("resumed", generation=run_state.generation, step=run_state.step, **threads, **changed)
             return
         self._book.save()
         self._begin()
         if not self.fitness.asks:  # the first learning step will tell
             return
         try:
-            progress.baseline = self.acting.baseline()
+            run_state.baseline = self.stages.baseline()
         except OutOfTime:
-            self.acting.clock.end()
+            self.stages.clock.end()
             return
-        self.acting.clock.tick()
-        self._book.report(baseline_report(progress.baseline, measure=self.fitness.asking, cost=progress.evaluation))
+        self.stages.clock.tick()
+        self._book.report(baseline_report(run_state.baseline, measure=self.fitness.asking, cost=run_state.evaluation))
         self._book.save()
 
     def _begin(self) -> None:
@@ -310,92 +316,92 @@ class Evolution:
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
-            threads=self.progress.threads,
+            threads=self.run_state.threads,
         )
 
     def finished(self) -> bool:
         """Tell whether no further generation is to be started; the test split may still wait for its answers."""
-        progress = self.progress
+        run_state = self.run_state
         if self._given_up:
             return True
-        if self.acting.clock.is_up:
-            return not progress.step_in_generation
+        if self.stages.clock.is_up:
+            return not run_state.step_in_generation
         if self.finished_untrained():
             return True
-        if progress.generation == 0 or progress.step_in_generation:
+        if run_state.generation == 0 or run_state.step_in_generation:
             return False
         return self.ended() is not None
 
     def finished_untrained(self) -> bool:
         """Tell whether the target was reached before training."""
-        target, baseline = self.schedule.target_fitness, self.progress.baseline
-        return self.progress.step == 0 and target is not None and baseline is not None and baseline.mean >= target
+        target, baseline = self.schedule.target_fitness, self.run_state.baseline
+        return self.run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
 
     def ended(self) -> str | None:
         """Return in words which limit of the schedule has been reached; None if none has."""
-        progress = self.progress
-        untrained = progress.baseline if progress.step == 0 else None
-        fitness = untrained if progress.best is None else progress.best.fitness
+        run_state = self.run_state
+        untrained = run_state.baseline if run_state.step == 0 else None
+        fitness = untrained if run_state.best is None else run_state.best.fitness
         reached = self.schedule.ended_by(
-            **progress.spent(evaluations=self.schedule.count_evaluations),
-            generation=progress.generation,
-            seconds=max(progress.seconds, progress.out_of_time),
+            **run_state.spent(evaluations=self.schedule.count_evaluations),
+            generation=run_state.generation,
+            seconds=max(run_state.seconds, run_state.out_of_time),
             fitness=None if fitness is None else fitness.mean,
         )
         if reached is not None and self.finished_untrained():
             return f"{reached} before training"
-        return self.acting.overstepped() if reached is None else reached
+        return self.stages.overstepped() if reached is None else reached
 
     def _collect(self) -> Collected:
         """Let the members act; if that fails, what they have learnt so far is kept."""
         self._require_healthy()
         try:
-            return self.acting.collect()
+            return self.stages.collect()
         except (Exception, SystemExit) as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
-            self._book.save(f"{type(error).__name__} while collecting step {self.progress.step}")
+            self._book.save(f"{type(error).__name__} while collecting step {self.run_state.step}")
             raise
 
     def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
-        self.acting.clock.tick()
-        seconds, most = self.acting.clock.now() - began, self._book.completions
-        closed = close_step(self.population, self.progress, collected, learned, seconds, most)
+        self.stages.clock.tick()
+        seconds, most = self.stages.clock.now() - began, self._book.completions
+        closed = close_step(self.population, self.run_state, collected, learned, seconds, most)
         if closed.report.step == 0 and not self.fitness.asks:
-            self.progress.baseline = first_step(self.progress)
-            if self.progress.baseline is not None:
-                self._book.report(baseline_report(self.progress.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
+            self.run_state.baseline = first_step(self.run_state)
+            if self.run_state.baseline is not None:
+                self._book.report(baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
         self._book.step(closed)
         self._equal_rewards.look_at(learned)
         return closed.report
 
     def _close_generation(self) -> GenerationReport:
         """Evaluate, plan, record and checkpoint."""
-        progress, population = self.progress, self.population
+        run_state, population = self.run_state, self.population
         self._require_healthy()
         try:
-            measured = self.acting.evaluate()
+            measured = self.stages.evaluate()
         except (Exception, SystemExit) as error:
-            self._book.save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
+            self._book.save(f"{type(error).__name__} while evaluating generation {run_state.generation + 1}")
             raise
-        self.acting.clock.tick()
+        self.stages.clock.tick()
         self._blindness.look_at(measured)
-        progress.generation += 1
-        report = generation_report(population, progress, measured, best=self._crown.contest(measured))
-        progress.step_in_generation = 0
-        progress.unplanned = True
-        progress.history.append(generation_of(population, progress, measured))
+        run_state.generation += 1
+        report = generation_report(population, run_state, measured, best=self._crown.contest(measured))
+        run_state.step_in_generation = 0
+        run_state.unplanned = True
+        run_state.history.append(generation_of(population, run_state, measured))
         try:
             plan = None if self.finished() else self._planning.plan()
         except StrategyError:
             self._book.report(report)
-            progress.start_generation()
-            self._book.save(f"the strategy failed after generation {progress.generation}")
+            run_state.start_generation()
+            self._book.save(f"the strategy failed after generation {run_state.generation}")
             raise
         report = replace(report, plan=plan)
         self._book.generation(report)
-        progress.start_generation()
+        run_state.start_generation()
         if plan is not None:
             self._planning.carry_out(plan)
         self._book.save()
@@ -415,9 +421,9 @@ class Evolution:
 
     def _finals(self) -> None:
         """Let the finalists answer the second set, if there is time, and crown the best of them."""
-        finalists = self.progress.finalists
+        finalists = self.run_state.finalists
         try:
-            second, cost = self.acting.final([finalists.state(each.key) for each in finalists.seen])
+            second, cost = self.stages.final([finalists.state(each.key) for each in finalists.seen])
         except OutOfTime:
             warn("the second set is left out, as no time was left for it: give max_seconds more")
             return
@@ -427,10 +433,10 @@ class Evolution:
 
     def _test(self) -> Iterator[TestReport]:
         """Let the best member ever and the base answer the test split, if there is time."""
-        best = self.progress.best
+        best = self.run_state.best
         assert best is not None  # the caller asks for it
         try:
-            before, after, cost = self.acting.compare(best.state)
+            before, after, cost = self.stages.compare(best.state)
         except OutOfTime:
             warn("the test is left out, as no time was left for it: give max_seconds more")
             return

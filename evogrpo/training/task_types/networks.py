@@ -25,12 +25,12 @@ from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
-from evogrpo.training.kinds.fitting import fitted
-from evogrpo.training.kinds.run_kind import choose_device, founder_options
-from evogrpo.training.load_run import Saved
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.load_run import StoredRun
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.memory import Need, gigabytes, kept_size, largest_share, sharing, state_size
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.auto_size import choose_sizes
+from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import Recorded, record_video
 
 HELD = 3.5
@@ -207,13 +207,13 @@ class PreparedNetworks:
         """Make the founders."""
         return _members(self.config, self.env, self.config.population.size, self.device)
 
-    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Make the members of a stored run."""
         return saved.restore(device=self.device)
 
 
-class NetworkKind:
-    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+class NetworkTask:
+    """See `evogrpo.training.task_types.task_type.TaskType`."""
 
     word = "networks"
     tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
@@ -265,7 +265,7 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
     device = device_of(config)
     example: Any = _members(config, env, processes().size, "cpu").crew.members  # one in each process
     parameters = parameters_of(example.banks.state(0))
-    sized = fitted(
+    sized = choose_sizes(
         config,
         env,
         longest=None if env.cut_off else env.max_episode_steps,

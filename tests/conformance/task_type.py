@@ -1,4 +1,4 @@
-"""What every RunKind promises: subclass the test case, say what a tiny configuration looks like, inherit every test."""
+"""Conformance tests of TaskType: subclass the test case and give a tiny configuration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
-from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
-from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
 from evogrpo.training.launch import read_resumable, resume, start
 from evogrpo.training.load_run import open_run
+from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
+from evogrpo.training.task_types.task_type import AnyTaskType, PreparedRun
 
 
-class RunKindTestCase(ABC):
+class TaskTypeTestCase(ABC):
     """Inherit from this, and name the class Test...; the suite of every kind is what its runs are tried with."""
 
     @abstractmethod
@@ -33,17 +33,17 @@ class RunKindTestCase(ABC):
         return self.values(tmp_path)
 
     @pytest.fixture
-    def kind(self, given: Mapping[str, Any]) -> AnyKind:
-        return kind_of(parse_config(given).task)
+    def kind(self, given: Mapping[str, Any]) -> AnyTaskType:
+        return task_type_of(parse_config(given).task)
 
     @pytest.fixture
-    def prepared(self, kind: AnyKind, given: Mapping[str, Any]) -> PreparedRun:
+    def prepared(self, kind: AnyTaskType, given: Mapping[str, Any]) -> PreparedRun:
         return kind.prepare(parse_config(given))
 
     def test_it_is_found_by_its_word_and_by_its_tasks(self, kind):
-        assert RUN_KINDS[kind.word] is kind
+        assert TASK_TYPES[kind.word] is kind
         assert kind.tasks
-        for other in RUN_KINDS.values():
+        for other in TASK_TYPES.values():
             shared = {task.key for task in kind.tasks} & {task.key for task in other.tasks}
             assert other is kind or not shared
         assert all(task.what for task in kind.tasks)

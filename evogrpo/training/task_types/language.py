@@ -36,12 +36,12 @@ from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import limited, sizes_text
-from evogrpo.training.kinds.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
-from evogrpo.training.kinds.run_kind import choose_device, founder_options
-from evogrpo.training.load_run import Saved
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.load_run import StoredRun
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.memory import Need, sharing
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
+from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import Recorded
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
@@ -108,7 +108,7 @@ class PreparedLanguage:
             **founder_options(self.config),
         )
 
-    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Load the base model and the members of a stored run."""
         return saved.restore(self._base())
 
@@ -150,8 +150,8 @@ def _reserve(env: HuggingFaceGym) -> str:
     return f", and {reserve} next in line for those held out" if reserve else ""
 
 
-class LanguageKind:
-    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+class LanguageTask:
+    """See `evogrpo.training.task_types.task_type.TaskType`."""
 
     word = "language"
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
@@ -196,7 +196,7 @@ class LanguageKind:
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
         check_context(context, env.longest_prompt + config.agent.max_output_tokens, env.longest_at)
-        precision = processes().led(choose_precision(config.precision, outline.model, device))
+        precision = processes().broadcast(choose_precision(config.precision, outline.model, device))
         return PreparedLanguage(
             trial=trial,
             config=replace(config, precision=precision),

@@ -11,25 +11,25 @@ from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberRe
 from evogrpo.reporting.results import BestMember, Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
-from evogrpo.training.loop.run_state import Best, Progress
+from evogrpo.training.loop.run_state import Best, RunState
 from evogrpo.training.schedule import Schedule
 
 
-def generation_of(population: Population, progress: Progress, measured: Mapping[int, Measured]) -> Generation:
+def generation_of(population: Population, run_state: RunState, measured: Mapping[int, Measured]) -> Generation:
     """Return what strategies see of the generation that has just been evaluated."""
     nothing = Measured()
     return Generation(
-        number=progress.generation,
-        samples_per_step=progress.samples_per_step,
-        steps_per_generation=progress.steps_per_generation,
+        number=run_state.generation,
+        samples_per_step=run_state.samples_per_step,
+        steps_per_generation=run_state.steps_per_generation,
         seats=tuple(
             Seat()
             if agent.retired
             else Seat(
                 member=agent.record(),
                 fitness=agent.fitness,
-                tokens=progress.member_tokens[agent.slot],
-                seconds=progress.member_seconds[agent.slot],
+                tokens=run_state.member_tokens[agent.slot],
+                seconds=run_state.member_seconds[agent.slot],
                 measured={
                     name: fitness
                     for name, fitness in measured.get(agent.slot, nothing).by.items()
@@ -44,41 +44,41 @@ def generation_of(population: Population, progress: Progress, measured: Mapping[
 
 
 def generation_report(
-    population: Population, progress: Progress, measured: Mapping[int, Measured], *, best: int
+    population: Population, run_state: RunState, measured: Mapping[int, Measured], *, best: int
 ) -> GenerationReport:
     """Describe a generation that has been evaluated, before anything is planned.
 
     Args:
         population: The members.
-        progress: Where the run stands.
+        run_state: Where the run stands.
         measured: What members are worth, by slot.
         best: The slot of the best of them.
     """
-    members = member_reports(population, progress, measured)
+    members = member_reports(population, run_state, measured)
     return GenerationReport(
-        generation=progress.generation,
-        step=progress.step,
+        generation=run_state.generation,
+        step=run_state.step,
         members=members,
         best=next(member for member in members if member.slot == best),
         plan=None,
-        seconds=progress.seconds,
-        tokens=progress.tokens,
-        examples=progress.examples,
-        timesteps=progress.timesteps if population.plays else None,
+        seconds=run_state.seconds,
+        tokens=run_state.tokens,
+        examples=run_state.examples,
+        timesteps=run_state.timesteps if population.plays else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
-        evaluation=progress.evaluation,
-        best_ever=None if progress.best is None else (progress.best.index, progress.best.generation),
+        evaluation=run_state.evaluation,
+        best_ever=None if run_state.best is None else (run_state.best.index, run_state.best.generation),
     )
 
 
 def member_reports(
-    population: Population, progress: Progress, measured: Mapping[int, Measured]
+    population: Population, run_state: RunState, measured: Mapping[int, Measured]
 ) -> tuple[MemberReport, ...]:
     """Describe every member at the end of a generation, in slot order; retired ones are left out."""
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
         MemberReport(
-            generation=progress.generation,
+            generation=run_state.generation,
             slot=agent.slot,
             index=agent.index,
             parent=agent.parent,
@@ -87,12 +87,12 @@ def member_reports(
             fitness=None if agent.fitness is None else agent.fitness.mean,
             standard_error=None if agent.fitness is None else agent.fitness.standard_error,
             failed=agent.failed,
-            tokens=progress.member_tokens[agent.slot],
-            seconds=progress.member_seconds[agent.slot],
+            tokens=run_state.member_tokens[agent.slot],
+            seconds=run_state.member_seconds[agent.slot],
             changes=births[agent.index].changes,
             reason=births[agent.index].reason,
             back_to=agent.back_to,
-            metrics=progress.mean_metrics(agent.slot),
+            metrics=run_state.mean_metrics(agent.slot),
             measured={name: estimate(each) for name, each in measured.get(agent.slot, Measured()).by.items()},
             questions=measured.get(agent.slot, Measured()).questions,
             evaluation=measured.get(agent.slot, Measured()).cost,
@@ -149,7 +149,7 @@ def estimate(fitness: Fitness) -> Estimate:
 
 
 def result_of(
-    progress: Progress,
+    run_state: RunState,
     *,
     reason: str,
     complete: bool,
@@ -158,18 +158,18 @@ def result_of(
     run_dir: Path | None,
 ) -> Result:
     """Return what a run came to; see `evogrpo.reporting.results.Result`."""
-    best = progress.best
+    best = run_state.best
     return Result(
         reason=reason,
         complete=complete,
-        generations=progress.generation,
-        steps=progress.step,
+        generations=run_state.generation,
+        steps=run_state.step,
         timesteps=timesteps,
-        tokens=progress.tokens,
-        seconds=progress.seconds,
-        evaluation=progress.evaluation,
-        baseline=None if progress.baseline is None else estimate(progress.baseline),
-        best=None if best is None else _best_member(best, progress.history),
+        tokens=run_state.tokens,
+        seconds=run_state.seconds,
+        evaluation=run_state.evaluation,
+        baseline=None if run_state.baseline is None else estimate(run_state.baseline),
+        best=None if best is None else _best_member(best, run_state.history),
         test=test,
         run_dir=run_dir,
     )

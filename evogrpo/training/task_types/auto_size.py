@@ -15,7 +15,7 @@ from evogrpo.progress import Work, heard_by
 from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.loop.planning import sources_of
+from evogrpo.training.loop.planner import sources_of
 from evogrpo.training.memory import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
@@ -39,7 +39,7 @@ MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class SizedConfig:
     """A configuration that leaves nothing open.
 
     Attributes:
@@ -51,14 +51,14 @@ class Fitted:
     remark: str | None
 
 
-def fitted(
+def choose_sizes(
     config: AnyConfig,
     env: GroupEnvironment,
     *,
     longest: int | None,
     members: Callable[[AnyConfig], Population],
     need: Callable[[AnyConfig], Need],
-) -> Fitted:
+) -> SizedConfig:
     """Choose the sizes that a configuration leaves open.
 
     Args:
@@ -72,7 +72,7 @@ def fitted(
         ValueError: If no size goes with its hyperparameters.
     """
     if not config.auto:
-        return Fitted(config=config, remark=None)
+        return SizedConfig(config=config, remark=None)
     group = config.hyperparameters.group_size
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
     choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
@@ -80,7 +80,7 @@ def fitted(
     enough = [choice for choice in choices if choice[0] >= shared_by.size] or choices[:1]
     sized = [with_sizes(config, _sizes(env, *choice)) for choice in enough]
     # 1. The largest that half of the memory has room for.
-    there, _ = shared_by.led(memory_of("cpu"))
+    there, _ = shared_by.broadcast(memory_of("cpu"))
     roomy = [each for each in sized if there is None or need(each).total <= MEMORY_SHARE * there] or sized[-1:]
     why = "" if roomy[0] is sized[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds
@@ -88,14 +88,14 @@ def fitted(
     if limit is not None:
         at_most = min(TRIAL_SHARE * limit, TRIAL_SECONDS)
         measured = _measured_step(chosen, env, members(chosen), longest=longest, at_most=at_most)
-        seconds = shared_by.led(measured) / _work(chosen)  # for an episode
+        seconds = shared_by.broadcast(measured) / _work(chosen)  # for an episode
         chosen = next((each for each in roomy if limit >= _least_steps(each) * seconds * _work(each)), roomy[-1])
         if chosen is not roomy[0]:
             steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
             fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
             why = f"{fits} into {duration_text(limit)}"
-    return Fitted(config=chosen, remark=_remark(chosen, config, why))
+    return SizedConfig(config=chosen, remark=_remark(chosen, config, why))
 
 
 def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> RunSizes:

@@ -6,17 +6,17 @@ from dataclasses import fields
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.strict_yaml import build, inside, mapping
-from evogrpo.training.kinds.language_runs import LanguageKind
-from evogrpo.training.kinds.network_runs import NetworkKind
-from evogrpo.training.kinds.run_kind import AnyKind
-from evogrpo.training.kinds.team_runs import TeamKind
+from evogrpo.training.task_types.language import LanguageTask
+from evogrpo.training.task_types.multi_agent import MultiAgentTask
+from evogrpo.training.task_types.networks import NetworkTask
+from evogrpo.training.task_types.task_type import AnyTaskType
 
-RUN_KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
-_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in RUN_KINDS.values() for task in kind.tasks}
-_KIND_OF: Mapping[type[TaskSection], AnyKind] = {task: kind for kind in RUN_KINDS.values() for task in kind.tasks}
+TASK_TYPES: Mapping[str, AnyTaskType] = {kind.word: kind for kind in (LanguageTask(), NetworkTask(), MultiAgentTask())}
+_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in TASK_TYPES.values() for task in kind.tasks}
+_KIND_OF: Mapping[type[TaskSection], AnyTaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
 
 
-def kind_of(task: TaskSection) -> AnyKind:
+def task_type_of(task: TaskSection) -> AnyTaskType:
     """Return the kind of run that a task asks for."""
     return _KIND_OF[type(task)]
 

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
-from evogrpo.training.kinds.network_runs import prepared_in
-from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.launch import start
+from evogrpo.training.task_types.networks import prepared_in
+from evogrpo.training.task_types.registry import task_type_of
 from tests.envs import probes
 from tests.training.test_time_limit import Clock, costly
 
@@ -166,7 +166,9 @@ def test_images_are_as_many_as_memory_holds(monkeypatch):
 
     env = GymnasiumGroups(Images, max_episode_steps=1000)
     for there, members, samples in ((200e9, 8, 32), (40e9, 8, 16), (5e9, 1, 8), (1e6, 1, 8)):
-        monkeypatch.setattr("evogrpo.training.kinds.fitting.memory_of", lambda device, there=there: (there, "memory"))
+        monkeypatch.setattr(
+            "evogrpo.training.task_types.auto_size.memory_of", lambda device, there=there: (there, "memory")
+        )
         prepared = prepared_in(configured(), env)
         assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)
         assert ("half of the memory" in prepared.facts()["sizes"]) == (members < 8 or samples < 32)
@@ -175,7 +177,7 @@ def test_images_are_as_many_as_memory_holds(monkeypatch):
 
 def test_a_run_keeps_the_sizes_that_were_chosen(clock, tmp_path):
     config = configured(400.0, task={"env": "CartPole-v1", "max_episode_steps": 10}, population={"size": 2})
-    prepared = kind_of(config.task).prepare(config)
+    prepared = task_type_of(config.task).prepare(config)
     start(prepared, tmp_path / "run")
     stored = read_yaml_file(tmp_path / "run" / CONFIG_FILE)
     assert "auto" not in stored

@@ -1,4 +1,4 @@
-"""RunKind protocol: what a kind of run provides to the trainer."""
+"""TaskType protocol: what a kind of run provides to the trainer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.devices import check_device, own_gpu
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
-from evogrpo.training.load_run import Saved
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.load_run import StoredRun
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.memory import Need
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
@@ -105,12 +105,12 @@ class PreparedRun(Protocol):
         """Make the founders; raises ValueError if a base model's weights cannot be loaded."""
         ...
 
-    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Bring back the members of a stored run; raises ValueError if it does not belong to this configuration."""
         ...
 
 
-class RunKind(Protocol[TaskT, AgentT]):
+class TaskType(Protocol[TaskT, AgentT]):
     """One kind of run: everything above the members that depends on what they are."""
 
     @property
@@ -198,5 +198,5 @@ class RunKind(Protocol[TaskT, AgentT]):
         ...
 
 
-AnyKind = RunKind[Any, Any]
+AnyTaskType = TaskType[Any, Any]
 """A kind of run, whichever."""

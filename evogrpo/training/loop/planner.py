@@ -10,7 +10,7 @@ from evogrpo.algorithms.rollout.requests import Collected
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, sampling_by_rank
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 
 
@@ -57,14 +57,14 @@ class StrategyError(RuntimeError):
     """A strategy raised, or its plan cannot be carried out."""
 
 
-class Planning:
+class Planner:
     """Asks the strategy of a run, and does as it says.
 
     Args:
         population: The members; changed in place.
         strategy: Who decides.
         schedule: What a learning step and a generation are at first.
-        progress: Where the run stands; its budgets are set.
+        run_state: Where the run stands; its budgets are set.
         experience: How members learn from each other's samples; None = each from its own.
     """
 
@@ -73,11 +73,11 @@ class Planning:
         population: Population,
         strategy: Strategy,
         schedule: Schedule,
-        progress: Progress,
+        run_state: RunState,
         experience: SharedExperience | None = None,
     ) -> None:
         self._population, self._strategy, self._experience = population, strategy, experience
-        self._schedule, self._progress = schedule, progress
+        self._schedule, self._run_state = schedule, run_state
         self._set_budgets(None, None)
 
     def plan(self) -> Plan:
@@ -88,11 +88,11 @@ class Planning:
         """
         remembered = self._strategy.state()
         try:
-            plan = self._population.plan(self._strategy, self._progress.history)
+            plan = self._population.plan(self._strategy, self._run_state.history)
             if self._experience is None:
                 _check_samples(plan)
             elif self._experience.samplers == "rank":
-                plan = sampling_by_rank(plan, self._population.history(self._progress.history))
+                plan = sampling_by_rank(plan, self._population.history(self._run_state.history))
         except (Exception, SystemExit) as error:
             self._strategy.load_state(remembered)  # what it noted half-way is forgotten
             name = type(self._strategy).__name__
@@ -104,30 +104,30 @@ class Planning:
         self._population.apply(plan)
         self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
         self._set_samples(plan.samples)
-        self._progress.unplanned = False
+        self._run_state.unplanned = False
 
     def catch_up(self) -> None:
         """Carry out the plan that the last generation is still waiting for, if there is one to make."""
-        if self._progress.unplanned:
+        if self._run_state.unplanned:
             self.carry_out(self.plan())
 
     def _set_samples(self, samples: Sequence[int] | None) -> None:
         """Set who collects how many samples in the next generation; None = all as many."""
-        progress = self._progress
-        progress.samples = None if samples is None else list(samples)
+        run_state = self._run_state
+        run_state.samples = None if samples is None else list(samples)
         for agent, count in zip(self._population.agents, samples or (), strict=False):
-            progress.block = max(progress.block, count // agent.hyperparameters.group_size)
+            run_state.block = max(run_state.block, count // agent.hyperparameters.group_size)
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
         """Set what the next generations spend; None = as before, at first as scheduled."""
-        progress, schedule = self._progress, self._schedule
-        progress.samples_per_step = samples_per_step or progress.samples_per_step or schedule.samples_per_step
-        progress.steps_per_generation = (
-            steps_per_generation or progress.steps_per_generation or schedule.steps_per_generation
+        run_state, schedule = self._run_state, self._schedule
+        run_state.samples_per_step = samples_per_step or run_state.samples_per_step or schedule.samples_per_step
+        run_state.steps_per_generation = (
+            steps_per_generation or run_state.steps_per_generation or schedule.steps_per_generation
         )
         # Kept when members with the smallest groups are gone: it decides the order of questions.
-        needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self._population)
-        progress.block = max(progress.block, needed)
+        needed = replace(schedule, samples_per_step=run_state.samples_per_step).block(self._population)
+        run_state.block = max(run_state.block, needed)
 
 
 def _check_samples(plan: Plan) -> None:

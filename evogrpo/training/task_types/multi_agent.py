@@ -23,7 +23,11 @@ from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import ParallelTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
-from evogrpo.training.kinds.network_runs import (
+from evogrpo.training.load_run import StoredRun
+from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.memory import Need, kept_size, state_size
+from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.networks import (
     device_of,
     memory_row,
     normalised_text,
@@ -33,11 +37,7 @@ from evogrpo.training.kinds.network_runs import (
     small,
     words_of_policies,
 )
-from evogrpo.training.kinds.run_kind import founder_options
-from evogrpo.training.load_run import Saved
-from evogrpo.training.loop.run_state import Progress
-from evogrpo.training.memory import Need, kept_size, state_size
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types.task_type import founder_options
 from evogrpo.training.video import Recorded, record_video
 
 
@@ -164,13 +164,13 @@ class PreparedTeam:
         """Make the founders."""
         return _members(self.config, self.env, self.config.population.size, self.device)
 
-    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Make the members of a stored run."""
         return saved.restore(device=self.device)
 
 
-class TeamKind:
-    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+class MultiAgentTask:
+    """See `evogrpo.training.task_types.task_type.TaskType`."""
 
     word = "joint"
     tasks: Sequence[type[ParallelTask]] = (ParallelTask,)

@@ -1,17 +1,17 @@
-"""Every kind of run keeps the promises of `RunKind`; what only one of them promises is tested with its commands."""
+"""Every kind of run keeps the promises of `TaskType`; what only one of them promises is tested with its commands."""
 
 import pytest
 
 from evogrpo.reporting.results import WORDS
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.kinds.registry import RUN_KINDS, parse_task
+from evogrpo.training.task_types.registry import TASK_TYPES, parse_task
 from tests.cli.project import CONFIG, write_project
-from tests.conformance.run_kind import RunKindTestCase
+from tests.conformance.task_type import TaskTypeTestCase
 
 SCHEDULE = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8}
 
 
-class TestLanguage(RunKindTestCase):
+class TestLanguage(TaskTypeTestCase):
     def values(self, folder):
         write_project(folder)
         task = {**CONFIG["task"], "dataset": {"train": str(folder / "train.jsonl")}, "validation_size": 4}
@@ -20,13 +20,13 @@ class TestLanguage(RunKindTestCase):
         return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
 
 
-class TestNetworks(RunKindTestCase):
+class TestNetworks(TaskTypeTestCase):
     def values(self, folder):
         task = {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2}
         return {"task": task, "schedule": SCHEDULE, "population": {"size": 2}}
 
 
-class TestTeam(RunKindTestCase):
+class TestTeam(TaskTypeTestCase):
     def values(self, folder):
         task = {"parallel_env": "tests.envs.joint_probes:Favours", "policies": "prefix"}
         task |= {"validation_size": 2, "test_size": 2}
@@ -35,11 +35,11 @@ class TestTeam(RunKindTestCase):
 
 def test_every_kind_of_ours_is_tried_and_has_words():
     tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
-    assert set(tried.values()) == set(RUN_KINDS) == set(WORDS)
+    assert set(tried.values()) == set(TASK_TYPES) == set(WORDS)
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in RUN_KINDS.values() if kind.word != "language"], ids=lambda kind: kind.word
+    "kind", [kind for kind in TASK_TYPES.values() if kind.word != "language"], ids=lambda kind: kind.word
 )
 def test_members_that_play_take_no_model_and_write_no_completions(kind):
     (task,) = kind.tasks
@@ -51,7 +51,7 @@ def test_members_that_play_take_no_model_and_write_no_completions(kind):
 
 
 def test_a_task_names_one_kind():
-    every = {task.key for kind in RUN_KINDS.values() for task in kind.tasks}
+    every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
         parse_task({})
     assert all(f"task.{key}" in str(refusal.value) for key in every)

@@ -7,16 +7,16 @@ from typing import Any, Self
 
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
-from evogrpo.interruption import exits_answered
+from evogrpo.interruption import intercept_exits
 from evogrpo.markup import card, sparkline
 from evogrpo.models.devices import fitting_threads
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.loop.best import as_agent
+from evogrpo.training.loop.best_tracker import as_agent
 from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
-from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.loop.trainer import Trainer
 
 
 class Run(Iterator[GenerationReport]):
@@ -34,30 +34,30 @@ class Run(Iterator[GenerationReport]):
         evolution: As given.
     """
 
-    def __init__(self, evolution: Evolution, display: RunDisplay | None = None, *, one_thread: bool = False) -> None:
-        self.evolution, self._display, self._one_thread = evolution, display, one_thread
-        self._reports = evolution.reports()
+    def __init__(self, trainer: Trainer, display: RunDisplay | None = None, *, one_thread: bool = False) -> None:
+        self.trainer, self._display, self._one_thread = trainer, display, one_thread
+        self._reports = trainer.reports()
 
     def __repr__(self) -> str:
-        progress, run_dir = self.evolution.progress, self.evolution.recorded_in
+        run_state, run_dir = self.trainer.run_state, self.trainer.shared_run_dir
         where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
-        return f"Run(after generation {progress.generation}, learning step {progress.step}{where})"
+        return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
 
     def _repr_html_(self) -> str:
-        progress = self.evolution.progress
+        run_state = self.trainer.run_state
         best = [
-            max((each.mean for each in generation.fitness if each), default=None) for generation in progress.history
+            max((each.mean for each in generation.fitness if each), default=None) for generation in run_state.history
         ]
-        told = [f"after generation {progress.generation}, learning step {progress.step}"]
+        told = [f"after generation {run_state.generation}, learning step {run_state.step}"]
         if best:
             told.append(sparkline(best, label="best fitness by generation"))
-        ended = self.evolution.result._repr_html_() if self.evolution.over else ""
+        ended = self.trainer.result._repr_html_() if self.trainer.over else ""
         return f"{card('Run', told)}{self.population._repr_html_()}{ended}"
 
     @property
     def population(self) -> Population:
         """The members."""
-        return self.evolution.population
+        return self.trainer.population
 
     @property
     def result(self) -> Result:
@@ -66,7 +66,7 @@ class Run(Iterator[GenerationReport]):
         Raises:
             RuntimeError: If it has not ended.
         """
-        return self.evolution.result
+        return self.trainer.result
 
     @property
     def best(self) -> Any:
@@ -78,7 +78,7 @@ class Run(Iterator[GenerationReport]):
         Raises:
             ValueError: If no member has been evaluated yet.
         """
-        best, population = self.evolution.progress.best, self.population
+        best, population = self.trainer.run_state.best, self.population
         if best is None:
             raise ValueError("there is no best member yet: it is known from the end of the first generation on")
         return as_agent(population, best)
@@ -111,14 +111,14 @@ class Run(Iterator[GenerationReport]):
             ValueError: If the members are language models, which take no steps.
         """
         whole_between("total_timesteps", total_timesteps, 1)
-        self.evolution = _prolonged(self.evolution, total_timesteps)
-        self._display = None if self._display is None else self._display.of(self.evolution)
-        self._reports = self.evolution.reports()
+        self.trainer = _prolonged(self.trainer, total_timesteps)
+        self._display = None if self._display is None else self._display.of(self.trainer)
+        self._reports = self.trainer.reports()
         return self.finish(callback)
 
     def stop(self, reason: str = STOPPED) -> None:
-        """End the run now; see `Evolution.stop`."""
-        self.evolution.stop(reason)
+        """End the run now; see `Trainer.stop`."""
+        self.trainer.stop(reason)
 
     def __next__(self) -> GenerationReport:
         """Run to the end of the next generation, and return its report.
@@ -129,15 +129,15 @@ class Run(Iterator[GenerationReport]):
             SystemExit: After SIGTERM, SIGHUP or SIGUSR1, likewise; with status 0.
         """
         # Outermost: what is shown takes time as well, and an interrupt may come while it is put up or taken away.
-        with exits_answered(), stopping_on_signals(self.evolution.stopping) as received:
+        with intercept_exits(), stopping_on_signals(self.trainer.stopping) as received:
             report = self._advance()
             if received:  # perhaps too late for what has just ended
                 self._advance()
-        if self._display is not None and self.evolution.over:
+        if self._display is not None and self.trainer.over:
             self._display.say_end()
-        number = received[0] if received else self.evolution.stopping.signal  # which another process may have got
+        number = received[0] if received else self.trainer.stopping.signal  # which another process may have got
         if number is not None:
-            run_dir, step = self.evolution.recorded_in, self.evolution.progress.step
+            run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
             where = (
                 "nothing was recorded"
                 if run_dir is None
@@ -163,17 +163,17 @@ Callback = Callable[[Run], object]
 """What is called with a run after every generation: it may look at everything, and returns False to stop the run."""
 
 
-def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
+def _prolonged(trainer: Trainer, timesteps: int) -> Trainer:
     """Return a run for so many more steps in the environment, which take the place of its other limits."""
     ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
-    limits: dict[str, Any] = {**ends, "max_timesteps": evolution.progress.timesteps + timesteps}
-    return Evolution(
-        evolution.population,
-        evolution.env,
-        schedule=replace(evolution.schedule, **limits),
-        strategy=evolution.strategy,
-        fitness=evolution.fitness,
-        run_dir=None if evolution.recorded_in is None else evolution.recorded_in.again(),
-        progress=evolution.progress,
-        experience=evolution.experience,
+    limits: dict[str, Any] = {**ends, "max_timesteps": trainer.run_state.timesteps + timesteps}
+    return Trainer(
+        trainer.population,
+        trainer.env,
+        schedule=replace(trainer.schedule, **limits),
+        strategy=trainer.strategy,
+        fitness=trainer.fitness,
+        run_dir=None if trainer.shared_run_dir is None else trainer.shared_run_dir.again(),
+        run_state=trainer.run_state,
+        experience=trainer.experience,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
-from evogrpo.progress import Tally, heard_by
+from evogrpo.progress import ProgressCounter, heard_by
 from tests.envs.joint_probes import Favours
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -52,11 +52,11 @@ def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
 def test_a_listener_hears_its_own_block_only():
     heard = []
     with heard_by(lambda work: heard.append(work.part)):
-        outer = Tally("playing", 4, "episodes")
+        outer = ProgressCounter("playing", 4, "episodes")
         with heard_by(lambda work: None):
-            Tally("learning", 1, "actions").add(1)
+            ProgressCounter("learning", 1, "actions").add(1)
         outer.add(1)
         outer.add(9)
-        Tally("scoring", 0, "completions")
-    Tally("writing", 2, "completions").add(1)
+        ProgressCounter("scoring", 0, "completions")
+    ProgressCounter("writing", 2, "completions").add(1)
     assert heard == [0.0, 0.25, 1.0, 1.0]

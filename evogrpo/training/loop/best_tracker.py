@@ -11,8 +11,8 @@ from evogrpo.evolution.history import Kept
 from evogrpo.reporting.results import Finalist, FinalsReport
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
-from evogrpo.training.loop.observing import estimate
-from evogrpo.training.loop.run_state import Best, Progress
+from evogrpo.training.loop.run_records import estimate
+from evogrpo.training.loop.run_state import Best, RunState
 from evogrpo.training.run_dir import RunDir
 
 
@@ -36,9 +36,9 @@ def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
     return tuple(range(size - config.second_set, size))
 
 
-def enlist(progress: Progress, kept: Kept, state: object, most: int) -> None:
+def enlist(run_state: RunState, kept: Kept, state: object, most: int) -> None:
     """Keep a generation's best among the finalists, and forget the worst of them if there are too many now."""
-    finalists = progress.finalists
+    finalists = run_state.finalists
     finalists.keep(kept, state)  # type: ignore[arg-type]
     if len(finalists) > most:
         worst = min(finalists.seen, key=lambda each: (each.fitness.mean, -each.generation))
@@ -64,40 +64,40 @@ def winner(finalists: Sequence[Kept], second: Sequence[Fitness], *, pooled: bool
     return max(range(len(finalists)), key=lambda place: (worth(place), -place))
 
 
-class Crown:
+class BestTracker:
     """Keeps the best member ever.
 
     Args:
         population: The members.
-        progress: Where the run stands; its best member and its finalists are set.
+        run_state: Where the run stands; its best member and its finalists are set.
         config: What the best is chosen by: validation questions, where any are asked.
         run_dir: Where it is saved; None = nowhere.
     """
 
     def __init__(
-        self, population: Population, progress: Progress, config: FitnessConfig, run_dir: RunDir | None
+        self, population: Population, run_state: RunState, config: FitnessConfig, run_dir: RunDir | None
     ) -> None:
-        self._population, self._progress, self._config, self._run_dir = population, progress, config, run_dir
+        self._population, self._run_state, self._config, self._run_dir = population, run_state, config, run_dir
         self._by = config.asking if config.asks else config.selecting
 
     def contest(self, measured: Mapping[int, Measured]) -> int:
         """Let the best of a generation be the best ever if it is, and a finalist; return its slot."""
         standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
         slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
-        agent, fitness, progress = self._population.agents[slot], standing[slot], self._progress
+        agent, fitness, run_state = self._population.agents[slot], standing[slot], self._run_state
         state = self._population.members.banks.everywhere(slot)
-        if progress.best is None or ahead(fitness, progress.best.fitness):
+        if run_state.best is None or ahead(fitness, run_state.best.fitness):
             digest = None
             if self._run_dir is not None:
                 savable = self._population.crew.savable(agent, state)
-                digest = self._run_dir.save_best(savable, progress.generation, fitness)
-            progress.best = Best(
-                index=agent.index, generation=progress.generation, fitness=fitness, state=state, digest=digest
+                digest = self._run_dir.save_best(savable, run_state.generation, fitness)
+            run_state.best = Best(
+                index=agent.index, generation=run_state.generation, fitness=fitness, state=state, digest=digest
             )
         if self._config.second_set:
             enlist(
-                progress,
-                Kept(member=agent.record(), generation=progress.generation, fitness=fitness),
+                run_state,
+                Kept(member=agent.record(), generation=run_state.generation, fitness=fitness),
                 state,
                 self._config.finalists,
             )
@@ -106,18 +106,18 @@ class Crown:
     @property
     def awaits_finals(self) -> bool:
         """Whether the finalists have not answered the second set yet, after the last generation."""
-        return bool(self._progress.finalists) and self._progress.finals < self._progress.generation
+        return bool(self._run_state.finalists) and self._run_state.finals < self._run_state.generation
 
     def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalsReport:
         """Crown the best of the finalists, by what they earned on the second set."""
-        progress, finalists = self._progress, self._progress.finalists.seen
+        run_state, finalists = self._run_state, self._run_state.finalists.seen
         place = winner(finalists, second, pooled=self._config.asks)
         chosen = finalists[place]
         best = Best(
             index=chosen.member.index,
             generation=chosen.generation,
             fitness=chosen.fitness,
-            state=progress.finalists.state(chosen.key),
+            state=run_state.finalists.state(chosen.key),
             second=second[place],
         )
         digest = None
@@ -125,8 +125,8 @@ class Crown:
             digest = self._run_dir.save_best(
                 as_agent(self._population, best), best.generation, best.fitness, best.second
             )
-        progress.best = Best(**{**vars(best), "digest": digest})
-        progress.finals = progress.generation
+        run_state.best = Best(**{**vars(best), "digest": digest})
+        run_state.finals = run_state.generation
         return FinalsReport(
             questions=len(second[place].scores),
             index=best.index,

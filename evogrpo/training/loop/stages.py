@@ -15,14 +15,14 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.interruption import Interrupted, Undo, undone_by
+from evogrpo.interruption import Interrupted, Undo, undoing_with
 from evogrpo.models.bank import State
 from evogrpo.reporting.step_records import EvaluationCost
-from evogrpo.training.loop.best import second_set
+from evogrpo.training.loop.best_tracker import second_set
 from evogrpo.training.loop.evaluation import Measured, measure, rollouts_of
 from evogrpo.training.loop.limits import Clock, OutOfTime, overstepped
-from evogrpo.training.loop.planning import sources_of
-from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.planner import sources_of
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
@@ -37,8 +37,8 @@ LEAST_TEST_SHARE = 0.01
 """What is left for it at least: it takes a moment to begin."""
 
 
-class Acting:
-    """Lets the members of a run act in its environment, as its schedule and its progress say.
+class Stages:
+    """Lets the members of a run act in its environment, as its schedule and run state say.
 
     All methods raise `Interrupted` if the run is asked to stop meanwhile, and `OutOfTime` if it takes too long for the
     schedule's `max_seconds`.
@@ -47,13 +47,13 @@ class Acting:
         population: The members.
         env: Where they act.
         schedule: How many questions they are evaluated on.
-        progress: Where the run stands; its seconds are counted, and what evaluations take.
+        run_state: Where the run stands; its seconds are counted, and what evaluations take.
         fitness: How they are evaluated.
         experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
         population: As given.
-        progress: As given.
+        run_state: As given.
         fitness: As given.
         schedule: As given, but for fewer validation questions where all of them would take too much of `max_seconds`.
         stopping: Whether a stop has been asked for, and why.
@@ -66,16 +66,16 @@ class Acting:
         population: Population,
         env: GroupEnvironment,
         schedule: Schedule,
-        progress: Progress,
+        run_state: RunState,
         fitness: FitnessConfig,
         experience: SharedExperience | None = None,
     ) -> None:
-        self.population, self.progress, self.fitness, self._env = population, progress, fitness, env
+        self.population, self.run_state, self.fitness, self._env = population, run_state, fitness, env
         self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
         crew = population.crew.processes
-        self.stopping, self.clock = Stopping(crew), Clock(schedule.max_seconds, progress, crew.now)
+        self.stopping, self.clock = Stopping(crew), Clock(schedule.max_seconds, run_state, crew.now)
 
     def baseline(self) -> Fitness:
         """Return what the untrained base earns on the validation split.
@@ -103,15 +103,15 @@ class Acting:
 
     def collect(self) -> Collected:
         """Let the members sample what they learn from next."""
-        progress, began = self.progress, self.clock.now()
+        run_state, began = self.run_state, self.clock.now()
         self._tell_pace()
         with self._abandonable(leaving=self.closing()):
             collected = self.population.collect(
                 self._env,
-                step=progress.step,
-                samples_per_step=progress.samples_per_step,
-                block=progress.block,
-                samples=progress.samples,
+                step=run_state.step,
+                samples_per_step=run_state.samples_per_step,
+                block=run_state.block,
+                samples=run_state.samples,
             )
         self.clock.took_samples(self.clock.now() - began, len(collected.member_ids))
         return collected
@@ -130,7 +130,7 @@ class Acting:
         if own_algorithm(self.population.algorithm) is not None or self.population.crew.processes.size > 1:
             undo.keep()  # ours say when they change something, but not what has been changed in another process
         try:
-            with undone_by(undo), self._abandonable(leaving=self.closing()):
+            with undoing_with(undo), self._abandonable(leaving=self.closing()):
                 return self._timed_learning(collected)
         except Interrupted:
             for slot, state in before.items():
@@ -146,7 +146,7 @@ class Acting:
         try:
             return self._evaluate()
         except OutOfTime:
-            if self.progress.best is not None:
+            if self.run_state.best is not None:
                 raise
             self._ask_fewer(max(2, self.questions("validation") // 8), "there is no time left for more")
             return self._evaluate()
@@ -154,14 +154,14 @@ class Acting:
     def can_evaluate(self) -> bool:
         """Whether the generation under way says enough of every healthy member to select by."""
         slots = [agent.slot for agent in self.population.healthy]
-        return self.fitness.selecting != ROLLOUTS or all(rollouts_of(self.progress, slot) for slot in slots)
+        return self.fitness.selecting != ROLLOUTS or all(rollouts_of(self.run_state, slot) for slot in slots)
 
     def overstepped(self) -> str | None:
         """Return in words which limit another learning step and its evaluation would overstep; None if none."""
         members, questions = len(self.population.healthy), self.questions("validation")
         asked = {"validation": members, "both": min(members, self.fitness.candidates)}.get(self.fitness.by, 0)
-        samples = members * self.progress.samples_per_step
-        return overstepped(self.schedule, self.progress, samples=samples, answers=asked * questions)
+        samples = members * self.run_state.samples_per_step
+        return overstepped(self.schedule, self.run_state, samples=samples, answers=asked * questions)
 
     def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness, EvaluationCost]:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""
@@ -178,7 +178,7 @@ class Acting:
                 state, self._env, "test", questions=questions, config=self.fitness
             )
         cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
-        self.progress.add_evaluation(cost)
+        self.run_state.add_evaluation(cost)
         return before, after, cost
 
     def final(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fitness], EvaluationCost]:
@@ -190,12 +190,12 @@ class Acting:
                 states, self._env, "validation", questions=questions, config=self.fitness
             )
         cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
-        self.progress.add_evaluation(cost)
+        self.run_state.add_evaluation(cost)
         return found, cost
 
     def closing(self) -> float:
         """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
-        finals = self.fitness.second_set * min(self.fitness.finalists, self.progress.generation + 1)
+        finals = self.fitness.second_set * min(self.fitness.finalists, self.run_state.generation + 1)
         return self.clock.expected(self._asked() * self.questions("validation") + finals) + self._testing()
 
     def _asked(self) -> int:
@@ -221,13 +221,13 @@ class Acting:
             found = self.population.baseline(self._env, "validation", questions=questions, config=self.fitness)
         seconds = self.clock.now() - began
         self.clock.took_answers(seconds, questions, base=True)
-        self.progress.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
+        self.run_state.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
         return found.fitness[0]
 
     def _evaluate(self) -> dict[int, Measured]:
         began, questions = self.clock.now(), self.questions("validation")
         with self._abandonable(leaving=self._testing()):
-            measured = measure(self.population, self._env, self.fitness, self.progress, questions=questions)
+            measured = measure(self.population, self._env, self.fitness, self.run_state, questions=questions)
         self.evaluation_seconds = self.clock.now() - began
         answers = sum(each.questions for each in measured.values())
         if answers:
@@ -254,7 +254,7 @@ class Acting:
         began = self.clock.now()
         shared = self._experience
         sources = None if shared is None else sources_of(shared, self.population, collected)
-        learned = self.population.learn(collected.experience, step=self.progress.step, sources=sources, shared=shared)
+        learned = self.population.learn(collected.experience, step=self.run_state.step, sources=sources, shared=shared)
         self._learning_seconds = self.clock.now() - began
         return learned
 
@@ -262,4 +262,4 @@ class Acting:
         """Let the environment know how far training has come."""
         if isinstance(self._env, SupportsProgress):
             generations = self.schedule.generations or 0
-            self._env.set_progress(self.progress.step, generations * self.progress.steps_per_generation)
+            self._env.set_progress(self.run_state.step, generations * self.run_state.steps_per_generation)
