@@ -213,7 +213,7 @@ def main() -> None:
     banks = {(one, slow): make_bank(one, slow, arguments) for one in arguments.precisions for slow in (True, False)}
     for (precision, slow), bank in banks.items():
         with bank.base.working():
-            assert bank.base.direct is not slow, f"the direct pass does not know SmolLM2 in {precision}"
+            assert bank.base.uses_fast_llama is not slow, f"the direct pass does not know SmolLM2 in {precision}"
     results = list(rounds(banks, rows, arguments))
     print_table([taken for taken, _ in results], arguments.precisions)
     print_shares(results, arguments.precisions)

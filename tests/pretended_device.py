@@ -136,7 +136,7 @@ def _by_tests() -> bool:
 
 
 def _matrix_of(head: Any, hidden: Tensor) -> Tensor | None:
-    return head.weight.data if type(head) is nn.Linear and head.bias is None and reading.untouched(head) else None
+    return head.weight.data if type(head) is nn.Linear and head.bias is None and reading.is_unmodified(head) else None
 
 
 def pytest_configure() -> None:
@@ -150,5 +150,5 @@ def pytest_configure() -> None:
     # The direct pass reads plain weights only, which these are meant to be.
     reading.DEVICES = (*reading.DEVICES, NAME)
     reading._types = lambda weights: (nn.Parameter, Tensor)
-    causal.matrix_of = _matrix_of
+    causal.head_matrix = _matrix_of
     Pretending().__enter__()

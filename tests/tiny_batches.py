@@ -16,7 +16,7 @@ from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.models.bank import LossFunction, Sampler
-from evogrpo.models.fast_llama.decode import DirectDecoding
+from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.randomness import generator
@@ -103,7 +103,7 @@ def clear(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> Sampl
 def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows, with every token that the bank writes, by how many rows are run."""
     counts = list[int]()
-    for kind in (DirectDecoding, CachedDecoding, PlainDecoding):
+    for kind in (FastDecoding, CachedDecoding, PlainDecoding):
         advance = kind.advance
 
         def counted(self: Any, tokens: Tensor, advance: Any = advance) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.algorithms.members.policy_set import CheckpointFiles
-from evogrpo.models.devices import check_room, room_for
-from evogrpo.models.language.fsdp import held_by
+from evogrpo.models.devices import check_allocation, limit_memory
+from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.storage.manifest import CheckpointError
@@ -32,9 +32,9 @@ def base_files(model: PreTrainedModel) -> CheckpointFiles:
             "a quantised base is not saved, as it would have to be widened: leave out include_base, and give the base "
             "as actor_network= where the checkpoint is loaded, in any precision"
         )
-    if held_by(model) > 1:
+    if sharded_over(model) > 1:
         raise ValueError(
-            f"the base is held in {held_by(model)} parts, so no process can save it: leave out include_base, and "
+            f"the base is held in {sharded_over(model)} parts, so no process can save it: leave out include_base, and "
             "give the base as actor_network= where the checkpoint is loaded"
         )
     return {
@@ -116,8 +116,10 @@ def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[
     """
     declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
-    with room_for(sum(value.nbytes for value in weights.values())):
-        check_room(sum(buffer.nbytes for buffer in outline.buffers()), torch.device("cpu"), "buffers of the base model")
+    with limit_memory(sum(value.nbytes for value in weights.values())):
+        check_allocation(
+            sum(buffer.nbytes for buffer in outline.buffers()), torch.device("cpu"), "buffers of the base model"
+        )
     return sorted(name for name in declared.keys() | stored.keys() if declared.get(name) != stored.get(name))
 
 

@@ -20,7 +20,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
-from evogrpo.models.devices import room_for
+from evogrpo.models.devices import limit_memory
 from evogrpo.storage.checkpoint import read_checkpoint, stored_at, write_checkpoint
 from evogrpo.storage.manifest import CheckpointError, readable
 
@@ -232,7 +232,7 @@ def _open(
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], MEMBERS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    with room_for(sum(tensor.nbytes for tensor in tensors.values())):
+    with limit_memory(sum(tensor.nbytes for tensor in tensors.values())):
         return MEMBERS[record["kind"]].stored(
             record,
             size,
@@ -282,14 +282,14 @@ class _MemberTensors(Mapping[str, Tensor]):
     def __init__(self, members: Members, kept: KeptStates) -> None:
         self._banks, self._shared = members.banks, {**_named(members.constants()), **dict(kept.tensors())}
         self._places = {
-            f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.parts
+            f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.state_keys
         }
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._shared:
             return self._shared[name]
         slot, part = self._places[name]
-        return self._banks.part(slot, part)
+        return self._banks.state_tensor(slot, part)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._places

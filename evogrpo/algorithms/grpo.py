@@ -70,7 +70,7 @@ class AgileRLAgent(Agent):
         weights = {name: state.pop(name) for name in self.members.weights}
         if networks_only:
             return {"actor": weights}
-        others: tuple[str, ...] = ("carried", "reference")
+        others: tuple[str, ...] = ("running_stats", "reference")
         kept = {name: {name: state.pop(name)} for name in others if name in state}
         return {"actor": weights, "optimizer": state, **kept}
 

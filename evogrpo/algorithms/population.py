@@ -100,7 +100,7 @@ class KeptStates:
         """
         states = cls()
         for kept in map(Kept.from_json, record):
-            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.parts})
+            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.state_keys})
         if states:
             held = banks.state(0)
             for key in states._states:

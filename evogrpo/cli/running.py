@@ -17,7 +17,7 @@ from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.interruption import ProgramEndError
-from evogrpo.models.devices import fitting_threads
+from evogrpo.models.devices import single_threaded
 from evogrpo.storage.checkpoint import latest_complete
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import user_line
@@ -73,7 +73,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         _check_memory(prepared, chosen)
         with working(console, "making the population"):
             trainer = start(prepared, run_dir)
-        with fitting_threads(one=prepared.one_thread):
+        with single_threaded(enabled=prepared.one_thread):
             return _go(console, trainer, run_dir, chosen)
 
 
@@ -108,7 +108,7 @@ def go_on(chosen: argparse.Namespace) -> int:
             console.print("its last process ended without a word, as when it is killed")
         for change in trainer.changed_data:
             say_warning(f"changed since the run began: {change}")
-        with fitting_threads(one=prepared.one_thread):
+        with single_threaded(enabled=prepared.one_thread):
             return _go(console, trainer, run_dir, chosen)
 
 

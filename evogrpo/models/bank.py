@@ -33,39 +33,40 @@ class Sampler(Protocol):
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
-`[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`. In
-`update(..., held_to=...)` the divergences `[k, t]` follow, with a gradient, in nats and 0 where masked."""
+`[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`.
+With `update(..., reference_distributions=...)` a fourth argument follows: divergences `[k, t]` in nats with a gradient,
+0 where masked."""
 
 PolicyVersion = Literal["weights", "reference", "base"]
 """What members are, what beta holds them to, or the untrained policy that all share."""
 
-State = dict[str, Tensor]
+TrainState = dict[str, Tensor]
 """Everything a member has learnt: weights, optimiser moments, step count, running statistics, and its own reference
 where it has one. Plain tensors, each a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldTo:
+class ReferenceDistributions:
     """What the policies of a batch's rows are held to, as whole distributions.
 
     Attributes:
-        outputs: `[n, t, o]` as `WholeDistributions.distributions` returns them.
-        reversed: Whether the divergence is KL(these || policy) instead of KL(policy || these).
+        outputs: `[n, t, o]` as `FullDistributionBank.distributions` returns them.
+        reverse: Whether the divergence is KL(these || policy) instead of KL(policy || these).
     """
 
     outputs: Tensor
-    reversed: bool
+    reverse: bool
 
-    def select(self, rows: Tensor) -> "HeldTo":
+    def select(self, rows: Tensor) -> "ReferenceDistributions":
         """Return what the given rows are held to, in that order."""
-        return HeldTo(outputs=self.outputs[rows], reversed=self.reversed)
+        return ReferenceDistributions(outputs=self.outputs[rows], reverse=self.reverse)
 
 
-CARRIED = ("kl_factor", "reward_count", "reward_mean", "reward_m2")
-"""Columns of `PolicyBank.carried`: the factor on beta under an adaptive KL; count, mean and sum of squared deviations
-of the raw rewards seen, under running reward normalisation."""
+RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2")
+"""Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of squared deviations of the
+raw rewards so far (running reward normalisation)."""
 
-CARRIED_AT_BIRTH = (1.0, 0.0, 0.0, 0.0)
+INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0)
 """What a fresh member carries, column by column."""
 
 
@@ -90,10 +91,10 @@ class PolicyBank(Protocol):
         ...
 
     @property
-    def carried(self) -> Tensor:
+    def running_stats(self) -> Tensor:
         """`[p, 4]` float64 on the CPU: running statistics that members inherit and save, to be changed in place.
 
-        Columns: `CARRIED`. State key "carried".
+        Columns: `RUNNING_STATS`. TrainState key "running_stats".
         """
         ...
 
@@ -154,15 +155,15 @@ class PolicyBank(Protocol):
         ...
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name: the keys of `state`, the same for all members."""
         ...
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of what the member in `slot` has learnt."""
         ...
 
-    def state(self, slot: int) -> State:
+    def state(self, slot: int) -> TrainState:
         """Return a copy of everything the member in `slot` has learnt."""
         ...
 
@@ -172,7 +173,7 @@ class PolicyBank(Protocol):
 
 
 @runtime_checkable
-class WholeDistributions(Protocol):
+class FullDistributionBank(Protocol):
     """What a bank can do beside `PolicyBank` where the distributions over actions are small enough to be kept."""
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
@@ -191,8 +192,8 @@ class WholeDistributions(Protocol):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
-        held_to: HeldTo | None = None,
+        reference_distributions: ReferenceDistributions | None = None,
         last: bool = False,
     ) -> dict[int, UpdateReport]:
-        """Take one optimizer step as `PolicyBank.update`; given `held_to`, the loss sees divergences from it too."""
+        """Take one optimizer step; with `reference_distributions`, the loss also receives the divergences from them."""
         ...

@@ -15,7 +15,7 @@ LEAST_ROOM, MOST_TIMES = 2**26, 100
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """In what a frozen base may be held; see `evogrpo.models.language.loading.choose_precision`."""
-USUAL_TOKENS = 1024
+DEFAULT_MICRO_BATCH_TOKENS = 1024
 """Default size of a micro-batch. On CUDA the default follows the memory estimate."""
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
@@ -39,7 +39,7 @@ def check_device(device: "str | torch.device") -> None:
         ) from error
 
 
-def own_gpu() -> str:
+def local_gpu() -> str:
     """Return the GPU of this process: one of its own where a launcher has started several on a machine."""
     import torch
 
@@ -48,19 +48,19 @@ def own_gpu() -> str:
 
 
 @contextmanager
-def fitting_threads(*, one: bool) -> Iterator[None]:
+def single_threaded(*, enabled: bool) -> Iterator[None]:
     """Let torch compute in one thread meanwhile, unless OMP_NUM_THREADS names a number.
 
     Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
     long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
 
     Args:
-        one: Whether the products are so small that this pays; False changes nothing.
+        enabled: Whether the products are so small that this pays; False changes nothing.
     """
     import torch
 
     before = torch.get_num_threads()
-    if one and "OMP_NUM_THREADS" not in os.environ:
+    if enabled and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
         yield
@@ -72,8 +72,8 @@ _most: ContextVar[int | None] = ContextVar("most", default=None)
 
 
 @contextmanager
-def room_for(stored: int) -> Iterator[None]:
-    """Let `check_room` refuse, in the block, what is out of all proportion to what was stored.
+def limit_memory(stored: int) -> Iterator[None]:
+    """Let `check_allocation` refuse, in the block, what is out of all proportion to what was stored.
 
     What a record says of widths and ranks is anybody's word: the tensors beside it are what there is.
 
@@ -87,7 +87,7 @@ def room_for(stored: int) -> Iterator[None]:
         _most.reset(token)
 
 
-def check_room(needed: int, device: "torch.device", what: str) -> None:
+def check_allocation(needed: int, device: "torch.device", what: str) -> None:
     """Refuse what is larger than all the memory of a device, rather than let the system end the process.
 
     Args:
@@ -103,12 +103,12 @@ def check_room(needed: int, device: "torch.device", what: str) -> None:
         raise ValueError(
             f"its record asks for {needed / 1e9:.1f} GB, hundreds of times what its tensors take, for {what}"
         )
-    there, _ = memory_of(str(device))
+    there, _ = device_memory(str(device))
     if there is not None and needed > there:
         raise ValueError(f"{needed / 1e9:.0f} GB would be needed, and {device} has {there / 1e9:.0f} GB, for {what}")
 
 
-def memory_of(device: str) -> tuple[int | None, str]:
+def device_memory(device: str) -> tuple[int | None, str]:
     """Return how much memory a device has, in bytes, and what it is called; None if that cannot be told."""
     if device.startswith("cuda"):
         import torch

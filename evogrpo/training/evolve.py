@@ -195,7 +195,7 @@ def _check_memory(
     need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
     if need is not None:
         banks = population.crew.members.banks
-        state = sum(banks.part(0, name).nbytes for name in banks.parts)
+        state = sum(banks.state_tensor(0, name).nbytes for name in banks.state_keys)
         check_memory(need.with_kept(kept_size(strategy, len(population), state)), allowed=allowed)
 
 

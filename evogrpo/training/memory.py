@@ -8,7 +8,7 @@ from typing import Self
 from evogrpo.algorithms.members.places import Places
 from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.models.devices import memory_of
+from evogrpo.models.devices import device_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memo
     Raises:
         ValueError: If the run needs more than there is, unless that is allowed.
     """
-    there, what = memory_of(need.device)
+    there, what = device_memory(need.device)
     if there is None:
         return f"how much {what} there is cannot be told"
     found = f"{gigabytes(there)} of {what}"

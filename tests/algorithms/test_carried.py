@@ -31,7 +31,7 @@ RUNNING = {"reward_norm": "running", "reward_scale": True, "advantage": "mean_on
 
 
 def carried(agent):
-    return state_of(agent)["carried"]
+    return state_of(agent)["running_stats"]
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
@@ -61,7 +61,7 @@ def test_the_kl_factor_multiplies_beta(placement):
     agent, twin = (tiny_agent(beta=beta, objective=objective) for beta in (0.25, 0.75))
     for each in (agent, twin):
         scatter(each)
-    agent.members.banks["default"].carried[0, 0] = 3.0
+    agent.members.banks["default"].running_stats[0, 0] = 3.0
     batch = sampled(twin, REWARDS)
     learn(agent.members, [agent.learner()], {"default": batch})
     learn(twin.members, [twin.learner()], {"default": batch})
@@ -160,7 +160,7 @@ def test_stopping_and_resuming_equals_never_stopping(tmp_path, objective):
     finish(resumed_run(tmp_path / "parts"))
     whole, parts = final_states(tmp_path / "whole"), final_states(tmp_path / "parts")
     assert equal_states(whole, parts)
-    assert all(float(values[0]) != 1.0 for name, values in whole.items() if name.endswith("carried"))
+    assert all(float(values[0]) != 1.0 for name, values in whole.items() if name.endswith("running_stats"))
     for name in whole:
         if name.endswith("reference"):  # it follows, at a distance
             assert not torch.equal(whole[name], whole[name.replace("reference", "adapter")])

@@ -80,8 +80,8 @@ def test_copied_attributes_are_all_but_weights_slot_and_index(agent):
 
 def test_evolvable_attributes_are_the_policys_weights_and_its_optimiser(agent):
     everything, state = agent.evolvable_attributes(), state_of(agent)
-    assert set(everything) == {"actor", "optimizer", "carried"}
-    assert equal_states(everything["actor"] | everything["optimizer"] | everything["carried"], state)
+    assert set(everything) == {"actor", "optimizer", "running_stats"}
+    assert equal_states(everything["actor"] | everything["optimizer"] | everything["running_stats"], state)
     networks = agent.evolvable_attributes(networks_only=True)
     assert set(networks) == {"actor"}
     networks["actor"]["adapter"].zero_()

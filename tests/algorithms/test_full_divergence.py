@@ -14,7 +14,7 @@ from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import FULL_KLS
-from evogrpo.models.bank import HeldTo
+from evogrpo.models.bank import ReferenceDistributions
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch
 from tests.tiny_steps import cart_pole, played, step_agent
@@ -60,7 +60,7 @@ def test_the_loss_sees_the_divergence_of_every_action_under_its_own_temperature_
         return divergences.sum(1)
 
     named = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e9) for slot in range(3)}
-    bank.update(batch, loss_fn, named, held_to=HeldTo(outputs=other, reversed=backwards))
+    bank.update(batch, loss_fn, named, reference_distributions=ReferenceDistributions(outputs=other, reverse=backwards))
     assert sorted(seen) == list(range(len(batch)))
     assert float(expected[mask].min()) > 0
     assert not bool(expected[~mask].any())

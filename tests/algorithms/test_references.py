@@ -121,7 +121,7 @@ def test_an_own_reference_is_saved_and_cloned(tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     for other in (agent.clone(), GRPO.load(tmp_path / "agent", actor_network=shared_model())):
         assert equal_states(state_of(other), state_of(agent))
-        assert set(other.evolvable_attributes()) == {"actor", "optimizer", "carried", "reference"}
+        assert set(other.evolvable_attributes()) == {"actor", "optimizer", "running_stats", "reference"}
 
 
 def test_references_of_another_kind_are_refused(tmp_path):

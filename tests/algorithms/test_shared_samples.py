@@ -51,7 +51,7 @@ def test_a_twins_samples_teach_what_they_teach_the_twin(make, kind):
     assert reports[1].failed is None
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
     states = [population[slot].state() for slot in range(2)]
-    torch.testing.assert_close(states[0].pop("carried"), states[1].pop("carried"), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(states[0].pop("running_stats"), states[1].pop("running_stats"), rtol=1e-4, atol=1e-6)
     assert_states_agree(*states, lr=population[0].lr)
 
 

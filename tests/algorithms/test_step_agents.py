@@ -347,7 +347,7 @@ def test_an_agent_shows_its_parts():
         hp_config=STEP_SPACE, beta=0.1, objective=Objective(**vars(STEPWISE) | {"reference": "snapshot"})
     )
     parts = agent.evolvable_attributes()
-    assert parts.keys() == {"actor", "optimizer", "carried", "reference"}
+    assert parts.keys() == {"actor", "optimizer", "running_stats", "reference"}
     assert parts["actor"].keys() == {"weights", "architecture"}
     assert agent.evolvable_attributes(networks_only=True).keys() == {"actor"}
     assert GRPO.inspect_attributes(agent, input_args_only=True)["network"] == NetworkConfig(hidden=(6, 5))

@@ -13,7 +13,7 @@ from evogrpo.data import Batch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.models.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
 from tests.rounding import assert_states_agree
 
 SIZE = 3
@@ -481,13 +481,13 @@ class PolicyBankTestCase(ABC):
 
     def test_carried_statistics_start_alike_and_are_inherited_and_saved(self) -> None:
         bank = self.make_bank(SIZE)
-        birth = torch.tensor([CARRIED_AT_BIRTH] * SIZE, dtype=torch.float64)
-        assert torch.equal(bank.carried, birth)
-        bank.carried[:] += torch.arange(SIZE * len(CARRIED)).view(SIZE, -1)
-        values = bank.carried.clone()
+        birth = torch.tensor([INITIAL_RUNNING_STATS] * SIZE, dtype=torch.float64)
+        assert torch.equal(bank.running_stats, birth)
+        bank.running_stats[:] += torch.arange(SIZE * len(RUNNING_STATS)).view(SIZE, -1)
+        values = bank.running_stats.clone()
         bank.inherit([2, None, 0])
-        assert torch.equal(bank.carried, torch.stack([values[2], birth[1], values[0]]))
-        assert torch.equal(self.bank_of(*self.states(bank)).carried, bank.carried)
+        assert torch.equal(bank.running_stats, torch.stack([values[2], birth[1], values[0]]))
+        assert torch.equal(self.bank_of(*self.states(bank)).running_stats, bank.running_stats)
 
     # ---- states
 
@@ -505,11 +505,11 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
         for slot, state in enumerate(self.states(bank)):
-            assert tuple(state) == bank.parts
-            for values in (parts := {name: bank.part(slot, name) for name in bank.parts}).values():
+            assert tuple(state) == bank.state_keys
+            for values in (parts := {name: bank.state_tensor(slot, name) for name in bank.state_keys}).values():
                 values.zero_()
             assert set(parts) == set(state)
-            self.assert_same({name: bank.part(slot, name) for name in bank.parts}, state)
+            self.assert_same({name: bank.state_tensor(slot, name) for name in bank.state_keys}, state)
 
     def test_a_state_is_a_copy_both_ways(self) -> None:
         bank = self.make_bank(SIZE)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.rollout.collecting import collect
 from evogrpo.distributed import Errands, processes
-from evogrpo.models.language.fsdp import held_by, layers_of, parted
+from evogrpo.models.language.fsdp import layers_of, sharded_layers, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
 from tests.rounding import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -29,7 +29,7 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
     for architecture in architectures:
         base = load_base(Path(folder) / architecture, parts=processes().size).model
         whole = tiny_model(architecture)
-        assert held_by(base) == processes().size
+        assert sharded_over(base) == processes().size
         assert fingerprint(base) == fingerprint(whole)
         kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
@@ -40,7 +40,7 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
 
 def errands_of(base: PreTrainedModel) -> Errands:
     """Return what the processes that hold a base do together."""
-    layers = parted(base)
+    layers = sharded_layers(base)
     assert layers is not None
     return layers._errands
 
@@ -57,7 +57,7 @@ def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, *, fail: bool
     together = tiny_population(processes().size + 1, actor_network=base, **options)
     model = together.members.bank.base
     with model.working():
-        assert model.direct == (base.config.model_type in ("qwen3", "llama"))
+        assert model.uses_fast_llama == (base.config.model_type in ("qwen3", "llama"))
     env, samples, short = tiny_env(), 6, list[int]()
 
     def run_short(*_: object) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from evogrpo.models.language.fsdp import check_parts, held_by, held_parameters, layers_of
+from evogrpo.models.language.fsdp import check_sharding, layers_of, parameters_per_rank, sharded_over
 from evogrpo.models.language.loading import load_base
 from evogrpo.storage.journal import read_journal
 from tests.distributed.launching import launch
@@ -42,7 +42,7 @@ def test_a_failure_in_one_process_does_not_leave_the_others_waiting_for_its_part
 def test_one_process_has_all_of_a_base(tmp_path: Path) -> None:
     """However many are wanted, so that a run goes on anywhere."""
     store(shared_model(), tmp_path)
-    assert held_by(load_base(tmp_path, parts=PARTS).model) == 1
+    assert sharded_over(load_base(tmp_path, parts=PARTS).model) == 1
 
 
 @pytest.mark.parametrize("architecture", list(CONFIGS))
@@ -53,8 +53,8 @@ def test_what_a_process_holds_is_counted(architecture: str) -> None:
     whole = sum(weights.numel() for weights in model.parameters())
     layers = [sum(weights.numel() for weights in layer.parameters()) for layer in layers_of(model)]
     assert len(layers) == 2
-    assert held_parameters(model, 1) == whole
-    assert held_parameters(model, 2) == whole - layers[0] + 3 * layers[0]
+    assert parameters_per_rank(model, 1) == whole
+    assert parameters_per_rank(model, 2) == whole - layers[0] + 3 * layers[0]
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_what_a_process_holds_is_counted(architecture: str) -> None:
 def test_what_cannot_be_held_in_parts_is_refused(parts: int, device: str, words: str) -> None:
     """By its device, and by what it is made of."""
     model = tiny_model()
-    check_parts(model, 1, device)
+    check_sharding(model, 1, device)
     if "layers" in words:
         model.config.num_hidden_layers = 5
     with pytest.raises(ValueError, match=words):
-        check_parts(model, parts, device)
+        check_sharding(model, parts, device)
 
 
 @pytest.mark.parametrize("parts", [0, -1, 1.5, "2", True])

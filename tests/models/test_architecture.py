@@ -244,7 +244,7 @@ def test_a_rebuilt_member_acts_as_before_and_leaves_the_others_alone(name):
     step = Hyperparameters(lr=1e-3)
     bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
     before, states = bank.log_probs(batch), [bank.state(slot) for slot in range(3)]
-    bank.carried[1, 0] = 0.5
+    bank.running_stats[1, 0] = 0.5
     first = bank.architecture(1).hidden
     bank.rebuild(1, NetworkConfig(hidden=(first[0] + 16, *first[1:])), generator(0, "test"))
     assert bank.architecture(1).hidden[0] == first[0] + 16
@@ -252,7 +252,7 @@ def test_a_rebuilt_member_acts_as_before_and_leaves_the_others_alone(name):
     for slot in (0, 2):
         assert same_state(bank.state(slot), states[slot])
     assert int(bank.state(1)["step"]) == 1
-    assert float(bank.carried[1, 0]) == 0.5
+    assert float(bank.running_stats[1, 0]) == 0.5
     reports = bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
     assert all(report.grad_norm > 0 and report.step == 2 for report in reports.values())
 

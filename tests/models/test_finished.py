@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from evogrpo.finished import heard_by, listened
-from evogrpo.models.language import sampling
-from evogrpo.models.language import shared_prefixes as stems
+from evogrpo.models.language import sampling, shared_prefixes
 from evogrpo.progress import heard_by as progress_heard_by
 from tests.models.test_turns import ending
 from tests.tiny_batches import make_rows
@@ -48,7 +47,7 @@ def test_every_row_is_told_once_as_it_stays_and_some_before_the_others_end(cache
 @pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
 @pytest.mark.parametrize("moment", [1, 2, 4, 9])
 def test_what_was_told_is_not_written_anew_when_memory_runs_out(moment, most, monkeypatch):
-    monkeypatch.setattr(stems, "MOST_STEMS", most)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=12)
     expected, head, calls = bank.sample(rows), bank.base.head, []

@@ -7,8 +7,7 @@ import torch
 
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language import decode as generation
-from evogrpo.models.language import sampling
-from evogrpo.models.language import shared_prefixes as stems
+from evogrpo.models.language import sampling, shared_prefixes
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import (
@@ -43,7 +42,7 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
 
 
 def test_once_some_have_left_rows_go_on_as_multiples_of_eight(monkeypatch):
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)  # each is run by itself
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # each is run by itself
     bank = different_members(MODEL, 1)
     counts = rows_run(bank, monkeypatch)
     rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))

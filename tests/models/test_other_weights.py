@@ -6,8 +6,8 @@ from torch.func import functional_call
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.models.language.adapter_weights import LearnerStates
-from evogrpo.models.language.bank import TokenBank
+from evogrpo.models.language.adapter_weights import TrainStates
+from evogrpo.models.language.bank import LanguageBank
 from evogrpo.models.language.causal_model import CausalModel
 from tests.conformance.sampler import SamplerTestCase
 from tests.tiny_batches import as_batch, make_rows
@@ -16,7 +16,7 @@ from tests.tiny_models import EOS, PAD, tiny_model
 SIZE = 3
 
 
-class ScalingWeights(LearnerStates):
+class ScalingWeights(TrainStates):
     """One factor 1 + s for every output of every linear layer; see `Weights`."""
 
     def __init__(self, model, size):
@@ -58,7 +58,7 @@ def scaling_bank(model, ends=(EOS,)):
     weights = ScalingWeights(model, SIZE)
     generator = torch.Generator().manual_seed(0)
     weights.weights.copy_(0.3 * torch.randn(weights.weights.shape, generator=generator))
-    return TokenBank(
+    return LanguageBank(
         CausalModel(model, PAD, changed=weights.modules), weights, eos_token_ids=ends, micro_batch_tokens=100
     )
 

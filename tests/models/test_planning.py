@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.models.language.passes import micro_batches, share_prefixes
+from evogrpo.models.language.forward import micro_batches, share_prefixes
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=0, max_size=20)
 

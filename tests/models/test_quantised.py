@@ -57,7 +57,7 @@ def test_members_learn_together_what_they_learn_alone(base: PreTrainedModel) -> 
     options: dict[str, Any] = {"actor_network": base, "lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2}
     env, together, before = tiny_env(), tiny_population(3, **options), fingerprint(base)
     with together.members.bank.base.working():
-        assert not together.members.bank.base.direct
+        assert not together.members.bank.base.uses_fast_llama
     found = together.collect(env, step=0, samples_per_step=6, block=3)
     together.learn(found.experience, step=0)
     for agent in together:

@@ -16,10 +16,10 @@ MODEL = tiny_model("llama")
 @pytest.mark.parametrize(("reduced", "logits"), [(True, 256), (False, 2048)])
 def test_the_default_size_follows_the_memory_estimate(reduced, logits, monkeypatch):
     bank = different_members(MODEL, 2, reduce_memory_peak=reduced)
-    taken = sizing.base_bytes(MODEL) + 3 * sum(bank.part(0, name).nbytes for name in bank.parts)
+    taken = sizing.base_bytes(MODEL) + 3 * sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
     enough = taken + 2 * sizing.learning_bytes(MODEL, 2048, logits, 4)
     for there, size in ((enough, 2048), (enough - 1, 1024), (taken, LEAST), (1000 * enough, MOST), (None, MOST)):
-        monkeypatch.setattr(sizing, "memory_of", lambda device, there=there: (there, "memory"))
+        monkeypatch.setattr(sizing, "device_memory", lambda device, there=there: (there, "memory"))
         assert size_for_memory(bank, MODEL) == size
 
 

@@ -167,7 +167,7 @@ def test_images_are_as_many_as_memory_holds(monkeypatch):
     env = GymnasiumGroups(Images, max_episode_steps=1000)
     for there, members, samples in ((200e9, 8, 32), (40e9, 8, 16), (5e9, 1, 8), (1e6, 1, 8)):
         monkeypatch.setattr(
-            "evogrpo.training.task_types.auto_size.memory_of", lambda device, there=there: (there, "memory")
+            "evogrpo.training.task_types.auto_size.device_memory", lambda device, there=there: (there, "memory")
         )
         prepared = prepared_in(configured(), env)
         assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)

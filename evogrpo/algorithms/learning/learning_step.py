@@ -31,7 +31,7 @@ from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.statistics import numbered
-from evogrpo.models.bank import HeldTo, LossFunction, PolicyBank, WholeDistributions
+from evogrpo.models.bank import FullDistributionBank, LossFunction, PolicyBank, ReferenceDistributions
 from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 
@@ -187,7 +187,7 @@ class _LearningStep:
         elif objective.reference != "old":
             self._known.find_reference(held)
         penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
-        self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
+        self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.running_stats, penalty)
         advantages = self._worth
         if self._bank.rows_are_transitions:
             advantages = advantages.flatten()[episodes.counted()[0]][:, None]
@@ -216,7 +216,7 @@ class _LearningStep:
             )
 
     def _coefficients(self, batch: Batch) -> Coefficients:
-        return row_coefficients(self._learners, self._objectives, self._bank.carried[:, 0], batch.member_ids)
+        return row_coefficients(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
 
     def _kl_penalty(self, held: Tensor, coefficients: Coefficients) -> Tensor:
         """Return `[n, t]` beta times the estimate of KL under the policy that acted, for KL in rewards."""
@@ -305,9 +305,11 @@ class _LearningStep:
         bonus, held_to = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._known.distributions
         if held_to is None:
             return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, last=last)
-        assert isinstance(self._bank, WholeDistributions)  # or there would be none
-        held = HeldTo(outputs=held_to[rows], reversed=self._objective.kl_estimator == "full_reversed")
-        return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, held_to=held, last=last)
+        assert isinstance(self._bank, FullDistributionBank)  # or there would be none
+        held = ReferenceDistributions(outputs=held_to[rows], reverse=self._objective.kl_estimator == "full_reversed")
+        return self._bank.update(
+            part, loss_fn, hyperparameters, entropy_gradient=bonus, reference_distributions=held, last=last
+        )
 
     def _high_entropy(self, rows: Tensor) -> Tensor:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
@@ -334,7 +336,7 @@ class _LearningStep:
                 # More samples than the horizon would not speed the factor up but turn it around.
                 samples = min(int((self._episodes.member_ids == slot).sum()), horizon)
                 kl = torch.tensor(report.kl, dtype=torch.float64)
-                factors = self._bank.carried[:, 0]
+                factors = self._bank.running_stats[:, 0]
                 factors[slot] = adaptive_kl(factors[slot], kl, target, horizon, samples)
         return reports
 
@@ -355,7 +357,7 @@ class _LearningStep:
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
             found["kl"] = sums["kl"] / max(actions, 1.0)
             if self._objective.kl_target is not None:
-                found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
+                found["kl_coef"] = h.beta * float(self._bank.running_stats[slot, 0])
         per_sample = worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
         bad = [step for step in steps if not math.isfinite(step.grad_norm)]
         faults = list[str]()

@@ -11,7 +11,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.functional.corrections import effective_share
-from evogrpo.models.bank import PolicyBank, WholeDistributions
+from evogrpo.models.bank import FullDistributionBank, PolicyBank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class KnownLogProbs:
         Raises:
             ValueError: If the bank cannot tell.
         """
-        if not isinstance(self._bank, WholeDistributions):
+        if not isinstance(self._bank, FullDistributionBank):
             raise ValueError(
                 "kl_estimator 'full' compares whole distributions over actions, which these policies do not tell: "
                 "choose k3 or k2"

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from evogrpo.models.bank import PolicyBank, State
+from evogrpo.models.bank import PolicyBank, TrainState
 
 DEFAULT = "default"
 """The name of the policy where a member has only one: its learner state carries no policy's name."""
@@ -59,16 +59,16 @@ class Banks(Mapping[str, PolicyBank]):
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name: the keys of `state`, the same for all members."""
-        return tuple(state_key(policy, name) for policy, bank in self._banks.items() for name in bank.parts)
+        return tuple(state_key(policy, name) for policy, bank in self._banks.items() for name in bank.state_keys)
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of what the member in `slot` has learnt."""
         policy, _, own = name.rpartition("/")
-        return self._banks[policy or DEFAULT].part(slot, own)
+        return self._banks[policy or DEFAULT].state_tensor(slot, own)
 
-    def state(self, slot: int) -> State:
+    def state(self, slot: int) -> TrainState:
         """Return copies of everything the member in `slot` has learnt; of several policies as "policy/name"."""
         return {
             state_key(policy, name): value
@@ -76,7 +76,7 @@ class Banks(Mapping[str, PolicyBank]):
             for name, value in bank.state(slot).items()
         }
 
-    def everywhere(self, slot: int) -> State:
+    def everywhere(self, slot: int) -> TrainState:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
         return self.state(slot)
 
@@ -99,7 +99,7 @@ class Banks(Mapping[str, PolicyBank]):
                 raise ValueError(str(error) if policy == DEFAULT else f"policy {policy!r}: {error}") from error
         self.changed.add(slot)
 
-    def snapshot(self, slots: Collection[int]) -> dict[int, State]:
+    def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
         """Return copies of what members have learnt, which `load_state` brings back."""
         return {slot: self.state(slot) for slot in slots}
 

@@ -38,11 +38,11 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.models.bank import Sampler
-from evogrpo.models.devices import USUAL_TOKENS
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import check_token_ids
-from evogrpo.models.language.fsdp import held_by
+from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
 from evogrpo.models.language.lora import lora_from_json, lora_to_json
 from evogrpo.models.language.quantised import is_quantised
@@ -107,7 +107,7 @@ class LanguageMembers:
         start: StoredAdapter | None = None,
         like: AdapterBank | None = None,
     ) -> None:
-        fixed = held_by(model) > 1 or is_quantised(model)
+        fixed = sharded_over(model) > 1 or is_quantised(model)
         if device is not None and not fixed:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
         elif device is not None and torch.device(device).type != model.device.type:
@@ -126,7 +126,7 @@ class LanguageMembers:
             lora_config=lora_config,
             optimizer=settings.optimizer,
             seed=settings.seed,
-            micro_batch_tokens=settings.micro_batch_tokens or USUAL_TOKENS,
+            micro_batch_tokens=settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
             reduce_memory_peak=settings.reduce_memory_peak,
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,

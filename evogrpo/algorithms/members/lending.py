@@ -13,7 +13,7 @@ from evogrpo.algorithms.members.policy_set import Members
 from evogrpo.algorithms.rollout.collecting import groups_apart, in_one
 from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.data import Batch, Experience, moved
-from evogrpo.models.bank import WholeDistributions
+from evogrpo.models.bank import FullDistributionBank
 
 
 def lent_slots(places: Places, learners: Sequence[Learner]) -> list[int]:
@@ -102,6 +102,6 @@ def _as_acted(policy: Policy, rows: Batch) -> Batch:
     if not trusts_sampler(rows, objective):
         rows = replace(rows, acted_log_probs=policy.bank.log_probs(rows))
     if objective.kl_estimator in FULL_KLS and objective.reference == "old":
-        assert isinstance(policy.bank, WholeDistributions)  # others have no such objective
+        assert isinstance(policy.bank, FullDistributionBank)  # others have no such objective
         rows = replace(rows, acted_distributions=policy.bank.distributions(rows, reference=False))
     return rows

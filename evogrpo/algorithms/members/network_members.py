@@ -27,7 +27,7 @@ from evogrpo.envs.control.episodes import Played
 from evogrpo.envs.protocol import GroupEnvironment, Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import Sampler
-from evogrpo.models.devices import check_room
+from evogrpo.models.devices import check_allocation
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.warnings import warn
@@ -67,7 +67,9 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
             return spaces.Tuple([space_from_json(part) for part in values["parts"]])
         case "box":
             dtype, shape = np.dtype(values["dtype"]), tuple(values["shape"])
-            check_room(2 * math.prod(shape) * dtype.itemsize, torch.device("cpu"), f"a space of the shape {shape}")
+            check_allocation(
+                2 * math.prod(shape) * dtype.itemsize, torch.device("cpu"), f"a space of the shape {shape}"
+            )
             low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "discrete":
@@ -78,7 +80,7 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
                 np.array(values["nvec"]), dtype=dtype.type, start=np.array(values["start"], dtype=dtype)
             )
         case "multi_binary":
-            check_room(math.prod(np.atleast_1d(values["n"]).tolist()), torch.device("cpu"), f"{values['n']} bits")
+            check_allocation(math.prod(np.atleast_1d(values["n"]).tolist()), torch.device("cpu"), f"{values['n']} bits")
             return spaces.MultiBinary(values["n"])
     raise ValueError(f"unknown kind of space {values['kind']!r}")
 

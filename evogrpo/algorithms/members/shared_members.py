@@ -17,7 +17,7 @@ from evogrpo.data import Batch, moved
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.models.bank import LossFunction, PolicyVersion
-from evogrpo.models.language.passes import MicroBatch, TokenPasses
+from evogrpo.models.language.forward import ForwardPasses, MicroBatch
 
 Scores = tuple[Tensor, Tensor]
 """Log-probabilities and entropies `[k, t]` of a micro-batch, on the CPU."""
@@ -37,7 +37,7 @@ class _Share(NamedTuple):
     short: str | None
 
 
-class SharedPasses(TokenPasses):
+class SharedPasses(ForwardPasses):
     """Scores batches of completions and finds gradients together with other processes that hold the same members.
 
     All of them call with the same batch, plan the same micro-batches as one process would, and do every so manieth of
@@ -49,7 +49,7 @@ class SharedPasses(TokenPasses):
         squad: Who shares the work.
     """
 
-    def __init__(self, passes: TokenPasses, squad: Processes) -> None:
+    def __init__(self, passes: ForwardPasses, squad: Processes) -> None:
         super().__init__(
             passes.model,
             passes.weights,

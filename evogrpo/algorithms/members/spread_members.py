@@ -17,7 +17,7 @@ from evogrpo.algorithms.rollout.requests import Answered, Asked
 from evogrpo.distributed import Processes, processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
-from evogrpo.models.bank import State
+from evogrpo.models.bank import TrainState
 
 
 class SpreadBanks(Banks):
@@ -36,7 +36,7 @@ class SpreadBanks(Banks):
 
     def __init__(self, local: Banks, places: Places, processes: Processes) -> None:
         self._local, self.places, self._processes = local, places, processes
-        self._gathered: dict[int, State] = {}
+        self._gathered: dict[int, TrainState] = {}
         self._banks = dict(local)  # who has changed is asked of the local ones
 
     @property
@@ -61,7 +61,7 @@ class SpreadBanks(Banks):
 
     def _take_over(self, parents: Sequence[int | None], after: Places) -> None:
         """Give slot i, where it is to be, everything that slot parents[i] has learnt where it is now."""
-        places, received = self.places, dict[int, State]()
+        places, received = self.places, dict[int, TrainState]()
         wanted = sorted(
             {
                 (parent, holder)
@@ -90,11 +90,11 @@ class SpreadBanks(Banks):
             if old is not None and old in received:
                 self._local.load_state(place, received[old])
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of what the member in `slot` has learnt; see `state`."""
         return self.state(slot)[name]
 
-    def state(self, slot: int) -> State:
+    def state(self, slot: int) -> TrainState:
         """Return copies of everything the member in `slot` has learnt.
 
         Raises:
@@ -112,7 +112,7 @@ class SpreadBanks(Banks):
             )
         return self._local.state(self.places.place(slot))
 
-    def _fresh(self) -> State:
+    def _fresh(self) -> TrainState:
         """Return what somebody has learnt who has not begun, as it is in slots that hold nobody."""
         held = self._local.state(0)
         self._local.inherit([None, *range(1, self._local.size)])
@@ -120,7 +120,7 @@ class SpreadBanks(Banks):
         self._local.load_state(0, held)
         return fresh
 
-    def everywhere(self, slot: int) -> State:
+    def everywhere(self, slot: int) -> TrainState:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
         owner = self.places.owner(slot)
         own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
@@ -131,7 +131,7 @@ class SpreadBanks(Banks):
         if slot in self.places.own:
             self._local.load_state(self.places.place(slot), state)
 
-    def snapshot(self, slots: Collection[int]) -> dict[int, State]:
+    def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
         """Return copies of what members have learnt, each in the process that holds it."""
         return {slot: self._local.state(self.places.place(slot)) for slot in self.places.here(slots)}
 

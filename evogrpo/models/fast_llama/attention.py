@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FOLDED = 4
-"""Keys for each of a head's dimensions, up to which scores are kept for the backward pass: those of more would take the
-most memory, and are found again there."""
+"""Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""
 
 BLOCK = 64
 """Tokens that attend together: what comes after the last of them is left out, and scores stay in a CPU's cache."""
 
 
-class Shared(NamedTuple):
+class SharedPrompts(NamedTuple):
     """What rows continue.
 
     Attributes:
@@ -31,20 +30,20 @@ class Shared(NamedTuple):
     runs: tuple[int, ...]
 
 
-def in_runs(rows: Tensor, prompts: int) -> tuple[Tensor | None, tuple[int, ...]]:
+def prompt_runs(rows: Tensor, prompts: int) -> tuple[Tensor | None, tuple[int, ...]]:
     """Return the prompt that each run of neighbouring rows continues, None for 0, 1, 2, ...; and how long runs are."""
     values, counts = torch.unique_consecutive(rows, return_counts=True)
     numbers = values.tolist()
     return (None if numbers == list(range(prompts)) else values), tuple(counts.tolist())
 
 
-def attended(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     t: int,
     bias: Tensor | None,
-    shared: Shared | None,
+    shared: SharedPrompts | None,
     shared_bias: Tensor | None,
 ) -> Tensor:
     """Return softmax(q k^T + bias) v over the keys of shared prompts and of rows themselves together.
@@ -74,7 +73,7 @@ def attended(
 
 
 def _expanded(
-    k: Tensor, v: Tensor, t: int, bias: Tensor | None, shared: Shared | None, shared_bias: Tensor | None
+    k: Tensor, v: Tensor, t: int, bias: Tensor | None, shared: SharedPrompts | None, shared_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return keys and values `[kv, n, P + s, d]` with a copy of the prompts for every row, and what is added."""
     if shared is None:
@@ -116,7 +115,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
 
 
 def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-    """View rows `[kv, n, w, c]` prompt by prompt: which prompts, and `[kv * prompts, rows * w, c]`.
+    """AdapterHook rows `[kv, n, w, c]` prompt by prompt: which prompts, and `[kv * prompts, rows * w, c]`.
 
     Neighbouring prompts with equally many rows go together.
     """
@@ -142,8 +141,8 @@ def _equal(runs: tuple[int, ...]) -> list[tuple[slice, int]]:
     return found
 
 
-class Keys(NamedTuple):
-    """Keys and values as products read them.
+class KeyValues(NamedTuple):
+    """KeyValues and values as products read them.
 
     Attributes:
         rows: Which rows they are of, or continue them.
@@ -156,20 +155,20 @@ class Keys(NamedTuple):
     values: Tensor
 
 
-def of_prompts(shared: Shared) -> list[Keys]:
+def of_prompts(shared: SharedPrompts) -> list[KeyValues]:
     """Lay out shared prompts for products with all rows that continue them, equally many of each at a time."""
-    found, at = list[Keys](), 0
+    found, at = list[KeyValues](), 0
     kv, _, past, d = shared.keys.shape
     for prompts, count in _equal(shared.runs):
         keys, values = (x[:, prompts].reshape(-1, past, d) for x in (shared.keys, shared.values))
         rows = count * (len(keys) // kv)
-        found.append(Keys(slice(at, at + rows), keys.mT, values))
+        found.append(KeyValues(slice(at, at + rows), keys.mT, values))
         at += rows
     return found
 
 
-def attended_once(q: Tensor, own: Keys, shared: Sequence[Keys], bias: Tensor) -> Tensor:
-    """Return what one token of every row attends to, without gradients; see `attended`.
+def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor) -> Tensor:
+    """Return what one token of every row attends to, without gradients; see `attention`.
 
     Args:
         q: `[kv, n, rep, d]`, scaled already.
@@ -207,7 +206,7 @@ def _chances(
     runs: tuple[int, ...] | None,
     shared: Any,
 ) -> Tensor:
-    """Return `[kv, n, rep * t, P + s]` how much of each value a token takes; for the arguments see `attended`."""
+    """Return `[kv, n, rep * t, P + s]` how much of each value a token takes; for the arguments see `attention`."""
     scores = _products(q, k, shared, runs)
     past = scores.shape[-1] - k.shape[2]
     by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from evogrpo.models.fast_llama.attention import Keys, Shared, attended, attended_once, of_prompts
-from evogrpo.models.fast_llama.decode import ColumnPasses
-from evogrpo.models.fast_llama.forward import Biases, DirectPasses, Heads
+from evogrpo.models.fast_llama.attention import KeyValues, SharedPrompts, attention, decode_attention, of_prompts
+from evogrpo.models.fast_llama.decode import DecodeStep
+from evogrpo.models.fast_llama.forward import AttentionBias, FastLlama, Heads
 from evogrpo.models.fast_llama.weight_layout import Layer
 
 PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
@@ -14,7 +14,7 @@ TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
 """How far what a layer adds may be off, in norm: a part of what it adds, and of the sum, which is rounded."""
 
 
-def agrees(passes: DirectPasses) -> bool:
+def matches_model(passes: FastLlama) -> bool:
     """Compare every layer on what the model's own layers before it made of a few tokens, on top of shared prompts.
 
     Layer by layer, as in bfloat16 rounding alone may take two right passes far apart within a few layers.
@@ -40,7 +40,7 @@ def agrees(passes: DirectPasses) -> bool:
     return _layers_agree(passes, torch.stack(prompts, 1), mask.to(device), rows)
 
 
-def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
+def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
     """Compare all layers.
 
     Args:
@@ -51,41 +51,41 @@ def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Ten
     """
     t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
     whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
-    biases = Biases(passes.parts, mask, 0, WIDEST), Biases(passes.parts, whole, WIDEST, t)
+    biases = AttentionBias(passes.parts, mask, 0, WIDEST), AttentionBias(passes.parts, whole, WIDEST, t)
     turns = passes.turns(mask, WIDEST), passes.turns(whole, t)
     kept: list[Tensor] = []
 
     def read(number: int, layer: Layer, heads: Heads) -> Tensor:
         kept[:] = heads[1:]
-        return attended(*heads, WIDEST, biases[0].whole(layer.window), None, None)
+        return attention(*heads, WIDEST, biases[0].whole(layer.window), None, None)
 
     def follow(number: int, layer: Layer, heads: Heads) -> Tensor:
         own, far = biases[1].apart(layer.window)
-        return attended(*heads, t, own, Shared(kept[0], kept[1], continued, RUNS), far)
+        return attention(*heads, t, own, SharedPrompts(kept[0], kept[1], continued, RUNS), far)
 
     for number in range(len(passes.parts.layers)):
         passes.layer(number, prompts[number].flatten(0, 1), turns[:1], None, read)
         got = passes.layer(number, rows[number].flatten(0, 1), turns[1:], None, follow)
         before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
-        one_by_one = _written(passes, number, Shared(kept[0], kept[1], continued, RUNS), whole, rows[number])
+        one_by_one = _written(passes, number, SharedPrompts(kept[0], kept[1], continued, RUNS), whole, rows[number])
         for made in (got - before, one_by_one - before.float()):
             if not _near(made, after - before, after):
                 return False
     return True
 
 
-def _written(passes: DirectPasses, number: int, prompts: Shared, mask: Tensor, rows: Tensor) -> Tensor:
+def _written(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tensor, rows: Tensor) -> Tensor:
     """Return what one layer makes of rows `[n, t, h]` that are written token by token, `[n * t, h]`."""
-    columns, past, made = ColumnPasses(passes, None), prompts.keys.shape[2], list[Tensor]()
+    columns, past, made = DecodeStep(passes, None), prompts.keys.shape[2], list[Tensor]()
     keys, values = [], []
 
     def attend(_: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys.append(k.mT)
         values.append(v.mT)
-        own = Keys(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
+        own = KeyValues(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
         seen = mask[:, : past + len(keys)]
-        bias = Biases(passes.parts, seen, past, 1).whole(layer.window)
-        return attended_once(q, own, of_prompts(prompts), q.new_zeros(1) if bias is None else bias)
+        bias = AttentionBias(passes.parts, seen, past, 1).whole(layer.window)
+        return decode_attention(q, own, of_prompts(prompts), q.new_zeros(1) if bias is None else bias)
 
     for at, tokens in enumerate(rows.unbind(1)):
         hidden = tokens.float().T.contiguous()

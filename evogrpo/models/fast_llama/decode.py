@@ -8,19 +8,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from evogrpo.functional.matmul import product_of_columns
-from evogrpo.models.fast_llama.attention import Keys, Shared, attended_once, in_runs, of_prompts
-from evogrpo.models.fast_llama.forward import DirectPasses
-from evogrpo.models.fast_llama.layers import Named, columns_of
+from evogrpo.models.fast_llama.attention import KeyValues, SharedPrompts, decode_attention, of_prompts, prompt_runs
+from evogrpo.models.fast_llama.forward import FastLlama
+from evogrpo.models.fast_llama.layers import NamedLinear, columns_of
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm
-from evogrpo.models.language.kv_cache import Context, Prefix
-from evogrpo.models.language.low_rank import Joined, RoutedAdapters
-from evogrpo.models.language.token_model import Route, View
+from evogrpo.models.language.kv_cache import KVCache, Prefix
+from evogrpo.models.language.low_rank import LoraHook, StackedAdapters
+from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 """(number, layer, queries `[kv, n, rep, d]`, keys `[kv, d, n]`, values alike) -> `[n, kv * rep * d]`."""
 
 
-Turns = dict[str | None, tuple[Tensor, ...]]
+Rotations = dict[str | None, tuple[Tensor, ...]]
 """Cosines and sines `[heads, d / 2, n]` for all heads of queries, which they scale, and of keys; by layers' kind."""
 
 
@@ -40,16 +40,16 @@ class _Adapters(NamedTuple):
     scale: float
 
 
-class ColumnPasses:
+class DecodeStep:
     """Passes of single tokens, without gradients; the sums that layers add to are held in float32.
 
     Args:
         passes: The model's, for rows of any number of tokens.
-        view: The weights that rows act with.
+        hook: The weights that rows act with.
     """
 
-    def __init__(self, passes: DirectPasses, view: View | None) -> None:
-        self._passes, self.parts, self._view = passes, passes.parts, view
+    def __init__(self, passes: FastLlama, hook: AdapterHook | None) -> None:
+        self._passes, self.parts, self._adapter_hook = passes, passes.parts, hook
         self._adapters = dict[tuple[str, ...], list[_Adapters]]()
 
     def through(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
@@ -64,7 +64,7 @@ class ColumnPasses:
         """Return what the first layer reads, `[h, n]` in float32."""
         return self._passes.embedded(tokens).float().T.contiguous()
 
-    def turns(self, positions: Tensor) -> Turns:
+    def turns(self, positions: Tensor) -> Rotations:
         """Return what turns tokens at positions `[n]`."""
         kv, rep = self.parts.heads
         return {
@@ -75,7 +75,7 @@ class ColumnPasses:
             for kind, (of_keys, of_queries) in self._passes.turns_at(positions[:, None]).items()
         }
 
-    def layer(self, number: int, hidden: Tensor, turns: Turns, attend: AttendOnce) -> None:
+    def layer(self, number: int, hidden: Tensor, turns: Rotations, attend: AttendOnce) -> None:
         """Add what one layer makes of `[h, n]` to it."""
         layer, (kv, rep), width = self.parts.layers[number], self.parts.heads, self.parts.width
         self._passes.gather(layer.module)
@@ -87,8 +87,8 @@ class ColumnPasses:
             heads = torch.cat([_normed(x.view(-1, norm.width, x.shape[2]), norm).view(x.shape) for x, norm in norms])
         heads = _turned(heads, *turns[layer.kind])
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
-        attended = attend(number, layer, q, heads[kv * rep :], v)
-        (out,) = self._products(attended.T, [layer.output])
+        attention = attend(number, layer, q, heads[kv * rep :], v)
+        (out,) = self._products(attention.T, [layer.output])
         hidden += _added(out, layer.after_attention)
         gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates)
         (down,) = self._products(self.parts.activation.into(gate).mul_(up), [layer.down])
@@ -102,29 +102,29 @@ class ColumnPasses:
         """Return what products read, in their precision."""
         return hidden.to(self.parts.last.dtype) if norm is None else _normed(hidden, norm)
 
-    def _products(self, x: Tensor, layers: Sequence[Named]) -> list[Tensor]:
+    def _products(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
         """Return what layers make of `[in, n]`, each `[out, n]`."""
         parts = [product_of_columns(layer.weight, x, layer.bias) for _, layer in layers]
-        if isinstance(self._view, RoutedAdapters):
-            for adapters in self._acting(self._view, layers, x):
+        if isinstance(self._adapter_hook, LoraHook):
+            for adapters in self._acting(self._adapter_hook, layers, x):
                 _add(x, parts, adapters)
-        elif self._view is not None:
+        elif self._adapter_hook is not None:
             whole = x.T[:, None].contiguous()
             for (name, _), out in zip(layers, parts, strict=True):
                 if name in self._passes.changed:
-                    out.copy_(self._view(name, whole, out.T[:, None].contiguous())[:, 0].T)
+                    out.copy_(self._adapter_hook(name, whole, out.T[:, None].contiguous())[:, 0].T)
         return parts
 
-    def _acting(self, view: RoutedAdapters, layers: Sequence[Named], x: Tensor) -> list[_Adapters]:
+    def _acting(self, hook: LoraHook, layers: Sequence[NamedLinear], x: Tensor) -> list[_Adapters]:
         """Return what acts on layers that read `[in, n]`, found once."""
         names = tuple(name for name, _ in layers)
         if names not in self._adapters:
-            joined = view.joined(names, x.shape[1], x.dtype, first=True)
+            joined = hook.joined(names, x.shape[1], x.dtype, first=True)
             self._adapters[names] = [] if joined is None else _by_run(joined)
         return self._adapters[names]
 
 
-def _by_run(joined: Joined) -> list[_Adapters]:
+def _by_run(joined: StackedAdapters) -> list[_Adapters]:
     every = list(enumerate(zip(joined.b, columns_of(joined), strict=True)))
     runs = joined.runs
     return [
@@ -168,14 +168,14 @@ def _add(x: Tensor, outputs: Sequence[Tensor], adapters: _Adapters) -> None:
 
 
 def _by_segment(x: Tensor, rows: slice | None, count: int) -> Tensor:
-    """View columns `[c, n]` of segments of equally many rows as `[count, c, rows of each]`."""
+    """AdapterHook columns `[c, n]` of segments of equally many rows as `[count, c, rows of each]`."""
     return (x if rows is None else x[:, rows]).view(len(x), count, -1).transpose(0, 1)
 
 
 LEAST_ROOM = 16  # tokens; beyond that a cache grows by a quarter
 
 
-class DirectDecoding:
+class FastDecoding:
     """Decoding on top of prompts that have been run; see `evogrpo.models.language.token_model.Decoding`.
 
     Attention reads all the room that there is for a row's own keys, what is not filled yet masked: a part of it would
@@ -187,19 +187,19 @@ class DirectDecoding:
         rows: `[n]` which prompt each row continues.
         slots: `[n]` whose weights each row acts with, sorted.
         room: Most tokens that are fed back.
-        route: Directs rows to weights.
+        make_hook: Directs rows to weights.
     """
 
     def __init__(
         self,
-        passes: DirectPasses,
+        passes: FastLlama,
         prefix: Prefix,
         rows: Tensor,
         slots: Tensor,
         room: int,
-        route: Route,
+        make_hook: HookFactory,
     ) -> None:
-        self._passes, self._route, self._slots = passes, route, slots
+        self._passes, self._make_hook, self._slots = passes, make_hook, slots
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -211,13 +211,13 @@ class DirectDecoding:
 
     def _continue(self, rows: Tensor) -> None:
         """Note which prompt each row continues, and forget prompts that none does."""
-        order, runs = in_runs(rows, self._prompts[0][0].shape[1])
+        order, runs = prompt_runs(rows, self._prompts[0][0].shape[1])
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
-        self._shared = [of_prompts(Shared(*prompts, self._rows, runs)) for prompts in self._prompts]
-        self._columns = ColumnPasses(self._passes, self._route(self._slots))
+        self._shared = [of_prompts(SharedPrompts(*prompts, self._rows, runs)) for prompts in self._prompts]
+        self._columns = DecodeStep(self._passes, self._make_hook(self._slots))
         self._positions = self._mask.sum(1)
         self._look()
 
@@ -232,7 +232,7 @@ class DirectDecoding:
 
     @property
     def _lowest(self) -> float:
-        return torch.finfo(self._own[0][0].dtype).min / 2  # as in `passes.Biases`
+        return torch.finfo(self._own[0][0].dtype).min / 2  # as in `passes.AttentionBias`
 
     def start(self) -> Tensor:
         """Return the hidden states of the prompts' last tokens."""
@@ -252,8 +252,8 @@ class DirectDecoding:
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
             keys[:, :, at], values[:, :, at] = k.mT, v.mT
-            own = Keys(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
-            return attended_once(q, own, self._shared[number], seen[layer.window])
+            own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
+            return decode_attention(q, own, self._shared[number], seen[layer.window])
 
         return self._columns.through(tokens, self._positions + at, attend)
 
@@ -273,7 +273,7 @@ class DirectDecoding:
             for number, part in enumerate(parts):
                 parts[number] = _moved(part, rows, self._length, room)
 
-    def set_aside(self, rows: Tensor, real: Tensor) -> Context:
+    def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the keys and values of some rows, what is not theirs masked."""
         mask = torch.cat([self._mask[rows], real], dim=1)
         layers = tuple(
@@ -283,7 +283,7 @@ class DirectDecoding:
             )
             for prompts, parts in zip(self._prompts, self._own, strict=True)
         )
-        return Context(layers=layers, mask=mask).tightened()  # type: ignore[arg-type]  # pairs
+        return KVCache(layers=layers, mask=mask).tightened()  # type: ignore[arg-type]  # pairs
 
 
 def _moved(part: Tensor, rows: Tensor | None, length: int, room: int) -> Tensor:

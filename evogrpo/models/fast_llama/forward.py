@@ -9,34 +9,34 @@ from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.matmul import lacking
-from evogrpo.models.fast_llama.attention import Shared, attended, in_runs
+from evogrpo.models.fast_llama.attention import SharedPrompts, attention, prompt_runs
 from evogrpo.models.fast_llama.layers import gated, normed, projected, rotated
-from evogrpo.models.fast_llama.weight_layout import Anatomy, Layer, Norm
-from evogrpo.models.language.fsdp import PartedLayers
+from evogrpo.models.fast_llama.weight_layout import Layer, Norm, WeightLayout
+from evogrpo.models.language.fsdp import ShardedLayers
 from evogrpo.models.language.kv_cache import Prefix
-from evogrpo.models.language.token_model import View
+from evogrpo.models.language.token_model import AdapterHook
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]` and values alike."""
 Attend = Callable[..., Tensor]
 """(number, layer, heads of some rows, and heads of those that come after them, if any) -> `[tokens, kv * rep * d]`."""
-Turns = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
+Rotations = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
 """Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well.
 
 By the kind of layers.
 """
 
 
-class DirectPasses:
+class FastLlama:
     """Passes through a decoder's weights where they are.
 
     Args:
         parts: The decoder, taken apart.
-        changed: Dotted names of the modules whose output views change.
+        changed: Dotted names of the modules whose output hooks change.
         gathering: What puts layers together, where several processes hold them.
     """
 
-    def __init__(self, parts: Anatomy, changed: Collection[str], gathering: PartedLayers | None = None) -> None:
+    def __init__(self, parts: WeightLayout, changed: Collection[str], gathering: ShardedLayers | None = None) -> None:
         self.parts, self.changed, self._gathering = parts, frozenset(changed), gathering
 
     def gather(self, layer: nn.Module) -> None:
@@ -44,15 +44,15 @@ class DirectPasses:
         if self._gathering is not None:
             self._gathering.gather(layer)
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: AdapterHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
         hidden = self.embedded(ids).flatten(0, 1)
         turns, attend = self.turns(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, [turns], view, lambda *heads: attend(*heads)[0])
+            hidden = self.layer(number, hidden, [turns], hook, lambda *heads: attend(*heads)[0])
         return self.ended(hidden).view(*ids.shape, -1)
 
-    def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+    def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
         """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `TokenModel.extend`."""
         mask = torch.cat([prefix.mask[rows], present], dim=1)
         hidden, turns = self.embedded(ids).flatten(0, 1), self.turns(mask, ids.shape[1])
@@ -63,7 +63,7 @@ class DirectPasses:
             return follow(layer, heads, keys, values)
 
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, [turns], view, attend)
+            hidden = self.layer(number, hidden, [turns], hook, attend)
         return self.ended(hidden).view(*ids.shape, -1)
 
     def both(
@@ -72,7 +72,7 @@ class DirectPasses:
         rows: Tensor,
         ids: Tensor,
         present: Tensor,
-        view: View | None,
+        hook: AdapterHook | None,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and what continues them at once: one product where there were two.
 
@@ -81,7 +81,7 @@ class DirectPasses:
             rows: `[n]` which prompt each row continues.
             ids: `[n, t]` its tokens.
             present: `[n, t]` booleans: real tokens.
-            view: The weights that tokens act with: those of all prompts, then those of all rows.
+            hook: The weights that tokens act with: those of all prompts, then those of all rows.
 
         Returns:
             Hidden states of prompts' last tokens `[m, h]`, and of rows' tokens `[n, t, h]`.
@@ -99,7 +99,7 @@ class DirectPasses:
             return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
 
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, turns, view, attend)
+            hidden = self.layer(number, hidden, turns, hook, attend)
         of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
         last = of_prompts.view(*read.shape, -1)[:, -1]
         return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
@@ -108,13 +108,13 @@ class DirectPasses:
         self, mask: Tensor, t: int, cache: Cache | None
     ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
         """Return what attends to rows' own tokens and those cached, and returns these keys and values as well."""
-        biases = Biases(self.parts, mask, mask.shape[1] - t, t)
+        biases = AttentionBias(self.parts, mask, mask.shape[1] - t, t)
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = heads
             if cache is not None:
                 k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
-            return attended(q, k, v, t, biases.whole(layer.window), None, None), k, v
+            return attention(q, k, v, t, biases.whole(layer.window), None, None), k, v
 
         return attend
 
@@ -129,14 +129,14 @@ class DirectPasses:
             mask: `[n, P + t]` booleans: real tokens.
         """
         past = prompts.shape[1]
-        biases = Biases(self.parts, mask, past, mask.shape[1] - past)
-        order, runs = in_runs(rows, len(prompts))
+        biases = AttentionBias(self.parts, mask, past, mask.shape[1] - past)
+        order, runs = prompt_runs(rows, len(prompts))
         numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
 
         def attend(layer: Layer, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = (x if order is None else x[:, order] for x in (keys, values))
             own, of_prompts = biases.apart(layer.window)
-            return attended(*heads, mask.shape[1] - past, own, Shared(keys, values, numbers, runs), of_prompts)
+            return attention(*heads, mask.shape[1] - past, own, SharedPrompts(keys, values, numbers, runs), of_prompts)
 
         return attend
 
@@ -146,13 +146,13 @@ class DirectPasses:
         scale = self.parts.embedding_scale
         return found if scale is None else found * scale.to(found.dtype)
 
-    def turns(self, mask: Tensor, t: int) -> Turns:
+    def turns(self, mask: Tensor, t: int) -> Rotations:
         """Return what turns keys and queries of the last t tokens by their positions, counted from the first True."""
         return self.turns_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
-    def turns_at(self, positions: Tensor) -> Turns:
+    def turns_at(self, positions: Tensor) -> Rotations:
         """Return what turns keys and queries of tokens at positions `[n, t]`."""
-        half, scaling, found = self.parts.width // 2, self.parts.scaling, Turns()
+        half, scaling, found = self.parts.width // 2, self.parts.scaling, Rotations()
         for kind in {layer.kind for layer in self.parts.layers}:
             given = () if kind is None else (kind,)
             cos, sin = self.parts.decoder.rotary_emb(self.parts.decoder.norm.weight, positions, *given)
@@ -160,7 +160,9 @@ class DirectPasses:
             found[kind] = (cos, sin), (cos * scaling, sin * scaling)
         return found
 
-    def layer(self, number: int, hidden: Tensor, turns: Sequence[Turns], view: View | None, attend: Attend) -> Tensor:
+    def layer(
+        self, number: int, hidden: Tensor, turns: Sequence[Rotations], hook: AdapterHook | None, attend: Attend
+    ) -> Tensor:
         """Return what one layer makes of `[tokens, h]`.
 
         Args:
@@ -168,7 +170,7 @@ class DirectPasses:
             hidden: What it reads: of rows of equally many tokens, then of others, as often as there are turns; then,
                 where there is more than one, of rows that are there for the sake of products alone.
             turns: Of each.
-            view: The weights that tokens act with.
+            hook: The weights that tokens act with.
             attend: What attends.
         """
         layer, (kv, rep) = self.parts.layers[number], self.parts.heads
@@ -176,7 +178,7 @@ class DirectPasses:
         shapes = [of_keys[0].shape[:2] for of_keys, _ in own_turns]
         rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
-        made = projected(_normed(hidden, layer.before_attention), layer.projections, view, rows, self.changed)
+        made = projected(_normed(hidden, layer.before_attention), layer.projections, hook, rows, self.changed)
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
             made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
@@ -188,10 +190,10 @@ class DirectPasses:
             )
             for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_turns, shapes, strict=True)
         ]
-        added = projected(attend(number, layer, *heads), [layer.output], view, rows, self.changed)[0]
+        added = projected(attend(number, layer, *heads), [layer.output], hook, rows, self.changed)[0]
         hidden = hidden + _normed(added, layer.after_attention)
-        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows, self.changed)
-        added = projected(gated(gate, up, self.parts.activation), [layer.down], view, rows, self.changed)[0]
+        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook, rows, self.changed)
+        added = projected(gated(gate, up, self.parts.activation), [layer.down], hook, rows, self.changed)[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.again(layer.module, after)
@@ -219,7 +221,7 @@ def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
     return hidden if norm is None else normed(hidden, norm.weight, norm.eps)
 
 
-class Biases:
+class AttentionBias:
     """What is added to scores, so that tokens attend to real ones before them, and in some layers to the nearest only.
 
     Args:
@@ -229,7 +231,7 @@ class Biases:
         t: How many tokens, the last ones, attend.
     """
 
-    def __init__(self, parts: Anatomy, mask: Tensor, past: int, t: int) -> None:
+    def __init__(self, parts: WeightLayout, mask: Tensor, past: int, t: int) -> None:
         dtype = parts.decoder.norm.weight.dtype
         lowest = torch.finfo(dtype).min / 2  # not -inf: what is left of a token that sees nothing must be a number
         place = torch.arange(mask.shape[1], device=mask.device)

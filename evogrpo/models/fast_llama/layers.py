@@ -10,8 +10,8 @@ from torch.nn.functional import gelu, silu
 
 from evogrpo.functional.log_probs import tiles
 from evogrpo.functional.matmul import add_product, product
-from evogrpo.models.language.low_rank import Joined, Pieces, RoutedAdapters, Run
-from evogrpo.models.language.token_model import View
+from evogrpo.models.language.low_rank import AdapterLeaves, LoraHook, Run, StackedAdapters
+from evogrpo.models.language.token_model import AdapterHook
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,7 +137,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tens
 
 
 def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
-    """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
+    """AdapterHook `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
     return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
 
 
@@ -171,45 +171,45 @@ class _Rotate(torch.autograd.Function):
         return into, None, None, None
 
 
-Named = tuple[str, nn.Linear]
+NamedLinear = tuple[str, nn.Linear]
 """A layer, and its dotted name in the model."""
 
 
 def projected(
     x: Tensor,
-    layers: Sequence[Named],
-    view: View | None,
+    layers: Sequence[NamedLinear],
+    hook: AdapterHook | None,
     rows: int,
     changed: Collection[str],
 ) -> Sequence[Tensor]:
-    """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `view`.
+    """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `hook`.
 
     Args:
         x: Tokens of all rows, one row after the other.
         layers: Those that read it.
-        view: The weights that rows act with.
+        hook: The weights that rows act with.
         rows: How many rows they belong to.
-        changed: Names of the layers that views change.
+        changed: Names of the layers that hooks change.
     """
-    if view is None:
+    if hook is None:
         return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)
-    if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
+    if isinstance(hook, LoraHook) and not torch.is_grad_enabled():
         outputs = [product(x, layer.weight, layer.bias) for _, layer in layers]
-        joined = view.joined(names, len(x), x.dtype)
+        joined = hook.joined(names, len(x), x.dtype)
         if joined is not None:
             _add(x, outputs, joined)
         return outputs
-    if isinstance(view, RoutedAdapters):
-        pieces = view.pieces(names, len(x))
+    if isinstance(hook, LoraHook):
+        pieces = hook.pieces(names, len(x))
         leaves = [] if pieces is None else pieces.leaves
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
     own = ((name, product(whole, layer.weight, layer.bias)) for name, layer in layers)
-    return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
+    return [(hook(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
-def columns_of(joined: Joined) -> list[slice | None]:
+def columns_of(joined: StackedAdapters) -> list[slice | None]:
     """Return where each module's part of x A^T is, None where nothing acts."""
     at, found = 0, list[slice | None]()
     for b in joined.b:
@@ -218,7 +218,7 @@ def columns_of(joined: Joined) -> list[slice | None]:
     return found
 
 
-def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
+def _add(x: Tensor, outputs: Sequence[Tensor], joined: StackedAdapters) -> Tensor:
     """Add scale * (x A^T) B^T to what layers made of `x`, and return all x A^T `[m, modules * r]`."""
     low = x.new_empty((len(x), joined.a.shape[1]))
     acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
@@ -243,7 +243,7 @@ class _Linears(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         layers: Sequence[nn.Linear],
-        pieces: Pieces | None,
+        pieces: AdapterLeaves | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         made = tuple(product(x, layer.weight, layer.bias) for layer in layers)
@@ -274,7 +274,7 @@ def _backward(
     x: Tensor,
     low: Tensor,
     slopes: Sequence[Tensor | None],
-    joined: Joined,
+    joined: StackedAdapters,
     into: Tensor | None,
     dtype: torch.dtype,
 ) -> list[Tensor | None]:

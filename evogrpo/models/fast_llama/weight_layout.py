@@ -20,12 +20,12 @@ from transformers import (
     Qwen3Model,
 )
 
-from evogrpo.models.fast_llama.layers import ACTIVATIONS, Activation, Named
-from evogrpo.models.language.fsdp import hooks_of, own_hooks, whole_class
+from evogrpo.models.fast_llama.layers import ACTIVATIONS, Activation, NamedLinear
+from evogrpo.models.language.fsdp import hooks_of, own_hooks, unsharded_class
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style:
+class Architecture:
     """What differs between architectures; Llama's are the defaults.
 
     Attributes:
@@ -55,19 +55,19 @@ class Style:
     own_turns: bool = False
 
 
-_OLMO2 = Style(
+_OLMO2 = Architecture(
     before_attention=None,
     after_attention="post_attention_layernorm",
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
     rounded_once=True,
 )
-_GEMMA = Style(epsilon="eps", offset=1.0, rounded_once=True, scaled_embeddings=True)
-KNOWN: dict[type, Style] = {
-    LlamaModel: Style(),  # whatever its config holds of windows
-    MistralModel: Style(windows="all"),
-    Qwen2Model: Style(windows="named"),
-    Qwen3Model: Style(windows="named"),
+_GEMMA = Architecture(epsilon="eps", offset=1.0, rounded_once=True, scaled_embeddings=True)
+ARCHITECTURES: dict[type, Architecture] = {
+    LlamaModel: Architecture(),  # whatever its config holds of windows
+    MistralModel: Architecture(windows="all"),
+    Qwen2Model: Architecture(windows="named"),
+    Qwen3Model: Architecture(windows="named"),
     Olmo2Model: _OLMO2,
     Olmo3Model: replace(_OLMO2, windows="named", own_turns=True),
     GemmaModel: _GEMMA,
@@ -89,7 +89,7 @@ PRECISIONS = (torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "cuda", "meta")
 
 
-def switched_off() -> bool:
+def fast_paths_disabled() -> bool:
     """Tell whether the environment asks for transformers' own passes everywhere, of every row: EVOGRPO_SLOW=1."""
     return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
 
@@ -144,26 +144,26 @@ class Layer:
         gates: Gate and up.
         down: The last product.
         after_mlp: The norm of that.
-        window: How many tokens are attended to; None = all.
+        window: How many tokens are attention to; None = all.
         kind: By which its rotary embeddings are found; None = as all layers'.
     """
 
     module: nn.Module
     before_attention: Norm | None
-    projections: tuple[Named, Named, Named]
+    projections: tuple[NamedLinear, NamedLinear, NamedLinear]
     head_norms: tuple[Norm, Norm] | None
-    output: Named
+    output: NamedLinear
     after_attention: Norm | None
     before_mlp: Norm | None
-    gates: tuple[Named, Named]
-    down: Named
+    gates: tuple[NamedLinear, NamedLinear]
+    down: NamedLinear
     after_mlp: Norm | None
     window: int | None
     kind: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class WeightLayout:
     """A decoder, taken apart.
 
     Attributes:
@@ -187,14 +187,14 @@ class Anatomy:
     scaling: float
 
 
-def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
+def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayout | None:
     """Take a decoder apart, or return None where it is not known in every respect.
 
-    Known are the classes of `KNOWN`, as transformers wrote them: plain linear layers on one device and in one of
-    `PRECISIONS`, gates of `ACTIVATIONS`, tokens that see none after them, and rotary embeddings of `ROPES`, whose
+    Known are the classes of `ARCHITECTURES`, unmodified: plain linear layers on one device and in one of `PRECISIONS`,
+    gates of `ACTIVATIONS`, tokens that see none after them, and rotary embeddings of `ROPES`, whose
     frequencies are the same at every length.
     """
-    style = KNOWN.get(type(decoder))
+    style = ARCHITECTURES.get(type(decoder))
     if style is None:
         return None
     config: Any = decoder.config
@@ -216,7 +216,7 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     whole: Any = decoder
     layers = whole.layers[: config.num_hidden_layers]
     first = layers[0].self_attn
-    return Anatomy(
+    return WeightLayout(
         decoder=decoder,
         layers=tuple(
             _layer(layer, names, style, _window(config, style, number), _kind(config, style, number))
@@ -236,7 +236,7 @@ def _types(weights: nn.Parameter) -> tuple[type, type]:
     return (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
 
 
-def untouched(decoder: nn.Module) -> bool:
+def is_unmodified(decoder: nn.Module) -> bool:
     """Tell whether nobody has hooked into a decoder, replaced a method of it or compiled it: that would be missed."""
     return not any(
         hooks_of(module) - own_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
@@ -244,9 +244,9 @@ def untouched(decoder: nn.Module) -> bool:
     )
 
 
-def matrix_of(head: object, hidden: Tensor) -> Tensor | None:
+def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
     """Return the matrix `[v, h]` whose product with hidden states is all that a vocabulary head does, if it is so."""
-    if type(head) is not nn.Linear or head.bias is not None or not untouched(head):
+    if type(head) is not nn.Linear or head.bias is not None or not is_unmodified(head):
         return None
     weight = head.weight
     plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype == hidden.dtype
@@ -258,23 +258,23 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     own = type(decoder).__module__
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == own
-    kind = whole_class(module)
+    kind = unsharded_class(module)
     return kind.__module__ in (own, "torch.nn.modules.container") or (
         kind.__name__ in ("SiLU", "SiLUActivation", "GELUTanh")
     )
 
 
-def _window(config: Any, style: Style, number: int) -> int | None:
+def _window(config: Any, style: Architecture, number: int) -> int | None:
     slides = style.windows == "all" or (style.windows == "named" and config.layer_types[number] == "sliding_attention")
     window: int | None = config.sliding_window if slides else None
     return window
 
 
-def _kind(config: Any, style: Style, number: int) -> str | None:
+def _kind(config: Any, style: Architecture, number: int) -> str | None:
     return config.layer_types[number] if style.own_turns else None
 
 
-def _ropes(config: Any, style: Style) -> list[Mapping[str, Any]]:
+def _ropes(config: Any, style: Architecture) -> list[Mapping[str, Any]]:
     """Return what the config says of rotary embeddings, of each kind of layers."""
     ropes = config.rope_parameters
     return [ropes[kind] for kind in set(config.layer_types)] if style.own_turns else [ropes]
@@ -284,17 +284,17 @@ def _known_rope(rope: Mapping[str, Any]) -> bool:
     return rope.get("rope_type") in ROPES and "partial_rotary_factor" not in rope
 
 
-def _norm(module: Any, style: Style) -> Norm:
+def _norm(module: Any, style: Architecture) -> Norm:
     return Norm(module=module, eps=getattr(module, style.epsilon), offset=style.offset, rounded_once=style.rounded_once)
 
 
-def _layer(layer: Any, names: dict[Any, str], style: Style, window: int | None, kind: str | None) -> Layer:
+def _layer(layer: Any, names: dict[Any, str], style: Architecture, window: int | None, kind: str | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else _norm(getattr(layer, name), style)
 
-    def named(module: nn.Linear) -> Named:
+    def named(module: nn.Linear) -> NamedLinear:
         return names[module], module
 
     return Layer(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.models.language.fsdp import held_by
+from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.lora import Target, check_supported, scaling
 from evogrpo.models.language.quantised import is_quantised, plain_outline
 
@@ -195,7 +195,7 @@ def _holds(layer: LoraLayer, weight: Tensor, mark: Tensor, factor: float) -> boo
 
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without its weights: each is one zero, expanded to the shape."""
-    if isinstance(model, PreTrainedModel) and (held_by(model) > 1 or is_quantised(model)):
+    if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
         model = plain_outline(model)  # no copies can be made of parts, and what is exported is for the plain model
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

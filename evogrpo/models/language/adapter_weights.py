@@ -12,16 +12,16 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
-from evogrpo.models.bank import CARRIED_AT_BIRTH, PolicyVersion
-from evogrpo.models.devices import check_room
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
+from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
 from evogrpo.models.language.lora import default_lora_config, initial_weights, scaling
-from evogrpo.models.language.low_rank import LowRankAdapters
-from evogrpo.models.language.targets import Trained, tell_left_out, trained_by
-from evogrpo.models.language.token_model import Route, View
+from evogrpo.models.language.low_rank import LoraAdapters
+from evogrpo.models.language.targets import Trained, choose_targets, warn_left_out
+from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
-class LearnerStates:
+class TrainStates:
     """The learner states of all members of a bank.
 
     Args:
@@ -32,7 +32,7 @@ class LearnerStates:
 
     Attributes:
         weights: `[p, k]`, one row per slot.
-        carried: `[p, 4]` float64 on the CPU; see `evogrpo.models.bank.CARRIED`.
+        running_stats: `[p, 4]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
     """
 
@@ -40,17 +40,17 @@ class LearnerStates:
         if size < 1:
             raise ValueError(f"a bank needs at least 1 member, got size={size}")
         self._optimizer = optimizer
-        at_birth = torch.tensor(CARRIED_AT_BIRTH, dtype=torch.float64)
-        self._first = {"adapter": first, "exp_avg": None, "exp_avg_sq": None, "carried": at_birth}
+        at_birth = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)
+        self._first = {"adapter": first, "exp_avg": None, "exp_avg_sq": None, "running_stats": at_birth}
         self.weights = first.repeat(size, 1)
         self._exp_avg = torch.zeros_like(self.weights)
         self._exp_avg_sq = torch.zeros_like(self.weights)
-        self.carried = at_birth.repeat(size, 1)
+        self.running_stats = at_birth.repeat(size, 1)
         self._matrices = {
             "adapter": self.weights,
             "exp_avg": self._exp_avg,
             "exp_avg_sq": self._exp_avg_sq,
-            "carried": self.carried,
+            "running_stats": self.running_stats,
         }
         self.reference = self.weights.clone() if own_reference else None
         if self.reference is not None:
@@ -84,7 +84,7 @@ class LearnerStates:
         changed = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
         # A parent whose own slot is overwritten as well must be read before anything is written.
         saved = {
-            parent: {name: self.part(parent, name) for name in self.parts}
+            parent: {name: self.state_tensor(parent, name) for name in self.state_keys}
             for parent in changed.values()
             if parent is not None and parent in changed
         }
@@ -117,11 +117,11 @@ class LearnerStates:
         self.reference[slot].lerp_(self.weights[slot], mixing)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name."""
         return *self._matrices, "step"
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of a member's learner state: a vector `[k]`, its statistics or its step count."""
         return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
 
@@ -131,7 +131,7 @@ class LearnerStates:
         Raises:
             ValueError: If names, shapes or types differ from this bank's; nothing is changed then.
         """
-        expected = set(self.parts)
+        expected = set(self.state_keys)
         if set(state) != expected:
             hint = ""
             if set(state) ^ expected == {"reference"}:
@@ -189,7 +189,7 @@ class LearnerStates:
         return UpdateReport(grad_norm=norm, lr=lr, loss=loss, step=self._steps[slot])
 
 
-class AdapterWeights(LearnerStates):
+class AdapterWeights(TrainStates):
     """One LoRA adapter per member; see `evogrpo.models.language.token_model.Weights`.
 
     Args:
@@ -224,11 +224,11 @@ class AdapterWeights(LearnerStates):
             self.lora_config = start.lora_config
         else:
             self.lora_config = lora_config or default_lora_config()
-        self.trained = trained or trained_by(model, self.lora_config)
-        tell_left_out(self.trained, model)
+        self.trained = trained or choose_targets(model, self.lora_config)
+        warn_left_out(self.trained, model)
         self.targets = self.trained.targets
         device = next(model.parameters()).device
-        check_room(
+        check_allocation(
             4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
             f"the adapters of {size} members with lora_config.r={self.lora_config.r}: choose fewer, or a lower rank",
@@ -236,18 +236,18 @@ class AdapterWeights(LearnerStates):
         first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
         super().__init__(first.to(device), size, optimizer, own_reference=own_reference)
         scale = scaling(self.lora_config)
-        self._adapters = {"weights": LowRankAdapters(self.targets, self.weights, scale)}
+        self._adapters = {"weights": LoraAdapters(self.targets, self.weights, scale)}
         if self.reference is not None:
-            self._adapters["reference"] = LowRankAdapters(self.targets, self.reference, scale)
+            self._adapters["reference"] = LoraAdapters(self.targets, self.reference, scale)
 
     @property
     def modules(self) -> Sequence[str]:
         """Dotted names of the adapted modules."""
         return [target.name for target in self.targets]
 
-    def route(self, policy: PolicyVersion) -> Route:
+    def hook_factory(self, policy: PolicyVersion) -> HookFactory:
         """Return what directs rows to their members' adapters, or to none for the base."""
-        return _no_adapters if policy == "base" else self._adapters[policy].route
+        return _no_adapters if policy == "base" else self._adapters[policy].hook
 
     def new_gradient(self) -> Tensor:
         """Return zeros `[k]`."""
@@ -263,6 +263,6 @@ class AdapterWeights(LearnerStates):
         return peft_files(self.targets, config, self.weights[slot])
 
 
-def _no_adapters(slots: Tensor) -> View | None:
+def _no_adapters(slots: Tensor) -> AdapterHook | None:
     """Let all rows act as the base."""
     return None

@@ -15,21 +15,21 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.interruption import before_changes
 from evogrpo.models.bank import LossFunction, PolicyVersion
-from evogrpo.models.devices import USUAL_TOKENS
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.adapter_weights import AdapterWeights
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
-from evogrpo.models.language.fsdp import run_together
+from evogrpo.models.language.forward import ForwardPasses, share_prefixes
+from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.loading import loadable_name
-from evogrpo.models.language.passes import TokenPasses, share_prefixes
 from evogrpo.models.language.sampling import sample
 from evogrpo.models.language.token_model import TokenModel, Weights
 
 W = TypeVar("W", bound=Weights)
 
 
-class TokenBank(Generic[W]):
+class LanguageBank(Generic[W]):
     """A population of language models over one base; see `evogrpo.models.bank.PolicyBank`.
 
     It is its own sampler. The base is never changed and may be shared with other banks.
@@ -60,7 +60,7 @@ class TokenBank(Generic[W]):
         weights: W,
         *,
         eos_token_ids: Sequence[int],
-        micro_batch_tokens: int = USUAL_TOKENS,
+        micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
         reduce_memory_peak: bool = True,
     ) -> None:
         if not eos_token_ids:
@@ -71,7 +71,7 @@ class TokenBank(Generic[W]):
         self.weights = weights
         self.reduce_memory_peak = reduce_memory_peak
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=base.device)
-        self.passes = TokenPasses(
+        self.passes = ForwardPasses(
             base,
             weights,
             self.end_ids,
@@ -154,16 +154,16 @@ class TokenBank(Generic[W]):
         return False
 
     @property
-    def carried(self) -> Tensor:
-        """`[p, 4]` running statistics; see `evogrpo.models.bank.CARRIED`."""
-        return self.weights.carried
+    def running_stats(self) -> Tensor:
+        """`[p, 4]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        return self.weights.running_stats
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current adapters of these members their own references; see `LearnerStates.keep_reference`."""
+        """Make the current adapters of these members their own references; see `TrainStates.keep_reference`."""
         self.weights.keep_reference(slots)
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its adapters; see `LearnerStates.mix_reference`."""
+        """Move a member's own reference towards its adapters; see `TrainStates.mix_reference`."""
         self.weights.mix_reference(slot, mixing)
 
     def update(
@@ -231,28 +231,28 @@ class TokenBank(Generic[W]):
         return tokens
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt; see `LearnerStates.inherit`."""
+        """Give slot i everything slot parents[i] has learnt; see `TrainStates.inherit`."""
         self.weights.inherit(parents)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name."""
-        return self.weights.parts
+        return self.weights.state_keys
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of a member's learner state."""
-        return self.weights.part(slot, name)
+        return self.weights.state_tensor(slot, name)
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of all parts of a member's learner state."""
-        return {name: self.part(slot, name) for name in self.parts}
+        return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot; see `LearnerStates.load_state`."""
+        """Put what `state` returned into a slot; see `TrainStates.load_state`."""
         self.weights.load_state(slot, state)
 
 
-class AdapterBank(TokenBank[AdapterWeights]):
+class AdapterBank(LanguageBank[AdapterWeights]):
     """A population of language models that share one frozen base.
 
     Every member's adapters are one row of a flat matrix `[p, k]`, and so are its AdamW moments: cloning a member copies
@@ -268,7 +268,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         seed: Root seed of the initial adapters.
         micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
             runs out.
-        reduce_memory_peak: See `TokenBank`.
+        reduce_memory_peak: See `LanguageBank`.
         explicit_positions: Whether positions, counted without padding, are passed to the model.
         autocast: Makes the context that forward passes run in, for mixed precision.
         own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
@@ -289,7 +289,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         lora_config: LoraConfig | None = None,
         optimizer: Optimizer | None = None,
         seed: int = 0,
-        micro_batch_tokens: int = USUAL_TOKENS,
+        micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
         reduce_memory_peak: bool = True,
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -321,7 +321,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
             )
 
         if like is None:
-            weights, base = run_together(model, probed)
+            weights, base = run_on_all_ranks(model, probed)
         else:
             weights, base = own_weights(trained=like.weights.trained), like.base.again(autocast)
         super().__init__(
@@ -374,6 +374,6 @@ class MemberPolicy(nn.Module):
         """
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        view = bank.weights.route(self._acts_as)(torch.full((len(input_ids),), self.slot))
+        hook = bank.weights.hook_factory(self._acts_as)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast():
-            return bank.base.head(bank.base.run(input_ids, mask.bool(), None, view))
+            return bank.base.head(bank.base.run(input_ids, mask.bool(), None, hook))

@@ -12,36 +12,36 @@ from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.functional.matmul import product
-from evogrpo.models.fast_llama.compatibility import agrees
-from evogrpo.models.fast_llama.decode import DirectDecoding
-from evogrpo.models.fast_llama.forward import DirectPasses
-from evogrpo.models.fast_llama.weight_layout import anatomy, matrix_of, switched_off, untouched
+from evogrpo.models.fast_llama.compatibility import matches_model
+from evogrpo.models.fast_llama.decode import FastDecoding
+from evogrpo.models.fast_llama.forward import FastLlama
+from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
 from evogrpo.models.language.compatibility import (
     check_causal,
     check_differentiable,
     check_padding,
     check_token_ids,
     context_of,
-    continues,
     find_decoder,
     find_head,
-    frozen,
+    frozen_model,
     grouped_attention,
+    prefix_cache_works,
 )
-from evogrpo.models.language.fsdp import parted
+from evogrpo.models.language.fsdp import sharded_layers
 from evogrpo.models.language.kv_cache import (
     CachedDecoding,
-    Context,
+    KVCache,
     PlainDecoding,
     Prefix,
     PrefixLayer,
     Prompts,
     collected,
 )
-from evogrpo.models.language.low_rank import RoutedAdapters
+from evogrpo.models.language.low_rank import LoraHook
 from evogrpo.models.language.quantised import check_gradients_pass
-from evogrpo.models.language.shared_prefixes import share_beginnings
-from evogrpo.models.language.token_model import Decoding, Route, View
+from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
+from evogrpo.models.language.token_model import AdapterHook, Decoding, HookFactory
 from evogrpo.warnings import warn
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
@@ -66,9 +66,9 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
     return next(differing, shortest)
 
 
-def _join(first: View | None, later: View | None) -> bool:
+def _join(first: AdapterHook | None, later: AdapterHook | None) -> bool:
     """Tell whether what acts on prompts and on what continues them can act on both at once."""
-    if isinstance(first, RoutedAdapters) and isinstance(later, RoutedAdapters):
+    if isinstance(first, LoraHook) and isinstance(later, LoraHook):
         return first.slots == later.slots
     return first is None and later is None
 
@@ -80,13 +80,13 @@ class CausalModel:
     `working`, and do nothing but during a pass of its own.
 
     At construction a probe compares the prefix-shared pass, the bare vocabulary head and, for models like Llama, the
-    direct pass with the model's own `forward`; whatever differs is not used (`shares_prefix`, `head`, `direct`). Under
-    autocast, and while something is hooked into the model, it is always called.
+    direct pass with the model's own `forward`; what differs is not used (`shares_prefix`, `head`, `uses_fast_llama`).
+    Under autocast, and while something is hooked into the model, it is always called.
 
     Args:
         model: A causal language model of transformers; never changed.
         pad_id: Token id used as padding.
-        changed: Dotted names of the modules whose output views change.
+        changed: Dotted names of the modules whose output hooks change.
         explicit_positions: Whether to pass positions, counted without padding; only models whose attention knows
             nothing but distances can do without.
         autocast: Makes the context that passes run in, for mixed precision.
@@ -110,22 +110,22 @@ class CausalModel:
         self.explicit_positions = explicit_positions
         self.autocast = autocast
         self._changed = {name: model.get_submodule(name) for name in changed}
-        self._view: View | None = None
+        self._adapter_hook: AdapterHook | None = None
         self._working = False
-        self._direct: DirectPasses | None = None
-        self._parts = parted(model)
+        self._fast: FastLlama | None = None
+        self._parts = sharded_layers(model)
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
         self.context = context_of(model)
-        with frozen(model), torch.no_grad():
+        with frozen_model(model), torch.no_grad():
             check_causal(model)
             self.head = find_head(model, self.decoder)
             check_differentiable(model, self.decoder, self._changed)
             check_gradients_pass(model)
             check_padding(self._alone, model, self.decoder, pad_id, explicit_positions=explicit_positions)
             self.shares_prefix = self._probe_prefix()
-            self._known = self._probe_direct()
+            self._fast_llama = self._probe_fast_llama()
         if not self.shares_prefix:
             warn(
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
@@ -146,27 +146,27 @@ class CausalModel:
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
 
     @property
-    def direct(self) -> bool:
+    def uses_fast_llama(self) -> bool:
         """Whether passes are computed here from the model's weights, rather than by calling it; known while working."""
-        return self._direct is not None
+        return self._fast is not None
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Freeze the model and hook the views in; inside another such `with`, there is nothing left to do."""
+        """Freeze the model and hook the hooks in; inside another such `with`, there is nothing left to do."""
         if self._working:
             yield
             return
         handles: list[RemovableHandle] = []
         try:
             self._working = True
-            with frozen(self.model), grouped_attention(self.device):
+            with frozen_model(self.model), grouped_attention(self.device):
                 mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
-                self._direct = None if mixed or not untouched(self.decoder) else self._known
-                changed = self._changed if self._direct is None else {}
+                self._fast = None if mixed or not is_unmodified(self.decoder) else self._fast_llama
+                changed = self._changed if self._fast is None else {}
                 handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield
         finally:
-            self._working, self._direct = False, None
+            self._working, self._fast = False, None
             if self._parts is not None:
                 self._parts.put_away()
             for handle in handles:
@@ -174,31 +174,31 @@ class CausalModel:
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
         def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            return None if self._view is None else self._view(name, args[0], output)
+            return None if self._adapter_hook is None else self._adapter_hook(name, args[0], output)
 
         return change
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: AdapterHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
 
         Args:
             ids: `[n, t]` token ids.
             mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
             cache: What the tokens continue, or None.
-            view: The weights that rows act with; None = the base's alone.
+            hook: The weights that rows act with; None = the base's alone.
         """
-        if self._direct is not None:
-            return self._direct.run(ids, mask, cache, view)
+        if self._fast is not None:
+            return self._fast.run(ids, mask, cache, hook)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # A model without a cache of keys and values has no such argument: it is named only when there is one.
         cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
         try:
-            self._view = view
+            self._adapter_hook = hook
             output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
         finally:
-            self._view = None
+            self._adapter_hook = None
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -206,7 +206,7 @@ class CausalModel:
         self,
         prompts: Sequence[tuple[int, ...]],
         slots: Sequence[int],
-        route: Route,
+        make_hook: HookFactory,
         shortest_root: int = SHORTEST_ROOT,
     ) -> Prefix | Prompts:
         """Run prompts once each, keeping what completions need to continue from them, gradients included.
@@ -217,25 +217,25 @@ class CausalModel:
         Args:
             prompts: Token ids of each.
             slots: Whose weights run each prompt, sorted.
-            route: Directs rows to weights.
+            make_hook: Directs rows to weights.
             shortest_root: Fewest common tokens that are worth a pass of their own.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        root, rows, rest = self._rooted(prompts, slots, route, shortest_root)
-        return self._run_on(root, rows, rest, route(torch.tensor(slots)))
+        root, rows, rest = self._rooted(prompts, slots, make_hook, shortest_root)
+        return self._run_on(root, rows, rest, make_hook(torch.tensor(slots)))
 
     def _rooted(
-        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route, shortest_root: int
-    ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory, shortest_root: int
+    ) -> tuple[KVCache | None, Tensor, Sequence[tuple[int, ...]]]:
         """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
         beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
-        root = self._run_on(None, every, beginnings, route(owners))
+        root = self._run_on(None, every, beginnings, make_hook(owners))
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
     def continued(
@@ -246,19 +246,19 @@ class CausalModel:
         ids: Tensor,
         present: Tensor,
         members: Tensor,
-        route: Route,
+        make_hook: HookFactory,
     ) -> Tensor:
         """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
-        views = route(torch.tensor(slots)), route(members)
-        if self._direct is None or not ids.shape[1] or not _join(*views):
-            return self.extend(self.prefix(prompts, slots, route), rows, ids, present, views[1])
-        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT)
+        hooks = make_hook(torch.tensor(slots)), make_hook(members)
+        if self._fast is None or not ids.shape[1] or not _join(*hooks):
+            return self.extend(self.prefix(prompts, slots, make_hook), rows, ids, present, hooks[1])
+        root, continues, rest = self._rooted(prompts, slots, make_hook, SHORTEST_ROOT)
         read, mask, layers = self._laid_out(root, continues, rest)
-        view = None
-        if isinstance(views[0], RoutedAdapters) and isinstance(views[1], RoutedAdapters):
-            view = views[0].followed(read.shape[1], views[1], ids.shape[1])
+        hook = None
+        if isinstance(hooks[0], LoraHook) and isinstance(hooks[1], LoraHook):
+            hook = hooks[0].followed(read.shape[1], hooks[1], ids.shape[1])
         prepared = read, mask, Cache(layers=list(layers))
-        last, hidden = self._direct.both(prepared, rows, ids, present, view)
+        last, hidden = self._fast.both(prepared, rows, ids, present, hook)
         return torch.cat([last[rows][:, None], hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -267,31 +267,31 @@ class CausalModel:
 
     def resume(
         self,
-        parts: Sequence[Context],
+        parts: Sequence[KVCache],
         part_of: Tensor,
         row_of: Tensor,
         tokens: Sequence[tuple[int, ...]],
         slots: Tensor,
-        route: Route,
+        make_hook: HookFactory,
     ) -> Prefix:
         """Go on from rows that were set aside, running only the tokens that follow; see `TokenModel.resume`."""
         root = collected(parts, part_of.to(self.device), row_of.to(self.device))
-        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, route(slots))
+        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots))
 
     def _run_on(
         self,
-        root: Context | None,
+        root: KVCache | None,
         rows: Tensor,
         prompts: Sequence[tuple[int, ...]],
-        view: View | None,
+        hook: AdapterHook | None,
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask, layers = self._laid_out(root, rows, prompts)
-        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), hook)
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
     def _laid_out(
-        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
+        self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
     ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
         """Return the tokens of prompts, which are real, and what they continue."""
         ids, mask = self._padded(prompts)
@@ -307,34 +307,38 @@ class CausalModel:
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
         return ids, mask, layers
 
-    def extend(self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+    def extend(
+        self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None
+    ) -> Tensor:
         """Run completions on top of prompts; see `TokenModel.extend`."""
         if isinstance(prefix, Prompts):
             whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
-            return self.run(*whole, None, view)[:, prefix.ids.shape[1] - 1 :]
+            return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
         first = prefix.last_hidden[rows][:, None]
         if not ids.shape[1]:
             return first
-        if self._direct is not None:
-            return torch.cat([first, self._direct.extend(prefix, rows, ids, present, view)], dim=1)
+        if self._fast is not None:
+            return torch.cat([first, self._fast.extend(prefix, rows, ids, present, hook)], dim=1)
         cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
-        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
+        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, hook)
         return torch.cat([first, hidden], dim=1)
 
-    def decode(self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
+    def decode(
+        self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
+    ) -> Decoding:
         """Begin to write rows; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
-            return PlainDecoding(self.run, prefix, rows, slots, route)
-        if self._direct is not None:
-            passes = self._direct
+            return PlainDecoding(self.run, prefix, rows, slots, make_hook)
+        if self._fast is not None:
+            passes = self._fast
 
             def begin(some: Tensor) -> Decoding:
-                return DirectDecoding(passes, prefix, rows[some], slots[some], room, route)
+                return FastDecoding(passes, prefix, rows[some], slots[some], room, make_hook)
 
             if self.device.type == "cpu":
-                return share_beginnings(begin, rows)
+                return shared_prefix_decoding(begin, rows)
             return begin(torch.arange(len(rows), device=self.device))
-        return CachedDecoding(self.run, prefix, rows, slots, room, route)
+        return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits; see `TokenModel.logits`."""
@@ -367,7 +371,7 @@ class CausalModel:
 
     def _matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the matrix `[v, h]` that the direct pass multiplies hidden states with, where that is all there is."""
-        return None if self._direct is None else matrix_of(self.head, hidden)
+        return None if self._fast is None else head_matrix(self.head, hidden)
 
     def _alone(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return what the base makes of tokens that continue nothing."""
@@ -381,15 +385,19 @@ class CausalModel:
             return self.extend(prefix, rows, ids, torch.ones_like(ids, dtype=torch.bool), None)[:, 1:]
 
         self.shares_prefix = True  # as is tried
-        return continues(continued, self.model, self.decoder)
+        return prefix_cache_works(continued, self.model, self.decoder)
 
-    def _probe_direct(self) -> DirectPasses | None:
+    def _probe_fast_llama(self) -> FastLlama | None:
         """Return the direct pass where the model is known to it and it gives the model's own hidden states."""
-        parts = None if switched_off() or not self.explicit_positions else anatomy(self.model, self.decoder)
+        parts = (
+            None
+            if fast_paths_disabled() or not self.explicit_positions
+            else find_weight_layout(self.model, self.decoder)
+        )
         if parts is None:
             return None
-        passes = DirectPasses(parts, self._changed, self._parts)
-        if agrees(passes):
+        passes = FastLlama(parts, self._changed, self._parts)
+        if matches_model(passes):
             return passes
         warn(
             f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "

@@ -17,7 +17,7 @@ from evogrpo.distributed import ProcessError
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen_model(model: nn.Module) -> Iterator[None]:
     """Run `model` without dropout and without gradients for its own weights; put all its flags back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -350,7 +350,7 @@ def largest_block(model: PreTrainedModel) -> int:
     return max(sizes)
 
 
-def continues(
+def prefix_cache_works(
     continued: Callable[[Sequence[tuple[int, ...]], Tensor, Tensor], Tensor], model: PreTrainedModel, decoder: nn.Module
 ) -> bool:
     """Tell whether what continues shared prompts gets the hidden states that the plain forward pass gives.

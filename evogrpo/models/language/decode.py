@@ -22,7 +22,7 @@ LOOK_EVERY = {"cpu": 1}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pages:
+class OutputBuffers:
     """What has been written of some rows.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pages:
     told: Tensor
 
     @classmethod
-    def empty(cls, rows: int, width: int, pad_id: int, device: torch.device) -> "Pages":
+    def empty(cls, rows: int, width: int, pad_id: int, device: torch.device) -> "OutputBuffers":
         """Return those of rows of which nothing has been written."""
         return cls(
             actions=torch.full((rows, width), pad_id, dtype=torch.long, device=device),
@@ -65,7 +65,7 @@ def generate(
     rows: SamplingBatch,
     end_ids: Tensor,
     counter: ProgressCounter,
-    pages: Pages,
+    buffers: OutputBuffers,
     finished: Callable[[Tensor], None] | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
@@ -76,7 +76,7 @@ def generate(
         rows: The same as work, on the model's device, uniforms included.
         end_ids: `[e]` token ids that end a completion.
         counter: Counts completions: those under way by their tokens, of the most that they may have.
-        pages: Empty ones of these rows, which the completions are written into.
+        buffers: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
 
     Returns:
@@ -84,12 +84,12 @@ def generate(
         last.
     """
     count, width = len(rows), rows.max_new_tokens
-    writing = _Writing(model, decoding, rows, end_ids, pages)
+    writing = _Writing(model, decoding, rows, end_ids, buffers)
     aside: list[tuple[Tensor, Any]] = []
 
-    def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
+    def save_cache(local: Tensor, numbers: Tensor, fed: int) -> None:
         # The last token of a row need not have been fed: leaving it out makes all rows alike.
-        context = decoding.set_aside(local, pages.present[numbers, 1 : fed + 1]) if rows.keep else None
+        context = decoding.save_cache(local, buffers.present[numbers, 1 : fed + 1]) if rows.keep else None
         if context is not None:
             aside.append((numbers, context))
 
@@ -105,13 +105,13 @@ def generate(
             if finished is not None:
                 finished(carried if step == width - 1 else carried[~live])
             if alive == 0 or step == width - 1:
-                set_aside(torch.arange(len(carried), device=model.device), carried, step)
+                save_cache(torch.arange(len(carried), device=model.device), carried, step)
                 break
             if filled_up(alive) <= COMPACT_BELOW * len(carried):
                 ended = (~live).nonzero()[:, 0]
                 staying = live.index_fill(0, ended[: filled_up(alive) - alive], value=True)
                 gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
-                set_aside(gone, carried[gone], step)
+                save_cache(gone, carried[gone], step)
                 writing.keep(left)
     return aside
 
@@ -147,7 +147,7 @@ class _Writing:
         decoding: The rows, prompts done.
         rows: The same as work.
         end_ids: `[e]` token ids that end a completion.
-        pages: What the completions are written into.
+        buffers: What the completions are written into.
 
     Attributes:
         carried: `[c]` numbers of the rows that take part in the forward passes.
@@ -160,10 +160,10 @@ class _Writing:
         decoding: Decoding,
         rows: SamplingBatch,
         end_ids: Tensor,
-        pages: Pages,
+        buffers: OutputBuffers,
     ) -> None:
         assert rows.uniforms is not None
-        self._model, self._decoding, self._uniforms, self._pages = model, decoding, rows.uniforms, pages
+        self._model, self._decoding, self._uniforms, self._buffers = model, decoding, rows.uniforms, buffers
         self._end_ids, self._fewest = end_ids, rows.min_new_tokens
         self._asked = _Asked(rows, end_ids)
         # What every row has read, where it matters what has been read and said.
@@ -177,10 +177,10 @@ class _Writing:
         """Write token number `step` of each row."""
         hidden = self._decoding.start() if step == 0 else self._decoding.advance(self._tokens)
         tokens, chosen = self._drawn(hidden, self._uniforms[self.carried, step], step)
-        pages, at = self._pages, (self.carried, step)
-        pages.actions[at] = self._tokens = torch.where(self.live, tokens, self._model.pad_id)
-        pages.log_probs[at] = torch.where(self.live, chosen, 0.0)
-        pages.present[at] = self.live
+        buffers, at = self._buffers, (self.carried, step)
+        buffers.actions[at] = self._tokens = torch.where(self.live, tokens, self._model.pad_id)
+        buffers.log_probs[at] = torch.where(self.live, chosen, 0.0)
+        buffers.present[at] = self.live
         self.live &= ~torch.isin(tokens, self._end_ids)
 
     def keep(self, rows: Tensor) -> None:
@@ -207,7 +207,7 @@ class _Writing:
         """Return the prompts and completions so far, `[c, w]`; filled up with tokens of the prompt."""
         if self._read is None:
             return None
-        read, said = self._read[self.carried], self._pages.actions[self.carried]
+        read, said = self._read[self.carried], self._buffers.actions[self.carried]
         return torch.cat([read, torch.where(self._places < step, said, read[:, :1])], dim=1)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-class PartedLayers:
+class ShardedLayers:
     """The layers of a model of which this process holds a part each.
 
     At most one is whole at a time, besides one that another process needs at the moment or all need next. A layer is
@@ -115,10 +115,10 @@ class _Gathering:
 
 
 _OWN_HOOKS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-_PARTED: WeakKeyDictionary[PreTrainedModel, PartedLayers] = WeakKeyDictionary()
+_PARTED: WeakKeyDictionary[PreTrainedModel, ShardedLayers] = WeakKeyDictionary()
 
 
-def parted(model: PreTrainedModel) -> PartedLayers | None:
+def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
     """Return the layers of a model that `part` was called with; None for all others."""
     return _PARTED.get(model)
 
@@ -133,27 +133,27 @@ def own_hooks(module: nn.Module) -> frozenset[int]:
     return _OWN_HOOKS.get(module, frozenset())
 
 
-def whole_class(module: nn.Module) -> type:
+def unsharded_class(module: nn.Module) -> type:
     """Return the class of a module, or that which it had before it was held in parts."""
     return type(module).__bases__[1] if module in _OWN_HOOKS else type(module)
 
 
-def held_by(model: PreTrainedModel) -> int:
+def sharded_over(model: PreTrainedModel) -> int:
     """Return how many processes hold a model together: 1 = each that has it has all of it."""
-    layers = parted(model)
+    layers = sharded_layers(model)
     return 1 if layers is None else layers.size
 
 
-def run_together(model: PreTrainedModel, work: Callable[[], T]) -> T:
+def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
     """Return what some work that runs a model comes to; all processes do it at once where they hold it in parts."""
-    if parted(model) is None:
+    if sharded_layers(model) is None:
         return work()
     found: list[T] = []
     processes().run_section(lambda: found.append(work()))
     return found[0]
 
 
-def parts_of(wanted: int) -> int:
+def shard_count(wanted: int) -> int:
     """Return how many processes hold a base together, of those that there are: most often as many as are wanted.
 
     It is the greatest number that divides both, so that a run goes on in more or fewer processes.
@@ -177,7 +177,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def held_parameters(model: PreTrainedModel, parts: int) -> int:
+def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
     """Return how many parameters of a model one process holds at most.
 
     In parts that is its part of every layer, all that stands outside of the layers, and three whole layers: one in
@@ -194,10 +194,10 @@ def base_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of a loaded model's weights that this process holds at most."""
     if is_quantised(model):
         return sum(stored_bytes(weights.data) for weights in model.parameters())
-    return held_parameters(model, held_by(model)) * next(model.parameters()).element_size()
+    return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
 
 
-def fetched_parameters(model: PreTrainedModel, parts: int) -> int:
+def gathered_parameters(model: PreTrainedModel, parts: int) -> int:
     """Return how many parameters one process gets from others for one pass through a model: those it has no part of."""
     return 0 if parts == 1 else sum(_sizes(model)) * (parts - 1) // parts
 
@@ -206,7 +206,7 @@ def _sizes(model: PreTrainedModel) -> list[int]:
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
 
 
-def check_parts(model: PreTrainedModel, parts: int, device: str) -> None:
+def check_sharding(model: PreTrainedModel, parts: int, device: str) -> None:
     """Refuse what cannot be held in parts.
 
     Raises:
@@ -225,13 +225,13 @@ def part(model: PreTrainedModel, parts: int, device: str) -> None:
 
     Args:
         model: Whole, in the CPU's memory, nobody else's. On return its parts are on the device.
-        parts: How many processes hold it together, from `parts_of`.
+        parts: How many processes hold it together, from `shard_count`.
         device: Where to.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    check_parts(model, parts, device)
+    check_sharding(model, parts, device)
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(device if ":" in device else f"{device}:0")
@@ -244,7 +244,7 @@ def part(model: PreTrainedModel, parts: int, device: str) -> None:
     layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    _PARTED[model] = PartedLayers(layers, crew.errands(parts))
+    _PARTED[model] = ShardedLayers(layers, crew.errands(parts))
     own = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

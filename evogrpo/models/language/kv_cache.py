@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from evogrpo.models.language.token_model import Route, View
+from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
 class PrefixLayer(CacheLayerMixin):
@@ -55,7 +55,7 @@ class PrefixLayer(CacheLayerMixin):
         return self.whole
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values that the last pass attended to."""
+        """Return all keys and values that the last pass attention to."""
         assert self.whole is not None, "the model left this layer of the cache unused"
         return self.whole
 
@@ -64,7 +64,7 @@ class PrefixLayer(CacheLayerMixin):
         return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many positions are attended to, and where they begin."""
+        """Return how many positions are attention to, and where they begin."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -129,7 +129,7 @@ class GrowingCache(Cache):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class KVCache:
     """Rows that have been run: what further tokens attend to.
 
     Attributes:
@@ -140,12 +140,12 @@ class Context:
     layers: tuple[tuple[Tensor, Tensor], ...]
     mask: Tensor
 
-    def tightened(self) -> "Context":
+    def tightened(self) -> "KVCache":
         """Return the same with all that is masked, wherever it is, moved to the left, and no more of it than needed."""
         width = int(self.mask.sum(1).max())
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
         place = order[:, None, :, None]
-        return Context(
+        return KVCache(
             layers=tuple(
                 (
                     keys.gather(2, place.expand(*keys.shape[:2], width, keys.shape[3])),
@@ -157,7 +157,7 @@ class Context:
         )
 
 
-def collected(parts: Sequence[Context], part_of: Tensor, row_of: Tensor) -> Context:
+def collected(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
     """Return rows of several contexts as one, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
     numbers = part_of.unique().tolist()
     used, rows = [parts[number] for number in numbers], [row_of[part_of == number] for number in numbers]
@@ -170,7 +170,7 @@ def collected(parts: Sequence[Context], part_of: Tensor, row_of: Tensor) -> Cont
         wide = [torch.nn.functional.pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
         return torch.cat(wide)[back]
 
-    return Context(
+    return KVCache(
         layers=tuple(
             (joined([part.layers[layer][0] for part in used], 2), joined([part.layers[layer][1] for part in used], 2))
             for layer in range(len(used[0].layers))
@@ -180,7 +180,7 @@ def collected(parts: Sequence[Context], part_of: Tensor, row_of: Tensor) -> Cont
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefix(Context):
+class Prefix(KVCache):
     """Prompts that have been run: what rows that share them continue from.
 
     Attributes:
@@ -203,7 +203,7 @@ class Prompts:
     mask: Tensor
 
 
-Run = Callable[[Tensor, Tensor, Cache | None, View | None], Tensor]
+Run = Callable[[Tensor, Tensor, Cache | None, AdapterHook | None], Tensor]
 """(token ids `[n, t]`, mask `[n, P + t]`, what they continue, their weights) -> hidden states `[n, t, h]`."""
 
 
@@ -216,16 +216,18 @@ class CachedDecoding:
         rows: `[n]` which prompt each row continues.
         slots: `[n]` whose weights each row acts with, sorted.
         room: Most tokens that are fed back.
-        route: Directs rows to weights.
+        make_hook: Directs rows to weights.
     """
 
-    def __init__(self, run: Run, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, route: Route) -> None:
-        self._run, self._route, self._slots = run, route, slots
+    def __init__(
+        self, run: Run, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
+    ) -> None:
+        self._run, self._make_hook, self._slots = run, make_hook, slots
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._prompt_width = prefix.mask.shape[1]
         self._cache = GrowingCache(prefix, rows, room)
-        self._view = route(slots)
+        self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
         """Return the hidden states of the prompts' last tokens."""
@@ -234,18 +236,18 @@ class CachedDecoding:
     def advance(self, tokens: Tensor) -> Tensor:
         """Run one more token of each row."""
         self._mask = pad(self._mask, (0, 1), value=True)
-        return self._run(tokens[:, None], self._mask, self._cache, self._view)[:, 0]
+        return self._run(tokens[:, None], self._mask, self._cache, self._adapter_hook)[:, 0]
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
         self._cache.keep(rows)
         self._mask, self._slots = self._mask[rows], self._slots[rows]
-        self._view = self._route(self._slots)
+        self._adapter_hook = self._make_hook(self._slots)
 
-    def set_aside(self, rows: Tensor, real: Tensor) -> Context:
+    def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the keys and values of some rows, what is not theirs masked."""
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
-        return Context(layers=self._cache.taken(rows), mask=mask).tightened()
+        return KVCache(layers=self._cache.taken(rows), mask=mask).tightened()
 
 
 class PlainDecoding:
@@ -256,17 +258,17 @@ class PlainDecoding:
         prompts: What rows continue.
         rows: `[n]` which prompt each row continues.
         slots: `[n]` whose weights each row acts with, sorted.
-        route: Directs rows to weights.
+        make_hook: Directs rows to weights.
     """
 
-    def __init__(self, run: Run, prompts: Prompts, rows: Tensor, slots: Tensor, route: Route) -> None:
-        self._run, self._route, self._slots = run, route, slots
+    def __init__(self, run: Run, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
+        self._run, self._make_hook, self._slots = run, make_hook, slots
         self._ids, self._mask = prompts.ids[rows], prompts.mask[rows]
-        self._view = route(slots)
+        self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
         """Return the hidden states of the prompts' last tokens."""
-        return self._run(self._ids, self._mask, None, self._view)[:, -1]
+        return self._run(self._ids, self._mask, None, self._adapter_hook)[:, -1]
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Run everything again, with one more token of each row."""
@@ -277,7 +279,7 @@ class PlainDecoding:
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
         self._ids, self._mask, self._slots = self._ids[rows], self._mask[rows], self._slots[rows]
-        self._view = self._route(self._slots)
+        self._adapter_hook = self._make_hook(self._slots)
 
-    def set_aside(self, rows: Tensor, real: Tensor) -> None:
+    def save_cache(self, rows: Tensor, real: Tensor) -> None:
         """Return nothing: there is no cache to go on from."""

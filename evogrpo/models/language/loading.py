@@ -26,9 +26,9 @@ from evogrpo.config.checks import names_unknown, unknown_name_error, whole_betwe
 from evogrpo.functional.matmul import product
 from evogrpo.installing import package_command
 from evogrpo.models.devices import Precision, check_device
-from evogrpo.models.fast_llama.weight_layout import anatomy, switched_off
+from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
-from evogrpo.models.language.fsdp import part, parts_of
+from evogrpo.models.language.fsdp import part, shard_count
 from evogrpo.models.language.quantised import Quantisation, check_quantised, quantising
 from evogrpo.warnings import warn
 
@@ -195,7 +195,7 @@ def choose_precision(wanted: Precision, model: PreTrainedModel, device: str) -> 
     if not device.startswith("cpu"):
         return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
     small = sum(weights.numel() for weights in model.parameters()) < SMALL
-    if small or switched_off() or anatomy(model, find_decoder(model)) is None:
+    if small or fast_paths_disabled() or find_weight_layout(model, find_decoder(model)) is None:
         return "float32"
     text = model.config.get_text_config()
     return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= PAYS else "float32"
@@ -281,7 +281,7 @@ def load_base(
     Raises:
         ValueError: If the source cannot be found or is not a causal language model; the message says what to do.
     """
-    parts = parts_of(whole_between("parts", parts, 1))
+    parts = shard_count(whole_between("parts", parts, 1))
     if isinstance(source, PreTrainedModel):
         if parts > 1:
             raise ValueError(

@@ -55,14 +55,14 @@ class Target:
         return self.middle + self.rank * self.width_out
 
     def a(self, flat: Tensor) -> Tensor:
-        """View A `[..., r, in]` in flat vectors `[..., k]`."""
-        view: Tensor = flat[..., self.start : self.middle].unflatten(-1, (self.rank, self.width_in))
-        return view
+        """AdapterHook A `[..., r, in]` in flat vectors `[..., k]`."""
+        hook: Tensor = flat[..., self.start : self.middle].unflatten(-1, (self.rank, self.width_in))
+        return hook
 
     def b(self, flat: Tensor) -> Tensor:
-        """View B `[..., out, r]` in flat vectors `[..., k]`."""
-        view: Tensor = flat[..., self.middle : self.end].unflatten(-1, (self.width_out, self.rank))
-        return view
+        """AdapterHook B `[..., out, r]` in flat vectors `[..., k]`."""
+        hook: Tensor = flat[..., self.middle : self.end].unflatten(-1, (self.width_out, self.rank))
+        return hook
 
 
 def default_lora_config() -> LoraConfig:

@@ -41,7 +41,7 @@ class _Segment:
     later: int = 0
 
 
-class Pieces(NamedTuple):
+class AdapterLeaves(NamedTuple):
     """What acts on modules that read one input, for who computes it together with the modules themselves.
 
     Attributes:
@@ -56,13 +56,13 @@ class Pieces(NamedTuple):
     leaves: list[Tensor]
     scale: float
 
-    def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "Joined":
+    def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "StackedAdapters":
         """Lay the leaves out for products of all slots and modules at once."""
         modules = sum(self.acting)
         slots = len(leaves) // (2 * modules)
         every_a = [leaves[2 * (slot + slots * number)] for slot in range(slots) for number in range(modules)]
         every_b = iter(leaves[1::2])
-        return Joined(
+        return StackedAdapters(
             self.runs,
             torch.cat(every_a).view(slots, -1, every_a[0].shape[1]).to(dtype),
             [torch.stack([next(every_b) for _ in range(slots)]).to(dtype) if acts else None for acts in self.acting],
@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
         )
 
 
-class Joined(NamedTuple):
+class StackedAdapters(NamedTuple):
     """What acts on modules that read one input, laid out for products of all slots and modules at once.
 
     Attributes:
@@ -86,12 +86,12 @@ class Joined(NamedTuple):
     scale: float
 
 
-class LowRankAdapters:
+class LoraAdapters:
     """The adapters of all members, to be routed to the rows of forward passes.
 
     Args:
         targets: The adapted modules.
-        weights: `[p, k]` adapters of all members; views of it are what acts.
+        weights: `[p, k]` adapters of all members; hooks of it are what acts.
         scale: Factor on B A x.
     """
 
@@ -101,33 +101,33 @@ class LowRankAdapters:
         self.scale = scale
         self.leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
 
-    def route(self, slots: Tensor) -> "RoutedAdapters":
+    def hook(self, slots: Tensor) -> "LoraHook":
         """Return the adapters that rows of the given slots, which are sorted, act with."""
         values, counts = torch.unique_consecutive(slots, return_counts=True)
-        return RoutedAdapters(self, tuple(map(_Segment, values.tolist(), counts.tolist())))
+        return LoraHook(self, tuple(map(_Segment, values.tolist(), counts.tolist())))
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
         """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
         for name, target in self.targets.items():
-            for leaf, view in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
-                leaf.grad = None if buffer is None else view(buffer)
+            for leaf, matrix_of in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
+                leaf.grad = None if buffer is None else matrix_of(buffer)
 
 
-class RoutedAdapters:
-    """The adapters that the rows of one forward pass act with; see `evogrpo.models.language.token_model.View`.
+class LoraHook:
+    """The adapters that the rows of one forward pass act with; see `evogrpo.models.language.token_model.AdapterHook`.
 
     Args:
         adapters: Of all members.
         segments: Whose the rows are, from the first to the last.
     """
 
-    def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
+    def __init__(self, adapters: LoraAdapters, segments: tuple[_Segment, ...]) -> None:
         self._adapters, self._segments = adapters, segments
         self._rows = sum(segment.rows + segment.later for segment in segments)
 
     def joined(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, first: bool = False
-    ) -> Joined | None:
+    ) -> StackedAdapters | None:
         """Return what acts on modules of which so many tokens of all rows are given; None = nothing does.
 
         Args:
@@ -146,21 +146,21 @@ class RoutedAdapters:
         a = every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)
         laid_out = torch.Tensor.to if first else _transposed
         bs = [None if target is None else laid_out(_of_slots(target.b(every), slots), dtype) for target in known]
-        return Joined(self._runs(tokens), laid_out(a, dtype), bs, self._adapters.scale)
+        return StackedAdapters(self._runs(tokens), laid_out(a, dtype), bs, self._adapters.scale)
 
-    def pieces(self, modules: Sequence[str], tokens: int) -> Pieces | None:
+    def pieces(self, modules: Sequence[str], tokens: int) -> AdapterLeaves | None:
         """Return what acts on modules of which so many tokens of all rows are given; None where nothing does."""
         every = [self._adapters.leaves.get(name) for name in modules]
         own = [leaf for slots in every if slots is not None for one in self._segments for leaf in slots[one.slot]]
         acting = [slots is not None for slots in every]
-        return Pieces(self._runs(tokens), acting, own, self._adapters.scale) if own else None
+        return AdapterLeaves(self._runs(tokens), acting, own, self._adapters.scale) if own else None
 
     @property
     def slots(self) -> list[int]:
         """Whose adapters act, from the first row to the last."""
         return [segment.slot for segment in self._segments]
 
-    def followed(self, tokens: int, by: "RoutedAdapters", others: int) -> "RoutedAdapters":
+    def followed(self, tokens: int, by: "LoraHook", others: int) -> "LoraHook":
         """Return what acts on rows of so many tokens, followed by others of the same slots, as rows of one token.
 
         Args:
@@ -170,7 +170,7 @@ class RoutedAdapters:
         """
         both = zip(self._segments, by._segments, strict=True)
         segments = tuple(_Segment(one.slot, one.rows * tokens, other.rows * others) for one, other in both)
-        return RoutedAdapters(self._adapters, segments)
+        return LoraHook(self._adapters, segments)
 
     def _runs(self, tokens: int) -> list[Run]:
         per_row = tokens // self._rows
@@ -202,7 +202,7 @@ class RoutedAdapters:
 class _AddLowRank(torch.autograd.Function):
     """output += scale * (x A^T) B^T in place, every segment of rows with its own A and B: no copy of the output.
 
-    What is changed in place comes first, because autograd asks that of functions that change a view.
+    What is changed in place comes first, because autograd asks that of functions that change a hook.
     """
 
     @staticmethod
@@ -260,7 +260,7 @@ def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float
 
 
 def _of_slots(matrices: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return those of some slots, of `[p, a, b]`: as a view where they are neighbours."""
+    """Return those of some slots, of `[p, a, b]`: as a hook where they are neighbours."""
     first, last = slots[0], slots[-1]
     return matrices[first : last + 1] if list(slots) == list(range(first, last + 1)) else matrices[slots]
 
@@ -271,5 +271,5 @@ def _transposed(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the autograd leaves of one adapter: views of a member's row, so a step on the row moves them."""
+    """Make the autograd leaves of one adapter: hooks of a member's row, so a step on the row moves them."""
     return target.a(row).detach().requires_grad_(), target.b(row).detach().requires_grad_()

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.finished import listened, tell
-from evogrpo.models.language.decode import Pages, generate
-from evogrpo.models.language.passes import lexsort, share_prefixes
-from evogrpo.models.language.token_model import Decoding, Route, TokenModel, Weights, check_context
+from evogrpo.models.language.decode import OutputBuffers, generate
+from evogrpo.models.language.forward import lexsort, share_prefixes
+from evogrpo.models.language.token_model import Decoding, HookFactory, TokenModel, Weights, check_context
 from evogrpo.progress import ProgressCounter
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
 ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 10 %
 
-Stamp = tuple[int, int] | None
+WeightsVersion = tuple[int, int] | None
 """Which weights a row was run under: slot and count of changes, or None for the base."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptRows:
+class CachedRows:
     """What the rows of a rollout can be gone on from.
 
     Attributes:
@@ -38,9 +38,9 @@ class KeptRows:
     part_of: Tensor
     row_of: Tensor
     tokens: tuple[tuple[int, ...], ...]
-    stamps: tuple[Stamp, ...]
+    stamps: tuple[WeightsVersion, ...]
 
-    def serves(self, row: int, whole: tuple[int, ...], stamp: Stamp) -> bool:
+    def serves(self, row: int, whole: tuple[int, ...], stamp: WeightsVersion) -> bool:
         """Tell whether a row can be gone on with: the same weights, and more tokens than have been run."""
         run = self.tokens[row]
         return (
@@ -86,13 +86,15 @@ def sample(model: TokenModel[Any], weights: Weights, rows: SamplingBatch, end_id
         rows = replace(rows, uniforms=torch.rand(len(rows), rows.max_new_tokens, generator=torch.default_generator))
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
     check_context(model.context, width)
-    stamps: list[Stamp] = [None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()]
-    kept = rows.kept if isinstance(rows.kept, KeptRows) else None
+    stamps: list[WeightsVersion] = [
+        None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()
+    ]
+    kept = rows.kept if isinstance(rows.kept, CachedRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
     sampling = _Sampling(
         model=model,
-        route=weights.route("base" if base else "weights"),
+        make_hook=weights.hook_factory("base" if base else "weights"),
         end_ids=end_ids,
         counter=ProgressCounter("writing", len(rows), "completions"),
         hearing=hearing,
@@ -125,7 +127,7 @@ def _with_history(rows: SamplingBatch) -> SamplingBatch:
     return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
 
 
-def _served(kept: KeptRows, rows: SamplingBatch, stamps: Sequence[Stamp]) -> Tensor:
+def _served(kept: CachedRows, rows: SamplingBatch, stamps: Sequence[WeightsVersion]) -> Tensor:
     """Tell which rows what was kept serves, `[n]`."""
     earlier = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
     wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
@@ -138,19 +140,19 @@ class _Sampling:
 
     Attributes:
         model: The base model.
-        route: Directs rows to weights.
+        make_hook: Directs rows to weights.
         end_ids: `[e]` token ids that end a completion.
         counter: Counts completions.
         hearing: Whether somebody listens to which of them are finished.
     """
 
     model: TokenModel[Any]
-    route: Route
+    make_hook: HookFactory
     end_ids: Tensor
     counter: ProgressCounter
     hearing: bool
 
-    def wave(self, rows: SamplingBatch, wave: Tensor, kept: KeptRows | None) -> list[_Piece]:
+    def wave(self, rows: SamplingBatch, wave: Tensor, kept: CachedRows | None) -> list[_Piece]:
         """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
         part, device = rows.select(wave), self.model.device
         assert part.uniforms is not None  # `sample` has drawn them
@@ -161,13 +163,13 @@ class _Sampling:
             member_ids=part.member_ids.to(device),
             temperature=part.temperature.to(device),
         )
-        pages = Pages.empty(len(wave), part.max_new_tokens, self.model.pad_id, device)
+        buffers = OutputBuffers.empty(len(wave), part.max_new_tokens, self.model.pad_id, device)
         exact = self.model.exact and rows.options.whole
 
         def finished(local: Tensor) -> None:
-            new = local[~pages.told[local]]
-            tell(wave[new.cpu()].tolist(), pages.tokens(new))
-            pages.told[new] = True
+            new = local[~buffers.told[local]]
+            tell(wave[new.cpu()].tolist(), buffers.tokens(new))
+            buffers.told[new] = True
 
         try:
             decoding = self._fresh(part) if kept is None else self._resumed(part, kept)
@@ -177,17 +179,17 @@ class _Sampling:
                 part,
                 self.end_ids,
                 self.counter,
-                pages,
+                buffers,
                 finished if self.hearing else None,
             )
-            rollout = pages.rollout(slice(None), self.end_ids, exact=exact)
+            rollout = buffers.rollout(slice(None), self.end_ids, exact=exact)
             return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
         except torch.OutOfMemoryError:
             if len(wave) == 1:
                 raise
         # What somebody has been told of stays as it is; everything else begins anew.
-        told = pages.told.cpu()
-        done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, self.end_ids, exact=exact), aside=[])
+        told = buffers.told.cpu()
+        done = _Piece(numbers=wave[told], rollout=buffers.rollout(buffers.told, self.end_ids, exact=exact), aside=[])
         pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept)]
         return [done, *pieces] if len(done.numbers) else pieces
 
@@ -195,22 +197,22 @@ class _Sampling:
         """Begin with rows whose prompts have not been run: each runs once per member."""
         pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
-        prefix = self.model.prefix(prompts, slots, self.route)
-        return self.model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, self.route)
+        prefix = self.model.prefix(prompts, slots, self.make_hook)
+        return self.model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, self.make_hook)
 
-    def _resumed(self, rows: SamplingBatch, kept: KeptRows) -> Decoding:
+    def _resumed(self, rows: SamplingBatch, kept: CachedRows) -> Decoding:
         """Begin with rows of which everything but their latest tokens has been run."""
         assert rows.kept_rows is not None  # `SamplingBatch.select` numbers them
         earlier = rows.kept_rows.cpu()
         wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
         latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
         places = kept.part_of[earlier], kept.row_of[earlier]
-        prefix = self.model.resume(kept.parts, *places, latest, rows.member_ids, self.route)
+        prefix = self.model.resume(kept.parts, *places, latest, rows.member_ids, self.make_hook)
         every = torch.arange(len(rows), device=self.model.device)
-        return self.model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, self.route)
+        return self.model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, self.make_hook)
 
 
-def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[Stamp]) -> Rollout:
+def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[WeightsVersion]) -> Rollout:
     """Put the completions into the order of the rows, and together what was set aside of them."""
     rollouts = [piece.rollout for piece in pieces]
     back = torch.argsort(torch.cat([piece.numbers for piece in pieces])).to(rollouts[0].actions.device)
@@ -235,5 +237,5 @@ def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[Stam
         (*rows.prompts[prompt], *said[: length - 1])
         for prompt, said, length in zip(rows.prompt_ids.tolist(), whole.actions.tolist(), lengths, strict=True)
     )
-    kept = KeptRows(parts=tuple(parts), part_of=part_of, row_of=row_of, tokens=tokens, stamps=tuple(stamps))
+    kept = CachedRows(parts=tuple(parts), part_of=part_of, row_of=row_of, tokens=tokens, stamps=tuple(stamps))
     return replace(whole, kept=kept)

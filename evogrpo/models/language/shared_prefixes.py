@@ -12,14 +12,14 @@ from evogrpo.models.language.token_model import Decoding
 COMPACT_BELOW = 0.75
 """Largest part of the rows in use at which the others are removed, because copying keys and values takes time."""
 
-MOST_STEMS = 0.5
+MAX_DISTINCT_SHARE = 0.5
 """Largest number of distinct beginnings per row; with more of them each row runs by itself."""
 
-MOST_COPIES = 50
+MAX_COPIED_PER_SKIPPED = 50
 """Largest number of tokens whose keys and values are copied per token that is not run."""
 
 
-def share_beginnings(begin: Callable[[Tensor], Decoding], prompt_of: Tensor) -> Decoding:
+def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tensor) -> Decoding:
     """Return the decoding of rows that continue prompt number `prompt_of[i]`, `[n]`, sorted.
 
     Args:
@@ -27,7 +27,7 @@ def share_beginnings(begin: Callable[[Tensor], Decoding], prompt_of: Tensor) -> 
         prompt_of: Rows of one prompt act with the same weights.
     """
     prompts, of = torch.unique_consecutive(prompt_of, return_inverse=True)
-    if len(prompts) > MOST_STEMS * len(of):
+    if len(prompts) > MAX_DISTINCT_SHARE * len(of):
         return begin(torch.arange(len(of), device=of.device))
     firsts = torch.searchsorted(of, torch.arange(len(prompts), device=of.device))
     return _SharedDecoding(begin(firsts), of, len(prompts))
@@ -61,7 +61,7 @@ class _SharedDecoding:
         self._tokens += 1
         self._copied += forked * len(pairs) * self._tokens
         self._spared += len(self._of) - self._run
-        if len(pairs) > MOST_STEMS * len(self._of) or self._copied > MOST_COPIES * self._spared:
+        if len(pairs) > MAX_DISTINCT_SHARE * len(self._of) or self._copied > MAX_COPIED_PER_SKIPPED * self._spared:
             self._decoding.keep(self._of)
             self._of = None
             return self._decoding.advance(tokens)
@@ -81,9 +81,9 @@ class _SharedDecoding:
         else:
             self._of = self._of[rows]
 
-    def set_aside(self, rows: Tensor, real: Tensor) -> Any:
+    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return what the given rows can be resumed from."""
-        return self._decoding.set_aside(rows if self._of is None else self._of[rows], real)
+        return self._decoding.save_cache(rows if self._of is None else self._of[rows], real)
 
     def _each(self, hidden: Tensor) -> Tensor:
         return hidden if self._of is None else hidden[self._of]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from evogrpo.distributed import processes
-from evogrpo.models.devices import memory_of
-from evogrpo.models.language.bank import TokenBank
+from evogrpo.models.devices import device_memory
+from evogrpo.models.language.bank import LanguageBank
 from evogrpo.models.language.fsdp import base_bytes
 
 LEAST, MOST = 256, 1 << 15
@@ -94,7 +94,7 @@ def widths_of(model: PreTrainedModel) -> Widths:
     )
 
 
-def size_for_memory(bank: TokenBank[Any], model: PreTrainedModel) -> int:
+def size_for_memory(bank: LanguageBank[Any], model: PreTrainedModel) -> int:
     """Return the largest power of two tokens whose micro-batch fits into memory, by estimate, in [LEAST, MOST].
 
     All processes return the smallest of their sizes, because they must plan the same micro-batches.
@@ -103,9 +103,9 @@ def size_for_memory(bank: TokenBank[Any], model: PreTrainedModel) -> int:
         bank: Members on the base.
         model: The base.
     """
-    size, (there, _) = MOST, memory_of(str(bank.base.device))
+    size, (there, _) = MOST, device_memory(str(bank.base.device))
     if there is not None:
-        state = sum(bank.part(0, name).nbytes for name in bank.parts)
+        state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
         left = there - base_bytes(model) - (bank.size + 1) * state  # and a gradient
         precision = next(model.parameters()).element_size()
         while size > LEAST and MEMORY_SHARE * left < learning_bytes(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.models.language.adapter_files import as_peft_loads
-from evogrpo.models.language.compatibility import frozen, logits_of
+from evogrpo.models.language.compatibility import frozen_model, logits_of
 from evogrpo.models.language.lora import Target, adapts_all, find_targets
 from evogrpo.warnings import warn
 
@@ -42,7 +42,7 @@ class Trained:
         return f"{len(self.targets)} linear layers of {type(model).__name__} and leave out {_in_words(self.left_out)}"
 
 
-def trained_by(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> Trained:
+def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> Trained:
     """Choose the modules that adapters change, such that an export means the same to PEFT.
 
     Args:
@@ -69,7 +69,7 @@ def trained_by(model: PreTrainedModel, config: LoraConfig, *, outline: bool = Fa
     return Trained(targets=_in_a_row(fitting), left_out=left_out)
 
 
-def tell_left_out(trained: Trained, model: nn.Module) -> None:
+def warn_left_out(trained: Trained, model: nn.Module) -> None:
     """Warn of what adapters leave out, if that is anything, once for every model."""
     told = trained.told(model)
     if told and model not in _TOLD:
@@ -110,7 +110,7 @@ def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
     device = next(model.parameters()).device
     handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
     try:
-        with frozen(model), torch.no_grad():
+        with frozen_model(model), torch.no_grad():
             logits_of(model, torch.ones((rows, tokens), dtype=torch.long, device=device))
     finally:
         for handle in handles:

@@ -12,7 +12,7 @@ from evogrpo.data import UpdateReport
 from evogrpo.models.bank import PolicyVersion
 
 
-class View(Protocol):
+class AdapterHook(Protocol):
     """The weights that the rows of one forward pass act with, each row with its own member's."""
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class View(Protocol):
         ...
 
 
-Route = Callable[[Tensor], View | None]
+HookFactory = Callable[[Tensor], AdapterHook | None]
 """Slots of the rows of a forward pass, sorted -> the weights that these rows act with; None = the base's alone."""
 
 
@@ -44,8 +44,8 @@ class Weights(Protocol):
         ...
 
     @property
-    def carried(self) -> Tensor:
-        """`[p, 4]` running statistics; see `evogrpo.models.bank.CARRIED`."""
+    def running_stats(self) -> Tensor:
+        """`[p, 4]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class Weights(Protocol):
         """Whether every member has a reference of its own; otherwise the reference is the base."""
         ...
 
-    def route(self, policy: PolicyVersion) -> Route:
+    def hook_factory(self, policy: PolicyVersion) -> HookFactory:
         """Return what directs rows to their members' weights; "reference" only where members have their own."""
         ...
 
@@ -89,12 +89,12 @@ class Weights(Protocol):
         ...
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """See `PolicyBank.parts`."""
+    def state_keys(self) -> tuple[str, ...]:
+        """See `PolicyBank.state_keys`."""
         ...
 
-    def part(self, slot: int, name: str) -> Tensor:
-        """See `PolicyBank.part`."""
+    def state_tensor(self, slot: int, name: str) -> Tensor:
+        """See `PolicyBank.state_tensor`."""
         ...
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
@@ -129,7 +129,7 @@ class Decoding(Protocol):
         """Go on with the given rows alone, in that order; one that is there several times goes on as so many."""
         ...
 
-    def set_aside(self, rows: Tensor, real: Tensor) -> Any:
+    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
         """Return what `TokenModel.resume` lets the given rows go on from, or None where there is no such thing.
 
         Args:
@@ -140,7 +140,7 @@ class Decoding(Protocol):
 
 
 class TokenModel(Protocol[P]):
-    """A base model that rows of several members run through, each with its own weights, given as a view or a route.
+    """A base model that rows of several members run through, each with its own weights, given as a hook or a make_hook.
 
     `P` is what the model makes of prompts, for its own `extend` and `decode`.
 
@@ -167,13 +167,13 @@ class TokenModel(Protocol[P]):
         """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
         ...
 
-    def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route) -> P:
+    def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory) -> P:
         """Prepare prompts for what continues them, gradients included.
 
         Args:
             prompts: Token ids of each.
             slots: Whose weights run each prompt, sorted.
-            route: Directs rows to weights.
+            make_hook: Directs rows to weights.
         """
         ...
 
@@ -184,21 +184,21 @@ class TokenModel(Protocol[P]):
         row_of: Tensor,
         tokens: Sequence[tuple[int, ...]],
         slots: Tensor,
-        route: Route,
+        make_hook: HookFactory,
     ) -> P:
         """Return prompts `[n]`: rows that were set aside, each continued by some tokens.
 
         Args:
-            parts: What `Decoding.set_aside` returned.
+            parts: What `Decoding.save_cache` returned.
             part_of: `[n]` which part each row is in.
             row_of: `[n]` which of the rows set aside in that part it is.
             tokens: Of each row, those that follow, at least one.
             slots: `[n]` whose weights run each row, sorted.
-            route: Directs rows to weights.
+            make_hook: Directs rows to weights.
         """
         ...
 
-    def extend(self, prefix: P, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+    def extend(self, prefix: P, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
         """Return hidden states `[n, 1 + t, h]`, from which the token after each prompt and each token is predicted.
 
         Args:
@@ -206,7 +206,7 @@ class TokenModel(Protocol[P]):
             rows: `[n]` which prompt each row continues.
             ids: `[n, t]` its tokens.
             present: `[n, t]` booleans: real tokens.
-            view: The weights that each row acts with.
+            hook: The weights that each row acts with.
         """
         ...
 
@@ -218,7 +218,7 @@ class TokenModel(Protocol[P]):
         ids: Tensor,
         present: Tensor,
         members: Tensor,
-        route: Route,
+        make_hook: HookFactory,
     ) -> Tensor:
         """Return what `extend` does of rows that continue prompts not run yet; all at once where that takes less time.
 
@@ -229,11 +229,11 @@ class TokenModel(Protocol[P]):
             ids: `[n, t]` its tokens.
             present: `[n, t]` booleans: real tokens.
             members: `[n]` whose weights run each row, sorted.
-            route: Directs rows to weights.
+            make_hook: Directs rows to weights.
         """
         ...
 
-    def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
+    def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory) -> Decoding:
         """Begin to write rows that continue prompt number `rows[i]`, by up to `room` tokens that are fed back.
 
         Args:
@@ -241,7 +241,7 @@ class TokenModel(Protocol[P]):
             rows: `[n]` which prompt each row continues.
             slots: `[n]` whose weights each row acts with, sorted.
             room: Most calls of `Decoding.advance`.
-            route: Directs rows to weights.
+            make_hook: Directs rows to weights.
         """
         ...
 

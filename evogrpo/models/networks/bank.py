@@ -13,7 +13,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Acted, Batch, UpdateReport, map_tensors
 from evogrpo.interruption import before_changes
-from evogrpo.models.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
+from evogrpo.models.bank import RUNNING_STATS, LossFunction, PolicyVersion, ReferenceDistributions
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
@@ -108,14 +108,14 @@ class StackedBank:
         return self._states.size
 
     @property
-    def carried(self) -> Tensor:
-        """`[p, 4]` float64 on the CPU: running statistics; see `evogrpo.models.bank.CARRIED`."""
-        return self._states.carried[:, : len(CARRIED)]
+    def running_stats(self) -> Tensor:
+        """`[p, 4]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        return self._states.running_stats[:, : len(RUNNING_STATS)]
 
     @property
     def statistics(self) -> Tensor:
         """`[p, s]` float64 on the CPU: further running statistics, to be changed in place; saved and inherited."""
-        return self._states.carried[:, len(CARRIED) :]
+        return self._states.running_stats[:, len(RUNNING_STATS) :]
 
     @property
     def uniforms_per_action(self) -> int:
@@ -200,7 +200,7 @@ class StackedBank:
         return self._passes.score(batch, self._held_to)[0]
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` the numbers of action distributions; see `evogrpo.models.bank.WholeDistributions`."""
+        """Return `[n, t, o]` the numbers of action distributions; see `evogrpo.models.bank.FullDistributionBank`."""
         return self._passes.outputs(batch, self._held_to if reference else "weights")
 
     @property
@@ -214,13 +214,17 @@ class StackedBank:
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
-        held_to: HeldTo | None = None,
+        reference_distributions: ReferenceDistributions | None = None,
         last: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
         settle = before_changes(last=last)
         losses = self._passes.add_gradients(
-            batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, held_to=held_to
+            batch,
+            loss_fn,
+            hyperparameters,
+            entropy_gradient=entropy_gradient,
+            reference_distributions=reference_distributions,
         )
         if settle is not None:
             settle()
@@ -240,13 +244,13 @@ class StackedBank:
         self._states.inherit(parents)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name."""
-        return self._states.parts
+        return self._states.state_keys
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of a member's learner state."""
-        return self._states.part(slot, name)
+        return self._states.state_tensor(slot, name)
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of everything the member in `slot` has learnt, and its architecture."""

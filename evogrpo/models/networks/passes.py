@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evogrpo.data import Batch, map_tensors
 from evogrpo.interruption import check_interrupted
-from evogrpo.models.bank import HeldTo, LossFunction, PolicyVersion
+from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions
 from evogrpo.models.networks.distributions import Distribution
 from evogrpo.models.networks.stacks import IntArray, Layout, Stack, StackedStates, lay_out
 
@@ -99,7 +99,7 @@ class StackedPasses:
         slots: Mapping[int, Any],
         *,
         entropy_gradient: bool,
-        held_to: HeldTo | None = None,
+        reference_distributions: ReferenceDistributions | None = None,
     ) -> list[float]:
         """Put the gradients of the loss into the stacks, and return the losses by slot.
 
@@ -108,7 +108,7 @@ class StackedPasses:
             loss_fn: Weighted losses of rows; their sum is differentiated.
             slots: Only rows of these members take part.
             entropy_gradient: Whether the entropies that the loss sees carry a gradient.
-            held_to: What the divergences are from that the loss sees as well; None = it sees none.
+            reference_distributions: What the divergences are from that the loss sees as well; None = it sees none.
         """
         while True:
             losses = torch.zeros(self._states.size)
@@ -120,8 +120,8 @@ class StackedPasses:
                     check_interrupted()
                     own = batch if len(part) == len(batch) else batch.select(part)
                     tape: list[_Recorded] = []
-                    held = None if held_to is None else held_to.select(part)
-                    read = partial(self._scored, entropy_gradient=entropy_gradient, held_to=held)
+                    held = None if reference_distributions is None else reference_distributions.select(part)
+                    read = partial(self._scored, entropy_gradient=entropy_gradient, reference_distributions=held)
                     loss = loss_fn(part, *self._pass(own, "weights", tape, read))
                     slopes = torch.autograd.grad(loss.sum(), [recorded.outputs for recorded in tape])
                     for recorded, slope in zip(tape, slopes, strict=True):
@@ -180,7 +180,7 @@ class StackedPasses:
         outputs: Tensor,
         *,
         entropy_gradient: bool,
-        held_to: HeldTo | None = None,
+        reference_distributions: ReferenceDistributions | None = None,
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, if policies are held to something, divergences from it, `[c]` each.
 
@@ -197,9 +197,9 @@ class StackedPasses:
             temperature = picked(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
         actions, score = picked(batch.actions).to(outputs.device), self._distribution.score
         found = list(score(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient))
-        if held_to is not None:
-            pair = outputs, picked(held_to.outputs).to(outputs.device)
-            first, second = reversed(pair) if held_to.reversed else pair
+        if reference_distributions is not None:
+            pair = outputs, picked(reference_distributions.outputs).to(outputs.device)
+            first, second = reversed(pair) if reference_distributions.reverse else pair
             found.append(self._distribution.divergence(first, second, temperature, legal))
         return found
 

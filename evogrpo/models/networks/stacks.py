@@ -17,8 +17,8 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_steps_
-from evogrpo.models.bank import CARRIED_AT_BIRTH
-from evogrpo.models.devices import check_room
+from evogrpo.models.bank import INITIAL_RUNNING_STATS
+from evogrpo.models.devices import check_allocation
 from evogrpo.models.networks.architecture import NetworkConfig, Parameters, bytes_tensor, morph
 from evogrpo.models.networks.distributions import Distribution
 from evogrpo.models.networks.layers import FloatArray
@@ -262,7 +262,7 @@ class _Member:
 
     config: NetworkConfig | None
     learnt: dict[str, Tensor]
-    carried: Tensor
+    running_stats: Tensor
     step: int
 
 
@@ -286,7 +286,7 @@ class StackedStates:
     Attributes:
         stacks: One per architecture.
         base: The initial weights, as a stack of one.
-        carried: `[p, 4 + statistics]` float64 on the CPU, in front what `evogrpo.models.bank.CARRIED` names.
+        running_stats: `[p, 4 + statistics]` float64 on the CPU; first `evogrpo.models.bank.RUNNING_STATS`.
         changes: How often the stacks were made anew.
     """
 
@@ -309,7 +309,7 @@ class StackedStates:
         numbers = sum(math.prod(shape) for shape in (network.shapes | dict(distribution.free)).values())
         copies = size * (5 if own_reference else 4) + 2  # weights, moments, gradient; the base and the first founder
         members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
-        check_room(4 * numbers * copies, torch.device(device), members)
+        check_allocation(4 * numbers * copies, torch.device(device), members)
         first = network.initial(seed)
         for name, shape in distribution.free.items():
             first[name] = torch.full(shape, 0.0 if config is None else config.log_std)
@@ -317,10 +317,10 @@ class StackedStates:
         learnt = {"weights": weights, "exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights)}
         if own_reference:
             learnt["reference"] = weights
-        at_birth = torch.tensor((*CARRIED_AT_BIRTH, *[0.0] * statistics), dtype=torch.float64)
-        self._first = _Member(config=config, learnt=learnt, carried=at_birth, step=0)
+        at_birth = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * statistics), dtype=torch.float64)
+        self._first = _Member(config=config, learnt=learnt, running_stats=at_birth, step=0)
         self.base = Stack(network, distribution, config, [0], {"weights": weights[None]})
-        self.carried = at_birth.repeat(size, 1)
+        self.running_stats = at_birth.repeat(size, 1)
         self._steps = [0] * size
         self._arrange([self._first] * size)
 
@@ -364,7 +364,7 @@ class StackedStates:
             self.stacks.append(Stack(self._network_for(config), self._distribution, config, slots, learnt))
             self._stack_of[slots], self._row_of[slots] = number, np.arange(len(slots))
         for slot, member in enumerate(members):
-            self.carried[slot] = member.carried
+            self.running_stats[slot] = member.running_stats
             self._steps[slot] = member.step
         self.changes += 1
 
@@ -376,7 +376,7 @@ class StackedStates:
         return _Member(
             config=stack.config,
             learnt={name: stack.row(name, row) for name in stack.learnt},
-            carried=self.carried[slot].clone(),
+            running_stats=self.running_stats[slot].clone(),
             step=self._steps[slot],
         )
 
@@ -393,22 +393,22 @@ class StackedStates:
         self._arrange([self._first if parent is None else self._member(parent) for parent in parents])
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What a learner state consists of, by name."""
-        return *self._first.learnt, "architecture", "carried", "step"
+        return *self._first.learnt, "architecture", "running_stats", "step"
 
-    def part(self, slot: int, name: str) -> Tensor:
+    def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of a member's learner state: a vector `[k]`, its architecture and so on."""
         stack, row = self.place(slot)
         if name == "architecture":
             return self._architecture(stack.config)
         if name == "step":
             return torch.tensor(self._steps[slot])
-        return self.carried[slot].clone() if name == "carried" else stack.row(name, row).clone()
+        return self.running_stats[slot].clone() if name == "running_stats" else stack.row(name, row).clone()
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of a member's weights and moments `[k]`, its architecture and everything else it has."""
-        return {name: self.part(slot, name) for name in self.parts}
+        return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot, architecture and all.
@@ -423,11 +423,11 @@ class StackedStates:
             return
         for name, values in member.learnt.items():
             stack.row(name, row).copy_(values)
-        self.carried[slot] = member.carried
+        self.running_stats[slot] = member.running_stats
         self._steps[slot] = member.step
 
     def _checked(self, state: Mapping[str, Tensor]) -> _Member:
-        expected = set(self.parts)
+        expected = set(self.state_keys)
         if set(state) != expected:
             hint = ""
             if set(state) ^ expected == {"reference"}:
@@ -446,7 +446,7 @@ class StackedStates:
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
             self._first.learnt, ((length,), torch.float32)
         )
-        wanted |= {"carried": (tuple(self._first.carried.shape), torch.float64), "step": ((), torch.int64)}
+        wanted |= {"running_stats": (tuple(self._first.running_stats.shape), torch.float64), "step": ((), torch.int64)}
         for name, (shape, dtype) in wanted.items():
             if tuple(state[name].shape) != shape or state[name].dtype != dtype:
                 raise ValueError(
@@ -456,7 +456,9 @@ class StackedStates:
         if state["step"] < 0:
             raise ValueError(f"learner state 'step' must be at least 0, got {int(state['step'])}")
         learnt = {name: state[name].to(self._device) for name in self._first.learnt}
-        return _Member(config=config, learnt=learnt, carried=state["carried"].cpu(), step=int(state["step"]))
+        return _Member(
+            config=config, learnt=learnt, running_stats=state["running_stats"].cpu(), step=int(state["step"])
+        )
 
     def _architecture(self, config: NetworkConfig | None) -> Tensor:
         if config is not None:
@@ -478,7 +480,7 @@ class StackedStates:
         old, new = stack.shapes, self._network_for(config).shapes | dict(self._distribution.free)
         parts = {name: split(values, old) for name, values in member.learnt.items()}
         learnt = {name: join(part, new) for name, part in morph(parts, stack.config, config, rng).items()}
-        changed = _Member(config=config, learnt=learnt, carried=member.carried, step=member.step)
+        changed = _Member(config=config, learnt=learnt, running_stats=member.running_stats, step=member.step)
         self._arrange([changed if other == slot else self._member(other) for other in range(self.size)])
 
     def keep_reference(self, slots: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
 from evogrpo.interruption import intercept_exits
 from evogrpo.markup import card, sparkline
-from evogrpo.models.devices import fitting_threads
+from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
@@ -28,7 +28,7 @@ class Run(Iterator[GenerationReport]):
     Args:
         evolution: The run, step by step.
         display: Shows it while the run has control, never while the loop's body has it; None = nothing is shown.
-        one_thread: Whether torch computes in one thread while the run has control; see `fitting_threads`.
+        one_thread: Whether torch computes in one thread while the run has control; see `single_threaded`.
 
     Attributes:
         evolution: As given.
@@ -150,7 +150,7 @@ class Run(Iterator[GenerationReport]):
 
     def _advance(self) -> GenerationReport | None:
         """Run to the end of the next generation, if there is one, and show what happens on the way."""
-        with fitting_threads(one=self._one_thread), self._display or nullcontext():
+        with single_threaded(enabled=self._one_thread), self._display or nullcontext():
             for report in self._reports:
                 if self._display is not None:
                     self._display.show(report)

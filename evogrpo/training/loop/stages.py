@@ -16,7 +16,7 @@ from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.interruption import Interrupted, Undo, undoing_with
-from evogrpo.models.bank import State
+from evogrpo.models.bank import TrainState
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.best_tracker import second_set
 from evogrpo.training.loop.evaluation import Measured, measure, rollouts_of
@@ -124,7 +124,7 @@ class Stages:
         if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
             # Not worth a copy of what everybody has learnt: it ends in time.
             return self._timed_learning(collected)
-        banks, before = self.population.members.banks, dict[int, State]()
+        banks, before = self.population.members.banks, dict[int, TrainState]()
         slots = [agent.slot for agent in self.population.healthy]
         undo = Undo(lambda: before.update(banks.snapshot(slots)), self.stopping.settle)
         if own_algorithm(self.population.algorithm) is not None or self.population.crew.processes.size > 1:

@@ -10,7 +10,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
-from evogrpo.models.devices import memory_of
+from evogrpo.models.devices import device_memory
 from evogrpo.progress import Work, heard_by
 from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
@@ -80,7 +80,7 @@ def choose_sizes(
     enough = [choice for choice in choices if choice[0] >= shared_by.size] or choices[:1]
     sized = [with_sizes(config, _sizes(env, *choice)) for choice in enough]
     # 1. The largest that half of the memory has room for.
-    there, _ = shared_by.broadcast(memory_of("cpu"))
+    there, _ = shared_by.broadcast(device_memory("cpu"))
     roomy = [each for each in sized if there is None or need(each).total <= MEMORY_SHARE * there] or sized[-1:]
     why = "" if roomy[0] is sized[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds

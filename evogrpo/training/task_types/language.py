@@ -22,11 +22,11 @@ from evogrpo.envs.text.scoring import Preflight
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids, context_of
-from evogrpo.models.language.fsdp import base_bytes, check_parts, parts_of
+from evogrpo.models.language.fsdp import base_bytes, check_sharding, shard_count
 from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
 from evogrpo.models.language.lora import check_supported, lora_from_json
 from evogrpo.models.language.quantised import PACKAGES, check_quantised
-from evogrpo.models.language.targets import Trained, trained_by
+from evogrpo.models.language.targets import Trained, choose_targets
 from evogrpo.models.language.token_model import check_context
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import counted
@@ -121,7 +121,7 @@ class PreparedLanguage:
 
     def _in_parts(self) -> str:
         """Say how many processes hold the base together, where that was asked for."""
-        wanted, parts = self.config.base_parts, parts_of(self.config.base_parts)
+        wanted, parts = self.config.base_parts, shard_count(self.config.base_parts)
         if wanted == 1:
             return ""
         if processes().size == 1:
@@ -177,9 +177,9 @@ class LanguageTask:
         check_supported(lora)
         outline = load_outline(config.model)
         check_causal_class(outline.model)
-        check_parts(outline.model, config.base_parts, device)
-        check_quantised(config.precision, device, parts_of(config.base_parts))
-        trained = trained_by(outline.model, lora, outline=True)
+        check_sharding(outline.model, config.base_parts, device)
+        check_quantised(config.precision, device, shard_count(config.base_parts))
+        trained = choose_targets(outline.model, lora, outline=True)
         if start is not None:
             start.flat(trained.targets)  # refuses an adapter of another base
         longest = config.task.max_prompt_length
@@ -221,7 +221,7 @@ class LanguageTask:
             members=members.banks.size,
             samples=schedule.samples_per_step,
             validation=validation,
-            adapter=members.banks.part(0, "adapter").numel(),
+            adapter=members.banks.state_tensor(0, "adapter").numel(),
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
             base=base_bytes(model),

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
-from evogrpo.models.devices import USUAL_TOKENS
-from evogrpo.models.language.fsdp import fetched_parameters, held_parameters, parts_of
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.models.language.fsdp import gathered_parameters, parameters_per_rank, shard_count
 from evogrpo.models.language.loading import own_precision
 from evogrpo.models.language.lora import Target
 from evogrpo.models.language.quantised import PACKAGES, bytes_of
@@ -148,7 +148,7 @@ def forecast_of(
     longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
     per_step = config.population.size * _member_tokens(config, max(rounds.groups.values()), longest)
     adapter = sum(target.end - target.start for target in targets)
-    parts, precision = parts_of(config.base_parts), FLOAT if config.precision == "float32" else 2
+    parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
     if config.precision in PACKAGES:
         precision = own_precision(device).itemsize
     return LanguageForecast(
@@ -178,7 +178,7 @@ def forecast_of(
         device=device,
         processes=sharing(device),
         trial=trial,
-        fetched=fetched_parameters(outline, parts) * precision,
+        fetched=gathered_parameters(outline, parts) * precision,
     )
 
 
@@ -219,7 +219,7 @@ def held_bytes(outline: PreTrainedModel, precision: str | None, compute: int, pa
     """
     if precision in PACKAGES:
         return bytes_of(outline, precision, compute)
-    return held_parameters(outline, parts) * compute
+    return parameters_per_rank(outline, parts) * compute
 
 
 class Sizes(Protocol):
@@ -253,8 +253,8 @@ def peak_memory(
 ) -> Memory:
     """Estimate the peak memory.
 
-    Where the size of a micro-batch is left to the memory, `USUAL_TOKENS` are assumed: a larger size is only chosen if
-    half of the memory left has room for it.
+    `DEFAULT_MICRO_BATCH_TOKENS` are assumed where memory decides the size: a larger size is only chosen if it fits into
+    half of the remaining memory.
 
     Args:
         model: The base, with or without weights.
@@ -268,7 +268,7 @@ def peak_memory(
         base: Bytes of the base's weights, as far as one process holds them.
         device: Where members live.
     """
-    budget = agent.micro_batch_tokens or USUAL_TOKENS
+    budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
     width = longest + agent.max_output_tokens
     cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
     return Memory(
@@ -282,8 +282,8 @@ def peak_memory(
 
 def _micro_batches(wanted: int | None, device: str) -> str:
     if wanted is None and device.startswith("cuda"):
-        return f"as many tokens as fit into memory, {count_text(USUAL_TOKENS)} assumed below"
-    return f"at most {counted(wanted or USUAL_TOKENS, 'token')}"
+        return f"as many tokens as fit into memory, {count_text(DEFAULT_MICRO_BATCH_TOKENS)} assumed below"
+    return f"at most {counted(wanted or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
 
 
 def _memory_row(memory: Memory, size: int) -> str:

@@ -11,7 +11,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.models.devices import check_device, own_gpu
+from evogrpo.models.devices import check_device, local_gpu
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
@@ -27,9 +27,9 @@ def choose_device(wanted: str | None) -> str:
         ValueError: If the device does not exist here.
     """
     if wanted is None:
-        return own_gpu() if torch.cuda.is_available() else "cpu"
+        return local_gpu() if torch.cuda.is_available() else "cpu"
     check_device(wanted)
-    return own_gpu() if wanted == "cuda" else wanted
+    return local_gpu() if wanted == "cuda" else wanted
 
 
 def founder_options(config: AnyConfig) -> dict[str, Any]:

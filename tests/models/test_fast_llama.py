@@ -28,10 +28,10 @@ from evogrpo.functional import matmul as products
 from evogrpo.models.fast_llama import attention
 from evogrpo.models.fast_llama import decode as columns
 from evogrpo.models.fast_llama import decode as decoding
-from evogrpo.models.fast_llama.weight_layout import matrix_of
+from evogrpo.models.fast_llama.weight_layout import head_matrix
 from evogrpo.models.language import decode as generation
-from evogrpo.models.language import shared_prefixes as stems
-from evogrpo.models.language.passes import share_prefixes
+from evogrpo.models.language import shared_prefixes
+from evogrpo.models.language.forward import share_prefixes
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows
 from tests.tiny_models import COMMON, tiny_model
@@ -87,7 +87,7 @@ def known_to(model, **settings):
     """Tell whether a bank on a model runs it directly."""
     base = different_members(model, SIZE, **settings).base
     with base.working():
-        return base.direct
+        return base.uses_fast_llama
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def both(monkeypatch):
         monkeypatch.delenv("EVOGRPO_SLOW")
         for bank, direct in ((fast, True), (slow, False)):
             with bank.base.working():
-                assert bank.base.direct is direct
+                assert bank.base.uses_fast_llama is direct
         return fast, slow
 
     return build
@@ -185,7 +185,7 @@ def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members,
     base = both(built(KNOWN["qwen3"]))[0]
     rows = make_rows(members, prompts=prompts)
     batch = as_batch(rows, base.sample(rows))
-    route = base.weights.route("weights")
+    route = base.weights.hook_factory("weights")
     pairs, of_rows = share_prefixes(batch.member_ids, batch.inputs.prompt_ids)
     given = [batch.inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
     ids, present, members = batch.actions[:, :-1], batch.present[:, :-1], batch.member_ids
@@ -199,7 +199,7 @@ def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members,
 def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
     base = different_members(built(KNOWN["qwen3"]), SIZE).base
     weights = different_members(base.model, SIZE).weights
-    route, ids = weights.route("weights"), torch.tensor([[5, 6], [7, 8]])
+    route, ids = weights.hook_factory("weights"), torch.tensor([[5, 6], [7, 8]])
     rows, members, present = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones_like(ids, dtype=torch.bool)
     given = [(3, 4), (5, 9)], [0, 1]
     with base.working(), torch.no_grad():
@@ -211,7 +211,7 @@ def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
 def test_below_the_first_adapter_there_is_no_backward_pass(both):
     fast, _ = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
     with fast.base.working():
-        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.route("weights"))
+        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.hook_factory("weights"))
     assert [keys.requires_grad for keys, _ in prefix.layers] == [False, False]
     assert prefix.last_hidden.requires_grad
 
@@ -237,12 +237,12 @@ def test_scores_are_kept_for_short_sequences_alone(length, past):
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((1, 2, length, 16), generator=rng).requires_grad_() for _ in range(3))
     keys = None if past is None else torch.randn((1, 1, past, 16), generator=rng).requires_grad_()
-    shared = None if keys is None else attention.Shared(keys, keys, torch.zeros(2, dtype=torch.long), (2,))
+    shared = None if keys is None else attention.SharedPrompts(keys, keys, torch.zeros(2, dtype=torch.long), (2,))
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     bias = torch.zeros(1, length, length).masked_fill_(later, -1e9)
     saved = list[torch.Size]()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        out = attention.attended(q, k, v, length, bias, shared, None)
+        out = attention.attention(q, k, v, length, bias, shared, None)
     width = length + (past or 0)
     assert any(len(shape) == 4 and shape[3] != 16 for shape in saved) == (width <= 4 * 16)
     whole = [x if keys is None else torch.cat([keys.expand(1, 2, -1, -1), x], 2) for x in (k, v)]
@@ -329,7 +329,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_token_that_is_written_waits_for_the_device(settings, architecture, monkeypatch):
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 100)
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)  # on other devices each row is run by itself
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
     bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
     for tokens in (4, 11):
         rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)
@@ -424,7 +424,7 @@ def test_what_is_attached_later_is_run_as_well():
     handle.remove()
     assert called
     with bank.base.working():
-        assert bank.base.direct
+        assert bank.base.uses_fast_llama
 
 
 def test_layers_that_a_config_leaves_out_are_left_out(both):
@@ -436,13 +436,13 @@ def test_layers_that_a_config_leaves_out_are_left_out(both):
 def test_mixed_precision_around_it_stays_with_transformers_too():
     bank = different_members(tiny_model("llama"), SIZE)
     with torch.autocast("cpu", dtype=torch.bfloat16), bank.base.working():
-        assert not bank.base.direct
+        assert not bank.base.uses_fast_llama
 
 
 def test_mixed_precision_stays_with_transformers():
     bank = different_members(tiny_model("llama"), SIZE, autocast=partial(torch.autocast, "cpu", dtype=torch.bfloat16))
     with bank.base.working():
-        assert not bank.base.direct
+        assert not bank.base.uses_fast_llama
 
 
 def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
@@ -452,7 +452,7 @@ def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
         bank = different_members(model, SIZE)
     assert len(told) == 1
     with bank.base.working():
-        assert not bank.base.direct
+        assert not bank.base.uses_fast_llama
 
 
 def test_tokens_that_are_written_are_compared_too(monkeypatch):
@@ -477,8 +477,8 @@ def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_
     others = [hooked, replaced, of_odd, OddLayer(4, 9, bias=False), torch.nn.Linear(4, 9), plain.forward]
     others.append(copy.deepcopy(plain).bfloat16())
     hidden = torch.ones(2, 4)
-    assert torch.equal(matrix_of(plain, hidden), plain.weight)
-    assert [matrix_of(head, hidden) for head in others] == [None] * len(others)
+    assert torch.equal(head_matrix(plain, hidden), plain.weight)
+    assert [head_matrix(head, hidden) for head in others] == [None] * len(others)
 
 
 @pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])

@@ -7,7 +7,7 @@ import torch
 
 from evogrpo.data import SamplingOptions
 from evogrpo.functional.matmul import filled_up
-from evogrpo.models.language import shared_prefixes as stems
+from evogrpo.models.language import shared_prefixes
 from tests.tiny_batches import clear, different_members, make_rows, rows_run
 from tests.tiny_models import tiny_model
 
@@ -43,13 +43,13 @@ def beginnings(rows, rollout, at):
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     rows = clear(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
     apart = list(counts)
     counts.clear()
-    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
     got = bank.sample(rows)
     for name in ("actions", "present", "truncated"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
@@ -66,11 +66,11 @@ def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
     needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
-    within = [least <= stems.MOST_STEMS * len(rows) for least in needed]
+    within = [least <= shared_prefixes.MAX_DISTINCT_SHARE * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
     assert counts == [filled_up(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
@@ -82,7 +82,7 @@ def test_whatever_is_asked_of_the_tokens(options, monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
     got = bank.sample(rows)
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     expected = bank.sample(rows)
     assert torch.equal(got.actions, expected.actions)
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
@@ -112,7 +112,7 @@ def test_rows_of_one_beginning_have_temperatures_of_their_own(monkeypatch):
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
     rows = clear(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
     got = bank.sample(rows)
-    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
@@ -121,7 +121,7 @@ def test_further_turns_resume_from_shared_beginnings(monkeypatch):
     rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
     turns = []
     for most in (1.0, 0.0):
-        monkeypatch.setattr(stems, "MOST_STEMS", most)
+        monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
         first = bank.sample(rows)
         assert first.kept is not None
         history = tuple((*said, 3, 4) for said in map(tuple, first.actions.tolist()))
@@ -162,14 +162,14 @@ def listed(prompt_of):
         begun.append(Listed(prompt_of[rows]))
         return begun[0]
 
-    return stems.share_beginnings(begin, prompt_of), begun[0]
+    return shared_prefixes.shared_prefix_decoding(begin, prompt_of), begun[0]
 
 
 @pytest.mark.parametrize("most", [0.5, 1.0])
 def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch):
     """A random walk: rows choose among two tokens, and at every third step a third of them leaves."""
     rng = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(stems, "MOST_STEMS", most)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
     prompt_of = torch.arange(24) // 6
     decoding, beginnings = listed(prompt_of)
     written = [(prompt,) for prompt in prompt_of.tolist()]
@@ -189,8 +189,8 @@ def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch
 @pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
 def test_copying_ends_where_it_takes_longer_than_running(most, ran, monkeypatch):
     """Of 32 rows 16 are not run; one stem forks, so 17 are copied, and run with others as 24."""
-    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
-    monkeypatch.setattr(stems, "MOST_COPIES", most)
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
+    monkeypatch.setattr(shared_prefixes, "MAX_COPIED_PER_SKIPPED", most)
     decoding, beginnings = listed(torch.arange(16).repeat_interleave(2))
     decoding.advance((torch.arange(32) == 1).long())
     assert beginnings.advances == [ran]

@@ -12,7 +12,7 @@ from torch import Tensor
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.interruption import check_interrupted
 from evogrpo.models.bank import LossFunction, PolicyVersion
-from evogrpo.models.fast_llama.weight_layout import switched_off
+from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.token_model import TokenModel, Weights
 from evogrpo.progress import ProgressCounter
 
@@ -129,7 +129,7 @@ def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
 NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger
 
 
-class TokenPasses:
+class ForwardPasses:
     """Scores batches of completions and finds gradients; all calls happen while the model is working.
 
     Args:
@@ -255,7 +255,7 @@ class TokenPasses:
         lengths = _lengths(batch.action_mask).tolist()
         _, prefixes = share_prefixes(members.cpu(), inputs.prompt_ids.cpu())
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
-        repeated = [[row] for row in range(len(batch))] if switched_off() else repetitions(batch, members)
+        repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
         parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
         return [MicroBatch.of(part, repeated).to(batch.actions.device) for part in parts]
@@ -288,11 +288,11 @@ class TokenPasses:
     def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
         inputs: TokenInputs = batch.inputs
-        members, route = _acting(batch, policy), self.weights.route(policy)
+        members, make_hook = _acting(batch, policy), self.weights.hook_factory(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self.model.continued(prompts, slots, rows, fed, present, members, route)
+        return self.model.continued(prompts, slots, rows, fed, present, members, make_hook)
 
 
 def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:
