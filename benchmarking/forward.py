@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from evogrpo import load_base
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
-from evogrpo.functional.matmul import product
+from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.language.bank import AdapterBank
 
 PARTS = ("sampling", "learning", "both")
@@ -131,8 +131,8 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
         ways = [
             lambda weight: torch.mm(inside[weight.shape[1]], weight.T),
             lambda weight: torch.mm(weight, inside[weight.shape[1]].T),
-            lambda weight: product(inside[weight.shape[1]], weight),
-            lambda weight: product(weight, inside[weight.shape[1]]),
+            lambda weight: frozen_linear(inside[weight.shape[1]], weight),
+            lambda weight: frozen_linear(weight, inside[weight.shape[1]]),
         ]
         taken = list[float]()
         for way in ways:
@@ -141,7 +141,7 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
                 for weight in weights:
                     way(weight)
                     if back:
-                        product(outside[weight.shape[0]], weight.T)
+                        frozen_linear(outside[weight.shape[0]], weight.T)
             taken.append(time.process_time() - began)
         return min(taken)
 

@@ -15,7 +15,7 @@ PACKAGES = (
     "evogrpo",
     "evogrpo.config.hyperparameters",
     "evogrpo.config.search_space",
-    "evogrpo.config.loss_types",
+    "evogrpo.functional.loss_types",
     "evogrpo.config.objective",
     "evogrpo.config.optimizer",
     "evogrpo.evolution",

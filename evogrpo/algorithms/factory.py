@@ -29,7 +29,6 @@ from evogrpo.algorithms.members.team_members import TeamMembers
 from evogrpo.config.checks import instance, refuse_unknown, whole_between
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
-from evogrpo.config.loss_types import AdvantageType, LossType
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import (
@@ -42,6 +41,7 @@ from evogrpo.config.search_space import (
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies
 from evogrpo.evolution.founders import like_earlier
+from evogrpo.functional.loss_types import AdvantageType, LossType
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class
 from evogrpo.models.language.loading import BaseModel

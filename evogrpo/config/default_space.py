@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import LOSS_TYPES
 from evogrpo.config.objective import Objective, highest, lowest, possible
 from evogrpo.config.search_space import SEARCHED, HyperparameterConfig, RLParameter, feasible_group_sizes
+from evogrpo.functional.loss_types import LOSS_TYPES
 
 CLIPS = ("clip_coef", "clip_low", "clip_high")
 

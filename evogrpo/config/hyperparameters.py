@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from evogrpo.config.checks import refuse_unknown, single_number, whole_number
-from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
+from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
 __all__ = ["CATEGORIES", "HYPERPARAMETER_NAMES", "Hyperparameters", "Value", "is_categorical", "is_integer"]
 

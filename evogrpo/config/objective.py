@@ -10,7 +10,12 @@ from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from evogrpo.config.checks import MOST_COUNTED, names_unknown, single_number, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import (
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.roll import read_roll
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.config.translation import Translation
+from evogrpo.config.trl import read_trl
+from evogrpo.functional.loss_types import (
     ADVANTAGES,
     FULL_KLS,
     LOSS_TYPES,
@@ -22,11 +27,6 @@ from evogrpo.config.loss_types import (
     LossType,
     RewardNorm,
 )
-from evogrpo.config.optimizer import Optimizer
-from evogrpo.config.roll import read_roll
-from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.translation import Translation
-from evogrpo.config.trl import read_trl
 
 __all__ = ["Imported", "Objective"]
 
@@ -224,7 +224,7 @@ class Objective:
                         f"A member can have loss_type={loss_type!r}, advantage={advantage!r}: {error}"
                     ) from None
             # With gamma < 1 the return, and so the advantage, differs between the actions of a completion.
-            if not LOSS_TYPES[loss_type].of_actions and lowest("gamma", hyperparameters, space) < 1:
+            if not LOSS_TYPES[loss_type].per_action and lowest("gamma", hyperparameters, space) < 1:
                 raise ValueError(
                     f"gamma below 1 has no meaning with loss_type={loss_type!r}, which has one ratio per completion: "
                     "set gamma to 1, or choose a loss type with one ratio per action."
@@ -318,12 +318,12 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
             f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion: leave it out, "
             f"got {objective.aggregation!r}."
         )
-    if not facts.of_actions and objective.is_set("top_entropy_quantile"):
+    if not facts.per_action and objective.is_set("top_entropy_quantile"):
         yield (
             f"top_entropy_quantile={objective.top_entropy_quantile} has no meaning with loss_type={loss!r}, which has "
             "one ratio per completion: choose a loss type with one ratio per action."
         )
-    if not facts.of_actions and objective.per_action:
+    if not facts.per_action and objective.per_action:
         cause = (
             f"advantage={objective.advantage!r}"
             if objective.advantage in STEP_ADVANTAGES

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import cos, pi
 from typing import Literal, get_args
 
 from evogrpo.config.checks import finite_number, names_unknown, single_number, whole_between
@@ -78,17 +79,17 @@ class Optimizer:
             )
 
     def factor(self, step: int) -> float:
-        """Return the fraction of the learning rate at optimizer step `step`, counted from 0."""
-        from evogrpo.functional.optim import schedule_factor  # needs torch
+        """Return the fraction of the learning rate at optimizer step `step`, counted from 0.
 
-        return schedule_factor(
-            step,
-            kind=self.schedule,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-            cycles=self.cycles,
-            floor=self.floor,
-        )
+        Source: transformers, `get_scheduler`: linear, cosine, cosine_with_min_lr and polynomial of power 1.
+        """
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.total_steps is None:
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
+        return self.floor + (1.0 - self.floor) * decay
 
 
 def _betas(given: object) -> tuple[float, float]:

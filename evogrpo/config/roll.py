@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.config.checks import flag, whole_number
-from evogrpo.config.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.config.translation import (
     Key,
     SettingsReader,
@@ -19,6 +18,7 @@ from evogrpo.config.translation import (
     top_p,
     unless,
 )
+from evogrpo.functional.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.safe_parsing import bounded_yaml
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"

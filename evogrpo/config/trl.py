@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from evogrpo.config.checks import finite_number, flag, unknown_name_error, whole_number
-from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.config.translation import (
     Key,
     SettingsReader,
@@ -21,6 +20,7 @@ from evogrpo.config.translation import (
     top_k,
     top_p,
 )
+from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 
 
 def _weights(what: str, value: Any) -> list[float]:

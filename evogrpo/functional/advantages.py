@@ -1,17 +1,16 @@
-"""Group-relative advantages: how a completion's reward, or the rewards ahead of an action, compare with its group."""
+"""Group-relative advantages of completions and of single actions."""
 
 import torch
 from torch import Tensor
 
-from evogrpo.config.loss_types import ADVANTAGES
-from evogrpo.functional.returns import (
-    normalised_step_rewards,
-    return_to_go_group,
-    return_to_go_timestep,
-    returns_to_go,
+from evogrpo.functional.loss_types import ADVANTAGES
+from evogrpo.functional.rewards import (
+    comparable_groups,
+    consecutive_ids,
+    group_statistics,
+    place_on_last_action,
+    subtract_kl,
 )
-from evogrpo.functional.reward_shaping import clip_rewards, penalise_kl, place_on_actions
-from evogrpo.functional.statistics import group_statistics, numbered, numbered_groups
 
 Coefficient = float | Tensor
 
@@ -38,24 +37,24 @@ def advantages(
     The order is ROLL's: normalise in the group, `reward_clip`, place on the actions, subtract `kl_penalty`,
     `reward_clip`, discounted return, whiten, mask, `advantage_clip`. Estimators of whole completions place their
     advantage on the last action, so at gamma 1 and without penalty every action of a completion has the same. Only
-    "return_to_go_group" and "return_to_go_timestep" normalise last, after the return: they compare returns.
+    "return_to_go_group" and "return_to_go_timestep" normalise last, after the return, because they compare returns.
 
     Args:
         kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
-        group_ids: `[n]` which group each completion belongs to; at least 2 of each, but for "reinforce".
-        member_ids: `[n]` whose completion it is; statistics of a batch are taken for each member apart.
+        group_ids: `[n]` group of each completion; at least 2 completions each, except for "reinforce".
+        member_ids: `[n]` member of each completion; statistics of a batch are those of one member.
         mask: `[n, t]` booleans, True = counts.
-        step_rewards: `[n, t]` reward earned at each action; NaN = no reward is given here. None: `rewards`, at the
-            last action. Read by the `STEP_ADVANTAGES` only.
-        components: `[n, f]` the reward functions apart, NaN = does not apply; needed by "gdpo", read by it only.
-        component_weights: `[f]`; None = all 1.
+        step_rewards: `[n, t]` reward of each action; NaN = no reward is given here. None = `rewards` at the last
+            action. Read by the `STEP_ADVANTAGES` only.
+        components: `[n, f]` value of each reward function, NaN = does not apply; read by "gdpo" only.
+        component_weights: `[f]` weights of the reward functions; None = all 1.
         gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
         eps: Added to every standard deviation, in reward units.
         kl_penalty: `[n, t]` beta times an estimate of the KL divergence to the reference, without gradient.
-        reward_clip: Bound of the absolute value of a (normalised) reward.
+        reward_clip: Bound on the absolute value of a (normalised) reward.
         whiten_advantages: Standardise over all of a member's actions; gives groups of equal rewards an advantage.
-        advantage_clip: Bound of the advantages' absolute value; a float or `[n, 1]`.
+        advantage_clip: Bound on the absolute value of advantages; a float or `[n, 1]`.
 
     Returns:
         `[n, t]` in the dtype of `rewards`; 0 where the mask is False and where no reward applies.
@@ -65,32 +64,46 @@ def advantages(
             completions.
     """
     if kind not in ADVANTAGES:
-        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}")
+        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}.")
+    bound = torch.inf if reward_clip is None else reward_clip
+    # 1. Compare rewards within their group, clip them, and place them on actions.
     if ADVANTAGES[kind] == "step rewards":
-        steps = place_on_actions(rewards, mask) if step_rewards is None else step_rewards
+        steps = place_on_last_action(rewards, mask) if step_rewards is None else step_rewards
         steps = torch.where(mask, steps, torch.nan)
         applies = ~steps.isnan().all(1)
         if kind == "process":
-            steps = normalised_step_rewards(steps, mask, group_ids, eps)
-        steps = _clip(steps, reward_clip)
+            steps = standardised_step_rewards(steps, mask, group_ids, eps)
+        steps = steps.clamp(-bound, bound)
     else:
-        if ADVANTAGES[kind] == "reward functions":
+        applies = ~rewards.isnan()
+        if kind == "gdpo":
             if components is None:
-                raise ValueError(f"{kind} normalises every reward function apart, so it needs the rewards of each")
+                raise ValueError(f"advantage {kind!r} needs the value of each reward function, got components=None.")
             applies = ~components.isnan().all(1)
-            values = gdpo(components, component_weights, group_ids, member_ids, eps)
+            values = gdpo_advantages(components, component_weights, group_ids, member_ids, eps)
+        elif kind == "outcome":
+            values = group_advantages(rewards, group_ids, eps)
+        elif kind == "rloo":
+            values = leave_one_out_advantages(rewards, group_ids)
+        elif kind == "mean_only":
+            values = mean_centred_advantages(rewards, group_ids)
+        elif kind == "batch_std":
+            values = batch_std_advantages(rewards, group_ids, member_ids, eps)
         else:
-            applies = ~rewards.isnan()
-            values = _of_completions(kind, rewards, group_ids, member_ids, eps)
-        steps = place_on_actions(_clip(values, reward_clip), mask)
+            assert kind == "reinforce"
+            values = torch.where(applies, rewards, 0.0)
+        steps = place_on_last_action(values.clamp(-bound, bound), mask)
+    # 2. Subtract the KL penalty from each reward.
     if kl_penalty is not None:
-        steps = _clip(penalise_kl(steps, kl_penalty, mask), reward_clip)
+        steps = subtract_kl(steps, kl_penalty, mask).clamp(-bound, bound)
+    # 3. Sum the rewards of each action and of those after it.
     if kind == "return_to_go_group":
-        result = return_to_go_group(steps, mask, group_ids, gamma, eps)
+        result = group_return_advantages(steps, mask, group_ids, gamma, eps)
     elif kind == "return_to_go_timestep":
-        result = return_to_go_timestep(steps, mask, group_ids, gamma, eps)
+        result = timestep_return_advantages(steps, mask, group_ids, gamma, eps)
     else:
         result = returns_to_go(steps, mask, gamma)
+    # 4. Whiten, clip and mask the advantages.
     if whiten_advantages:
         result = whiten(result, mask, member_ids)
     if advantage_clip is not None:
@@ -98,30 +111,17 @@ def advantages(
     return torch.where(mask & applies[:, None], result, 0.0).to(rewards.dtype)
 
 
-def _of_completions(kind: str, rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float) -> Tensor:
-    if kind == "outcome":
-        return group_advantages(rewards, group_ids, eps)
-    if kind == "rloo":
-        return leave_one_out(rewards, group_ids)
-    if kind == "mean_only":
-        return mean_only(rewards, group_ids)
-    if kind == "reinforce":
-        return reinforce(rewards)
-    return batch_std(rewards, group_ids, member_ids, eps)
-
-
-def _clip(values: Tensor, bound: float | None) -> Tensor:
-    return values if bound is None else clip_rewards(values, bound)
+# ---- advantages of completions
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
-    r"""Standardise each reward against its own group: (r - mean_g) / (std_g + eps).
+    r"""Standardise each reward within its group: (r - mean_g) / (std_g + eps).
 
     The standard deviation is the sample one (n - 1). A group whose rewards are all equal gets exactly 0.
 
     Args:
-        rewards: `[n]` one scalar per completion; NaN marks "no reward applies" and is left out of the statistics.
-        group_ids: `[n]` which group each completion belongs to; any order, any group sizes.
+        rewards: `[n]` one scalar per completion; NaN = does not apply, and is left out of the statistics.
+        group_ids: `[n]` group of each completion; any order, any group sizes.
         eps: Added to the standard deviation, in reward units.
 
     Returns:
@@ -133,63 +133,54 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> T
 
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1.2.
     """
-    centred, std, _ = _against_group(rewards, group_ids)
+    centred, std, _ = _centred(rewards, group_ids)
     return (centred / (std + eps)).to(rewards.dtype)
 
 
-def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Subtract the group's mean and divide by nothing: r - mean_g, in reward units; otherwise as `group_advantages`.
+def mean_centred_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    r"""Subtract the group's mean: r - mean_g, in reward units; otherwise as `group_advantages`.
 
     Source: Dr. GRPO (arXiv:2503.20783).
     """
-    return _against_group(rewards, group_ids)[0].to(rewards.dtype)
+    return _centred(rewards, group_ids)[0].to(rewards.dtype)
 
 
-def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Subtract the mean of the other completions of the group: r - mean of the rest = g / (g - 1) (r - mean_g).
+def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    r"""Subtract the mean of the group's other completions: r - mean of the others = g / (g - 1) (r - mean_g).
 
-    In reward units; rewards of NaN do not count in g. Otherwise as `group_advantages`.
+    In reward units; g counts the rewards that apply. Otherwise as `group_advantages`.
 
     Source: RLOO (arXiv:2402.14740).
     """
-    centred, _, count = _against_group(rewards, group_ids)
+    centred, _, count = _centred(rewards, group_ids)
     return (centred * (count / (count - 1).clamp(min=1))).to(rewards.dtype)
 
 
-def reinforce(rewards: Tensor) -> Tensor:
-    r"""Take each reward as it is, compared with nothing: r, in reward units, and 0 for NaN.
+def batch_std_advantages(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:
+    r"""Subtract the group's mean and divide by the deviation of the batch: (r - mean_g) / (std_batch + eps).
 
-    Source: Williams, "Simple statistical gradient-following algorithms" (1992), without a baseline.
-    """
-    return torch.where(rewards.isnan(), 0.0, rewards)
-
-
-def batch_std(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:
-    r"""Centre on the group's mean and divide by the member's whole batch: (r - mean_g) / (std_batch + eps).
-
-    `member_ids`, `[n]`, say whose completion each is: the deviation is of all the member's rewards. Otherwise as
-    `group_advantages`.
+    The batch is that of one member, `member_ids` `[n]`. Otherwise as `group_advantages`.
 
     Source: Lite PPO (arXiv:2508.08221).
     """
-    centred, _, _ = _against_group(rewards, group_ids)
-    member, members = numbered(member_ids)
+    centred, _, _ = _centred(rewards, group_ids)
+    member, members = consecutive_ids(member_ids)
     std = group_statistics(rewards, ~rewards.isnan(), member, members).std[member]
     return (centred / (std + eps)).to(rewards.dtype)
 
 
-def gdpo(
+def gdpo_advantages(
     components: Tensor, weights: Tensor | None, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4
 ) -> Tensor:
-    r"""Standardise every reward function in its group, add them up, and divide by the deviation of the sums.
+    r"""Standardise each reward function within its group, sum the results, and divide by the deviation of the sums.
 
-    A reward function with a wide range then has no more say than one with a narrow range.
+    The range of a reward function then has no influence.
 
     Args:
         components: `[n, f]` one column per reward function; NaN = does not apply.
-        weights: `[f]`; None = all 1.
-        group_ids: `[n]`, at least 2 of each, as in `group_advantages`.
-        member_ids: `[n]` whose completion each is; the deviation of the sums is taken for each member apart.
+        weights: `[f]` weights of the reward functions; None = all 1.
+        group_ids: `[n]` group of each completion, at least 2 completions each.
+        member_ids: `[n]` member of each completion; the deviation of the sums is that of one member.
         eps: Added to every standard deviation.
 
     Returns:
@@ -199,56 +190,156 @@ def gdpo(
     """
     standard = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
     total = standard.sum(1) if weights is None else standard @ weights.to(standard)
-    member, members = numbered(member_ids)
-    # The mean of the sums needs no subtraction: within a group the values of every function add up to 0.
+    member, members = consecutive_ids(member_ids)
+    # Within a group the values of every function sum to 0, so the sums have mean 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]
     return (total / (std + eps)).to(components.dtype)
+
+
+def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, all `[n]` float64: distance from the group's mean (0 for NaN), the group's deviation and its count."""
+    group, groups = comparable_groups(group_ids)
+    applies = ~rewards.isnan()
+    statistics = group_statistics(rewards, applies, group, groups)
+    centred = torch.where(applies, rewards.double() - statistics.mean[group], 0.0)
+    return centred, statistics.std[group], statistics.amount[group]
+
+
+# ---- advantages of actions
+
+
+def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) -> Tensor:
+    r"""Return the discounted sum of rewards from each action to the end: G_t = sum over u >= t of gamma^(u - t) r_u.
+
+    Only counted actions are discounted; tokens between them (tool output, observations) are not steps.
+
+    Args:
+        step_rewards: `[n, t]`; NaN, and all values where the mask is False, count as 0.
+        mask: `[n, t]` booleans, True = counts.
+        gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
+
+    Returns:
+        `[n, t]` in reward units; 0 where the mask is False.
+
+    Source: Sutton and Barto (2018), equation 3.8.
+    """
+    totals = _returns(step_rewards, mask, gamma)
+    return torch.where(mask, totals, 0.0).to(step_rewards.dtype)
+
+
+def _returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
+    """Return G_t in float64, `[n, t]`: at uncounted actions that of the next counted one, 0 after the last."""
+    totals = torch.where(mask & ~step_rewards.isnan(), step_rewards.double(), 0.0)
+    discount = torch.as_tensor(gamma, dtype=torch.float64, device=mask.device)
+    decays = torch.where(mask, discount, 1.0)
+    span, width = 1, mask.shape[1]
+    while span < width:
+        # `totals[:, t]` covers the columns t to t + span - 1, `decays[:, t]` discounts over them: double both.
+        ahead = slice(span, None)
+        totals[:, :-span] = totals[:, :-span] + decays[:, :-span] * totals[:, ahead]
+        decays[:, :-span] = decays[:, :-span] * decays[:, ahead]
+        span *= 2
+    return totals
+
+
+def standardised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
+    r"""Standardise every step reward over all step rewards of its group: (r - mean_g) / (std_g + eps).
+
+    The advantage "process" is their return-to-go. It is 0 everywhere if all steps earn the same (CartPole,
+    MountainCar).
+
+    Args:
+        step_rewards: `[n, t]`; NaN = no reward is given here. Language models have rewards at the ends of reasoning
+            steps; a 0 at other tokens would count as a reward of 0 and shift the mean.
+        mask: `[n, t]` booleans, True = counts.
+        group_ids: `[n]` group of each completion.
+        eps: Added to the sample standard deviation, in reward units.
+
+    Returns:
+        `[n, t]`, dimensionless; NaN where no reward is given. Exactly 0 where all of a group's step rewards are equal.
+
+    Raises:
+        ValueError: If a group has fewer than 2 completions.
+
+    Source: DeepSeekMath (arXiv:2402.03300), section 4.1.3.
+    """
+    group, groups = comparable_groups(group_ids)
+    cell = group[:, None].expand_as(mask)
+    applies = mask & ~step_rewards.isnan()
+    statistics = group_statistics(step_rewards, applies, cell, groups)
+    standard = (step_rewards.double() - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    return torch.where(applies, standard, torch.nan).to(step_rewards.dtype)
+
+
+def group_return_advantages(
+    step_rewards: Tensor, mask: Tensor, group_ids: Tensor, gamma: Coefficient = 1.0, eps: float = 1e-4
+) -> Tensor:
+    r"""Standardise every return-to-go over all counted actions of its group.
+
+    A perfect episode that a time limit cuts off still ends in small returns, so its last actions score below the mean.
+    `timestep_return_advantages` has no such bias.
+
+    Args:
+        step_rewards: `[n, t]`; NaN = no reward is given here; a row of NaN does not apply.
+        mask: `[n, t]` booleans, True = counts.
+        group_ids: `[n]` group of each completion.
+        gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
+        eps: Added to the sample standard deviation, in reward units.
+
+    Returns:
+        `[n, t]`, dimensionless; 0 where the mask is False.
+
+    Raises:
+        ValueError: If a group has fewer than 2 completions.
+
+    Source: the GRPO proposal for SB3-contrib, third variant.
+    """
+    group, groups = comparable_groups(group_ids)
+    cell = group[:, None].expand_as(mask)
+    totals = _returns(step_rewards, mask, gamma)
+    applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
+    statistics = group_statistics(totals, applies, cell, groups)
+    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
+
+
+def timestep_return_advantages(
+    step_rewards: Tensor, mask: Tensor, group_ids: Tensor, gamma: Coefficient = 1.0, eps: float = 1e-4
+) -> Tensor:
+    r"""Standardise every return-to-go over the group's returns at the same time step.
+
+    An episode that has ended is compared with a return of 0, as in an absorbing state. Arguments and result are those
+    of `group_return_advantages`.
+
+    Source: code of the GRPO proposal for SB3-contrib.
+    """
+    group, groups = comparable_groups(group_ids)
+    width = mask.shape[1]
+    cell = group[:, None] * width + torch.arange(width, device=mask.device)
+    totals = _returns(step_rewards, mask, gamma)
+    applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)
+    statistics = group_statistics(totals, applies, cell, groups * width)
+    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 
 
 def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     r"""Standardise over all counted actions of each member: (A - mean) / sqrt(variance + 1e-8).
 
-    The mean weighs long completions more, so groups of equal rewards get an advantage that is not 0.
+    Long completions weigh more in the mean, so groups of equal rewards get an advantage other than 0.
 
     Args:
         values: `[n, t]` advantages.
         mask: `[n, t]` booleans, True = counts.
-        member_ids: `[n]`.
+        member_ids: `[n]` member of each completion.
 
     Returns:
         `[n, t]`; 0 where the mask is False.
 
     Source: ROLL, `whiten_advantages` (sample variance, n - 1).
     """
-    member, members = numbered(member_ids)
-    every = member[:, None].expand_as(mask)
-    statistics = group_statistics(values, mask, every, members)
-    centred = values.double() - statistics.mean[every]
-    return torch.where(mask, centred / (statistics.std[every] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)
-
-
-def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return a mask of groups without learning signal: rewards are all equal, or fewer than two apply.
-
-    Args:
-        rewards: `[n]` one scalar per completion; NaN = does not apply.
-        groups: `[n]` group numbers from 0 to `count - 1`.
-        count: Number of groups.
-
-    Returns:
-        `[count]` booleans.
-    """
-    applies = ~rewards.isnan()
-    low = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    low = low.scatter_reduce(0, groups[applies], rewards[applies], "amin")
-    high = torch.full_like(low, -torch.inf).scatter_reduce(0, groups[applies], rewards[applies], "amax")
-    return low >= high
-
-
-def _against_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, all `[n]` float64: distance from the group's mean (0 for NaN), the group's deviation and its count."""
-    group, groups = numbered_groups(group_ids)
-    applies = ~rewards.isnan()
-    statistics = group_statistics(rewards, applies, group, groups)
-    centred = torch.where(applies, rewards.double() - statistics.mean[group], 0.0)
-    return centred, statistics.std[group], statistics.amount[group]
+    member, members = consecutive_ids(member_ids)
+    cell = member[:, None].expand_as(mask)
+    statistics = group_statistics(values, mask, cell, members)
+    centred = values.double() - statistics.mean[cell]
+    return torch.where(mask, centred / (statistics.std[cell] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)

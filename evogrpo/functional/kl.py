@@ -1,27 +1,27 @@
-"""KL divergence from the reference policy: estimates from sampled actions, closed forms, adaptive coefficient."""
+"""KL divergence to the reference policy: estimates from sampled actions, closed forms, adaptive coefficient."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from evogrpo.config.loss_types import ACTION_KLS
+from evogrpo.functional.loss_types import ACTION_KLS
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     r"""Estimate KL(policy || reference) from sampled actions, with d = log_probs - ref_log_probs.
 
-    - "k1": d. Unbiased, any sign. As a loss its gradient is 0 on average: use it in rewards.
-    - "k2": d^2 / 2. Biased but never negative; as a loss, the gradient of KL(policy || reference) on average.
-    - "k3": exp(-d) + d - 1. Unbiased and never negative; as a loss, the gradient of KL(reference || policy) on
-      average, which is the same to first order around the reference.
+    - "k1": d. Unbiased, of any sign. As a loss its expected gradient is 0: use it in rewards.
+    - "k2": d^2 / 2. Biased but never negative. As a loss its expected gradient is that of KL(policy || reference).
+    - "k3": exp(-d) + d - 1. Unbiased and never negative. As a loss its expected gradient is that of
+      KL(reference || policy), which is the same to first order around the reference.
     - "abs": |d|.
 
     Unbiased: in expectation over actions sampled from the policy. d is clamped to +-20 before the exponential.
 
     Args:
         kind: One of `ActionKl`.
-        log_probs: `[n, t]` of the current policy, in nats.
-        ref_log_probs: `[n, t]` of the reference policy, in nats.
+        log_probs: `[n, t]` log-probabilities of the current policy, in nats.
+        ref_log_probs: `[n, t]` log-probabilities of the reference policy, in nats.
 
     Returns:
         `[n, t]` in nats.
@@ -55,8 +55,8 @@ def categorical_kl(first: Tensor, second: Tensor) -> Tensor:
     Returns:
         `[...]` in nats.
     """
-    one, other = first.log_softmax(-1), second.log_softmax(-1)
-    return (one.exp() * (one - other)).sum(-1)
+    log_p, log_q = first.log_softmax(-1), second.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
@@ -79,16 +79,16 @@ def gaussian_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std
         `[...]` in nats.
     """
     # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact near r = 0 by expm1.
-    narrower = log_std - other_log_std
+    log_ratio = log_std - other_log_std
     distance = (mean - other_mean) * torch.exp(-other_log_std)
-    return ((torch.expm1(2 * narrower) + distance.square()) / 2 - narrower).sum(-1)
+    return ((torch.expm1(2 * log_ratio) + distance.square()) / 2 - log_ratio).sum(-1)
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
-    r"""Move the KL coefficient towards a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
+    r"""Adapt the KL coefficient to a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
 
     Args:
-        value: Coefficients, or factors of them, any shape.
+        value: Coefficients, or factors on them, any shape.
         kl: Measured divergence in nats, the same shape.
         target: Target divergence in nats, above 0.
         horizon: Number of samples over which the coefficient changes by at most a fifth, at least 1.

@@ -1,9 +1,9 @@
-"""Losses per action, and the weights that reduce them: every reduction is a weighted sum, so micro-batches add up."""
+"""Policy losses per action, and the weights that reduce them. Every reduction is a weighted sum over actions."""
 
 import torch
 from torch import Tensor
 
-from evogrpo.config.loss_types import AGGREGATIONS, LOSS_TYPES, LossFacts
+from evogrpo.functional.loss_types import AGGREGATIONS, LOSS_TYPES, LossProperties
 
 Coefficient = float | Tensor
 
@@ -23,66 +23,66 @@ def policy_loss(
     sapo_tau_negative: float = 1.05,
     cispo_clip_low: bool = False,
 ) -> Tensor:
-    r"""Return the loss of every action, to minimise; `loss_weights` reduces it to the formula of the loss type.
+    r"""Return the loss of every action, to be minimised; `loss_weights` reduces it to the loss type's formula.
 
     With d = log_probs - old_log_probs and rho = exp(d), d clamped to +-20 before an exponential:
 
     - "grpo", "dapo", "bnpo", "dr_grpo": -min(rho A, clip(rho, 1 - low, 1 + high) A). They differ in their reduction.
-    - "gspo", "luspo": the same with rho = exp(mean of d over the completion), the same for all its actions.
-    - "cispo": -min(rho, 1 + high) A log_probs, the factor without gradient.
+    - "gspo", "luspo": the same with one ratio per completion, rho = exp(mean of d over its actions).
+    - "cispo": -min(rho, 1 + high) A log_probs; the first factor carries no gradient.
     - "sapo": -A sigmoid(tau (rho - 1)) 4 / tau, with one tau for A > 0 and one for the others.
-    - "gmpo": -A exp(mean of d' over the completion), d' = d clipped to [-low, high] on the side where A would push
-      it further out.
+    - "gmpo": -A exp(mean of d' over the completion), d' = d clipped to [-low, high] on the side where A increases
+      its size.
 
     Args:
         loss_type: One of `LossType`.
-        log_probs: `[n, t]` of the current policy, in nats; they carry the gradient.
-        old_log_probs: `[n, t]` at sampling time, in nats, without gradient.
+        log_probs: `[n, t]` log-probabilities of the current policy, in nats, with gradient.
+        old_log_probs: `[n, t]` log-probabilities at sampling time, in nats, without gradient.
         advantages: `[n, 1]` or `[n, t]`, dimensionless.
-        mask: `[n, t]` booleans, True = counts; where it is False the other tensors may hold anything.
-        clip_low: Distance from 1 to the lower edge of the trust region (from 0 for "gmpo"); a float or `[n, 1]`.
-        clip_high: Distance from 1 to its upper edge; a float or `[n, 1]`.
+        mask: `[n, t]` booleans, True = counts; where it is False, other tensors may have any value.
+        clip_low: Half-width of the clipping interval below 1 (below 0 for "gmpo"); a float or `[n, 1]`.
+        clip_high: Half-width above; a float or `[n, 1]`.
         dual_clip: Where A < 0 the loss is at most `-dual_clip * A`; above 1. None = unbounded.
         delta: Upper bound of the unclipped rho, above 1 + clip_high. None = unbounded.
-        sapo_tau_positive: Steepness where A > 0, above 0.
-        sapo_tau_negative: Steepness elsewhere, above 0.
-        cispo_clip_low: Bound the factor of "cispo" from below too, at 1 - clip_low.
+        sapo_tau_positive: Temperature tau of "sapo" where A > 0, above 0.
+        sapo_tau_negative: Temperature tau elsewhere, above 0.
+        cispo_clip_low: Also bound the factor of "cispo" from below, at 1 - clip_low.
 
     Returns:
         `[n, t]` losses; 0 where the mask is False.
 
     Raises:
-        ValueError: If `loss_type` is unknown, or has no ratio that `dual_clip` or `delta` could bound.
+        ValueError: If `loss_type` is unknown, or `dual_clip` or `delta` is given and it has no clipped ratio.
 
     Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO
     (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta (arXiv:2505.07291).
     """
-    facts = _facts(loss_type)
-    difference = _differences(log_probs, old_log_probs, mask)
-    advantages = torch.where(mask, advantages, 0.0)  # 0 times NaN in the padding would be a gradient of NaN
-    if facts.bounded:
-        ratio = _ratios(facts, difference, mask)
-        free = ratio if delta is None else _below(ratio, delta)
-        losses = -torch.minimum(free * advantages, _between(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
+    loss = _properties(loss_type)
+    log_ratios = torch.where(mask, log_probs - old_log_probs, 0.0)
+    advantages = torch.where(mask, advantages, 0.0)  # NaN in the padding times 0 would be a gradient of NaN
+    if loss.bounded:
+        ratio = _ratios(loss, log_ratios, mask)
+        unclipped = ratio if delta is None else ratio.clamp(max=delta)
+        losses = -torch.minimum(unclipped * advantages, _clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
         if dual_clip is not None:
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
         return torch.where(mask, losses, 0.0)
     if dual_clip is not None or delta is not None:
-        raise ValueError(f"dual_clip and delta bound a probability ratio in the loss; {loss_type!r} has none to bound")
+        raise ValueError(f"dual_clip and delta need a loss with a clipped ratio, got loss_type={loss_type!r}.")
     if loss_type == "cispo":
-        factor = _below(_exp(difference.detach()), 1.0 + clip_high)
+        factor = _exp(log_ratios.detach()).clamp(max=1.0 + clip_high)
         if cispo_clip_low:
-            factor = _above(factor, 1.0 - clip_low)
+            factor = factor.clamp(min=1.0 - clip_low)
         losses = -factor * advantages * log_probs
     elif loss_type == "sapo":
         positive = (advantages > 0).to(log_probs.dtype)
         tau = sapo_tau_positive * positive + sapo_tau_negative * (1.0 - positive)
-        losses = -advantages * torch.sigmoid(tau * (_exp(difference) - 1.0)) * 4.0 / tau
+        losses = -advantages * torch.sigmoid(tau * (_exp(log_ratios) - 1.0)) * 4.0 / tau
     else:
         assert loss_type == "gmpo"
         sign = advantages.sign()
-        outward = sign * torch.minimum(sign * difference, sign * _between(difference, -clip_low, clip_high))
-        losses = -advantages * _exp(_sequence_mean(outward, mask))
+        clipped = sign * torch.minimum(sign * log_ratios, sign * _clamp(log_ratios, -clip_low, clip_high))
+        losses = -advantages * _exp(_sequence_mean(clipped, mask))
     return torch.where(mask, losses, 0.0)
 
 
@@ -97,11 +97,10 @@ def clipped_actions(
     clip_high: Coefficient,
     cispo_clip_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the actions at which the lower and the upper clip bind; their means are the clip fractions.
+    """Return masks of the actions where the lower and the upper clip bind; their means are the clip fractions.
 
-    A bound ratio gives no gradient where the clip cuts it off; "cispo" goes on learning at the bound, so its clips
-    bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted. The
-    arguments are those of `policy_loss`.
+    A clip binds where it removes the gradient. In "cispo" it removes none, so its clips bind for advantages of either
+    sign. "sapo" has no clip. Actions with advantage 0 are never counted. Arguments are those of `policy_loss`.
 
     Returns:
         Two `[n, t]` booleans, low and high; False where the mask is False.
@@ -109,18 +108,18 @@ def clipped_actions(
     Raises:
         ValueError: If `loss_type` is unknown.
     """
-    facts = _facts(loss_type)
-    if not facts.clips:
+    loss = _properties(loss_type)
+    if not loss.clips:
         return torch.zeros_like(mask), torch.zeros_like(mask)
-    difference = _differences(log_probs.detach(), old_log_probs, mask)
-    if facts.ratio == "geometric mean":
-        below, above = difference < -clip_low, difference > clip_high
+    log_ratios = torch.where(mask, log_probs.detach() - old_log_probs, 0.0)
+    if loss.ratio == "geometric mean":
+        below, above = log_ratios < -clip_low, log_ratios > clip_high
     else:
-        ratio = _ratios(facts, difference, mask)
+        ratio = _ratios(loss, log_ratios, mask)
         below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
     if loss_type == "cispo":
-        teaches = mask & (advantages != 0)
-        return below & teaches & cispo_clip_low, above & teaches
+        has_advantage = mask & (advantages != 0)
+        return below & has_advantage & cispo_clip_low, above & has_advantage
     return below & mask & (advantages < 0), above & mask & (advantages > 0)
 
 
@@ -131,25 +130,24 @@ def loss_weights(
     member_ids: Tensor,
     max_completion_length: int | None = None,
 ) -> Tensor:
-    r"""Return the weight of every action in its member's loss, so that sum(weights * losses) is the reduced loss.
+    r"""Return the weight of every action in its member's loss: sum(weights * losses) is the reduced loss.
 
-    With n completions of the member and m actions that count, the weight of an action is
+    With n completions of the member, the weight of an action is
 
-    - "token-mean": 1 / (all actions of the member);
+    - "token-mean": 1 / (all counted actions of the member);
     - "seq-mean-token-sum": 1 / n;
     - "seq-mean-token-mean": 1 / (n * actions of the completion);
     - "seq-mean-token-sum-norm": 1 / (n * max_completion_length).
 
-    The weights are taken over a whole optimizer step before it is split into micro-batches: any split of whole rows
-    then adds up to the same gradient, and no 1/N over members ever enters. Padding and completions that hold no
-    counted action weigh nothing, but the latter count in n.
+    Weights are computed over a whole optimizer step before it is split into micro-batches, so any split of whole rows
+    gives the same gradient. Members are summed, not averaged. A completion without counted actions still counts in n.
 
     Args:
-        loss_type: One of `LossType`; names the aggregation when that is None.
+        loss_type: One of `LossType`; determines the aggregation if that is None.
         aggregation: One of `Aggregation`, or None.
         mask: `[n, t]` booleans, True = counts, of all rows of the optimizer step.
-        member_ids: `[n]` whose completion each row is, counted from 0.
-        max_completion_length: In actions; needed by "seq-mean-token-sum-norm".
+        member_ids: `[n]` member of each row, from 0.
+        max_completion_length: Maximum number of actions; needed by "seq-mean-token-sum-norm".
 
     Returns:
         `[n, t]` float32; 0 where the mask is False.
@@ -160,8 +158,8 @@ def loss_weights(
     Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr. GRPO
     (arXiv:2503.20783); the names are verl's and ROLL's.
     """
-    facts = _facts(loss_type)
-    mode = facts.aggregation if aggregation is None else aggregation
+    loss = _properties(loss_type)
+    mode = loss.aggregation if aggregation is None else aggregation
     lengths = mask.sum(1)
     zeros = torch.zeros(int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device)
     completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[member_ids]
@@ -173,25 +171,24 @@ def loss_weights(
         divisor = completions * lengths
     elif mode == "seq-mean-token-sum-norm":
         if max_completion_length is None or max_completion_length < 1:
-            raise ValueError(f"{mode} divides by max_completion_length, got {max_completion_length}: give at least 1")
+            raise ValueError(f"max_completion_length must be at least 1 with {mode}, got {max_completion_length}.")
         divisor = completions * max_completion_length
     else:
         raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
     return torch.where(mask, 1.0 / divisor.clamp(min=1.0)[:, None], 0.0).float()
 
 
-def bias_corrected(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+def bias_corrected_kl(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     r"""Multiply estimates of the KL by the ratio, with its gradient.
 
-    The gradient is then, on average, that of the estimate's mean over actions of the current policy, though the actions
-    are the old one's: for k3 that is the gradient of KL(policy || reference).
+    The expected gradient is then that of the estimate under the current policy, although the old policy acted. For k3
+    that is the gradient of KL(policy || reference).
 
     Args:
         kl: `[n, t]` as `kl_estimate` returns them, in nats.
-        loss_type: Which ratio it is: the completion's for "gspo" and "luspo", otherwise the action's, for "gmpo" too,
-            which clips every action's own ratio before it takes their geometric mean.
-        log_probs: `[n, t]` of the current policy, in nats.
-        old_log_probs: `[n, t]` of the policy that acted, in nats.
+        loss_type: Determines the ratio: the completion's for "gspo" and "luspo", otherwise the action's.
+        log_probs: `[n, t]` log-probabilities of the current policy, in nats.
+        old_log_probs: `[n, t]` log-probabilities of the policy that acted, in nats.
         mask: `[n, t]` booleans, True = counts.
 
     Returns:
@@ -199,22 +196,18 @@ def bias_corrected(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs:
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
-    return kl * _ratios(_facts(loss_type), _differences(log_probs, old_log_probs, mask), mask)
+    return kl * _ratios(_properties(loss_type), torch.where(mask, log_probs - old_log_probs, 0.0), mask)
 
 
-def _facts(loss_type: str) -> LossFacts:
+def _properties(loss_type: str) -> LossProperties:
     if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}.")
     return LOSS_TYPES[loss_type]
 
 
-def _differences(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, log_probs - old_log_probs, 0.0)
-
-
-def _ratios(facts: LossFacts, difference: Tensor, mask: Tensor) -> Tensor:
-    """Return probability ratios: one per completion, or one per action."""
-    return _exp(_sequence_mean(difference, mask) if facts.ratio == "completion" else difference)
+def _ratios(loss: LossProperties, log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Return probability ratios `[n, t]`, one per completion or one per action."""
+    return _exp(_sequence_mean(log_ratios, mask) if loss.ratio == "completion" else log_ratios)
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -222,18 +215,10 @@ def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return mean.expand_as(mask)
 
 
-def _exp(difference: Tensor) -> Tensor:
+def _exp(log_ratios: Tensor) -> Tensor:
     # An infinite ratio times the zero gradient of a clip would be NaN.
-    return difference.clamp(-20.0, 20.0).exp()
+    return log_ratios.clamp(-20.0, 20.0).exp()
 
 
-def _below(values: Tensor, high: Coefficient) -> Tensor:
-    return values.clamp(max=high)
-
-
-def _above(values: Tensor, low: Coefficient) -> Tensor:
-    return values.clamp(min=low)
-
-
-def _between(values: Tensor, low: Coefficient, high: Coefficient) -> Tensor:
-    return _below(_above(values, low), high)  # one edge may be a float and the other a tensor
+def _clamp(values: Tensor, low: Coefficient, high: Coefficient) -> Tensor:
+    return values.clamp(min=low).clamp(max=high)  # one bound may be a float and the other a tensor

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-LEAST = 1 << 18
+MIN_ELEMENTS = 1 << 18
 """Minimum number of elements of the larger matrix for which oneDNN is used; below it the call outweighs the gain."""
 
-FEW, WHOLE, EIGHT = 128, 32, 8
-"""oneDNN is used for at most `FEW` tokens, and for more if they are a multiple of `WHOLE`.
+FEW_ROWS, ROW_MULTIPLE, FEW_ROWS_MULTIPLE = 128, 32, 8
+"""oneDNN is used for at most `FEW_ROWS` rows (tokens), and for more if they are a multiple of `ROW_MULTIPLE`.
 
-Callers pad tokens to a multiple of `WHOLE`, or of `EIGHT` up to `FEW`, so that few shapes occur.
+Callers pad rows to a multiple of `ROW_MULTIPLE`, or of `FEW_ROWS_MULTIPLE` up to `FEW_ROWS`, so that few shapes occur.
 """
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, `[m, out]`. Uses MKL if gradients are recorded: the oneDNN operator has none.
 
     Args:
@@ -31,20 +31,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: `[out, in]`, with any strides.
         bias: `[out]`.
     """
-    if torch.is_grad_enabled() or not by_onednn(len(x), x, weight):
+    if torch.is_grad_enabled() or not uses_onednn(len(x), x, weight):
         return linear(x, weight, bias)
     return _onednn(x, weight, bias)
 
 
-def add_product(into: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add x W^T to `into` `[m, out]` in place; see `product`."""
-    if by_onednn(len(x), x, weight):
-        into += _onednn(x, weight)
+def add_frozen_linear_(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add x W^T to `out` `[m, out]` in place; see `frozen_linear`."""
+    if uses_onednn(len(x), x, weight):
+        out += _onednn(x, weight)
     else:
-        into.addmm_(x, weight.T)  # fused, so rounded once
+        out.addmm_(x, weight.T)  # fused, so rounded once
 
 
-def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def frozen_linear_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return W x + b, `[out, n]`, for tokens as columns, without gradients.
 
     Args:
@@ -52,54 +52,52 @@ def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) ->
         x: `[in, n]`.
         bias: `[out]`.
     """
-    if not by_onednn(x.shape[1], x, weight):
+    if not uses_onednn(x.shape[1], x, weight):
         return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
-    made = _onednn(weight, x.T)
-    return made if bias is None else made.add_(bias[:, None])
+    result = _onednn(weight, x.T)
+    return result if bias is None else result.add_(bias[:, None])
 
 
-def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of zero rows that pad `tokens` for oneDNN; 0 where it is not used."""
-    asked = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_quicker()))
-    return _short_of(tokens) if asked else 0
+def padding_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the number of zero rows that pad `rows` for oneDNN; 0 where it is not used."""
+    used = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_faster()))
+    return _rows_to_multiple(rows) if used else 0
 
 
-def filled_up(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """Return `rows` padded to a number that limits the shapes of products."""
-    return rows if rows < EIGHT else rows + _short_of(rows)
+    return rows if rows < FEW_ROWS_MULTIPLE else rows + _rows_to_multiple(rows)
 
 
-def _short_of(tokens: int) -> int:
-    return -tokens % (WHOLE if tokens > FEW else EIGHT)
+def _rows_to_multiple(rows: int) -> int:
+    return -rows % (ROW_MULTIPLE if rows > FEW_ROWS else FEW_ROWS_MULTIPLE)
 
 
-def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
+def uses_onednn(rows: int, x: Tensor, weight: Tensor) -> bool:
     """Return True if oneDNN computes this product in float32."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
-        and max(x.numel(), weight.numel()) >= LEAST
-        and (tokens <= FEW or tokens % WHOLE == 0)
-        and onednn_is_quicker()
+        and max(x.numel(), weight.numel()) >= MIN_ELEMENTS
+        and (rows <= FEW_ROWS or rows % ROW_MULTIPLE == 0)
+        and onednn_is_faster()
     )
 
 
 @cache
-def onednn_is_quicker() -> bool:
+def onednn_is_faster() -> bool:
     """Return True on AMD CPUs with AVX-512 if torch has the oneDNN operator."""
     capable = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.backends.mkldnn.is_available()
-    return capable and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _made_by_amd()
-
-
-def _made_by_amd() -> bool:
+    if not capable or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        told = platform.processor()  # no such file, as on Windows
-    return "AuthenticAMD" in told
+        processor = platform.processor()  # no such file, as on Windows
+    return "AuthenticAMD" in processor
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    own = None if bias is None else bias.contiguous()  # the operator ignores strides
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, own, "none", [], "")
-    return made
+    bias = None if bias is None else bias.contiguous()  # the operator ignores strides
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return result

@@ -1,4 +1,4 @@
-"""One AdamW step, gradient clipping and learning-rate schedules as in-place functions of plain tensors."""
+"""AdamW steps and gradient clipping, in place on plain tensors."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ def adamw_step_(
         gradient: `[k]`; used as scratch space afterwards.
         exp_avg: `[k]` first moment, changed in place.
         exp_avg_sq: `[k]` second moment, changed in place.
-        step: Which step this is, from 1.
+        step: Number of this step, from 1.
         lr: Step size.
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
@@ -54,9 +54,9 @@ def adamw_step_(
     exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
     root = torch.sqrt(exp_avg_sq, out=gradient)
     root.div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
-    # A step longer than any float of this type would be refused; this way it ruins the weights, which is noticed.
-    length = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
-    weights.addcdiv_(exp_avg, root, value=-length)
+    # torch refuses a factor that the dtype cannot hold. The largest one makes the weights infinite, which is detected.
+    step_size = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
+    weights.addcdiv_(exp_avg, root, value=-step_size)
 
 
 def adamw_steps_(
@@ -71,13 +71,13 @@ def adamw_steps_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Take one AdamW step for every row in place: `adamw_step_` for `[p, k]` weights, gradients and moments at once.
+    """Take one AdamW step in place for every row of `[p, k]` weights, gradients and moments; see `adamw_step_`.
 
-    `steps` and `lrs` hold each row's own step number, from 1, and step size; the other settings are shared.
+    `steps` and `lrs` are the step number (from 1) and learning rate of each row; the other settings are shared.
     """
 
     def column(values: Iterable[float]) -> Tensor:
-        # Clamped, as in adamw_step_: a step too long for the type ruins the weights, which is noticed.
+        # Clamped to the dtype's range; see adamw_step_.
         limit = torch.finfo(weights.dtype).max
         clamped = [max(-limit, min(limit, value)) for value in values]
         return torch.tensor(clamped, dtype=weights.dtype, device=weights.device)[:, None]
@@ -90,31 +90,3 @@ def adamw_steps_(
     root.div_(column(math.sqrt(1.0 - betas[1] ** step) for step in steps)).add_(eps)
     torch.div(exp_avg, root, out=root)
     weights.addcmul_(root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True)))
-
-
-def schedule_factor(
-    step: int, *, kind: str, warmup_steps: int, total_steps: int | None, cycles: float = 0.5, floor: float = 0.0
-) -> float:
-    """Return the fraction of the learning rate that optimizer step number `step` uses.
-
-    Args:
-        step: Optimizer steps taken so far by this member's lineage, from 0.
-        kind: "constant", "linear" or "cosine".
-        warmup_steps: Steps over which the factor rises from 0 to 1; the first step uses 0.
-        total_steps: End of the decay; needed by "linear" and "cosine".
-        cycles: Waves of the cosine until then; 0.5 ends in the first trough.
-        floor: What "linear" comes down to, and the lowest of "cosine"; in [0, 1).
-
-    Returns:
-        A factor in [0, 1].
-
-    Source: transformers, `get_scheduler`, of which these are linear, cosine, cosine_with_min_lr and polynomial of power
-    1.
-    """
-    if step < warmup_steps:
-        return step / warmup_steps
-    if kind == "constant" or total_steps is None:
-        return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    factor = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
-    return floor + (1.0 - floor) * factor

@@ -8,7 +8,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.functional.corrections import TIED
+from evogrpo.functional.corrections import ENTROPY_TOLERANCE
 from tests.oracles.objective_by_hand import rows_of
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, same
@@ -42,7 +42,7 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
     every = sorted(torch.cat(entropies).tolist())
     kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
-    threshold = every[-kept] - TIED  # completions of one prompt begin equally uncertain
+    threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin equally uncertain
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn(agent.members, [agent.learner()], {"default": batch})
     assert same(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)
@@ -62,7 +62,7 @@ def test_the_entropy_bonus_acts_where_the_reduction_says(reduction):
     every = torch.cat(entropies).detach().sort().values
     kept = len(every) - math.ceil(0.6 * (len(every) - 1))
     if reduction == "mean":
-        chosen = [values[values > every[-kept] - TIED] for values in entropies]
+        chosen = [values[values > every[-kept] - ENTROPY_TOLERANCE] for values in entropies]
         bonus = torch.cat(chosen).mean()
     else:
         bonus = torch.stack([values.mean() for values in entropies]).mean()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo.evolution import SharedExperience
-from evogrpo.functional.corrections import effective_share
+from evogrpo.functional.corrections import effective_sample_fraction
 from tests.algorithms.test_shared_samples import collected, episodes, prompts
 from tests.rounding import assert_states_agree
 
@@ -52,7 +52,7 @@ def test_what_is_measured_is_what_the_two_policies_give(make):
     learner = replace(theirs, member_ids=torch.ones_like(theirs.member_ids))
     bank = population.members.banks["default"]
     ratios = (bank.log_probs(learner) - theirs.sampler_log_probs)[theirs.action_mask]
-    expected = float(effective_share(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
+    expected = float(effective_sample_fraction(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
     outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
     reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, least_ess=0.01))
     assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)

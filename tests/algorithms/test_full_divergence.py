@@ -13,7 +13,7 @@ from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import FULL_KLS
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import ReferenceDistributions
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch

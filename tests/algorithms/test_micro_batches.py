@@ -9,8 +9,8 @@ from torch import Tensor
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.config.loss_types import AGGREGATIONS, LOSS_TYPES
 from evogrpo.data import LearnReport
+from evogrpo.functional.loss_types import AGGREGATIONS, LOSS_TYPES
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 

@@ -8,9 +8,9 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.config.loss_types import LOSS_TYPES
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch
+from evogrpo.functional.loss_types import LOSS_TYPES
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_training import flat, peft_twin, sampled, scatter, state_of, tiny_agent
 

@@ -9,8 +9,7 @@ import torch
 from evogrpo import Objective, StepRewards
 from evogrpo.algorithms.rollout.collecting import collect, idle_groups
 from evogrpo.data import Batch, TokenInputs
-from evogrpo.functional.advantages import zero_variance_groups
-from evogrpo.functional.statistics import numbered
+from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
 from tests.tiny_training import scatter, shared_tokenizer, tiny_env, tiny_population, variety
 
 LENGTH = 6  # max_output_tokens of the tiny agents
@@ -61,7 +60,7 @@ class Counting:
 
 def equal(batch):
     """Return which rows belong to groups whose rewards are all equal."""
-    number, count = numbered(batch.group_ids)
+    number, count = consecutive_ids(batch.group_ids)
     return zero_variance_groups(batch.rewards, number, count)[number]
 
 
@@ -121,7 +120,7 @@ def test_a_member_is_refilled_alone_as_it_is_in_a_population(slot):
         assert torch.equal(one, other)
     assert torch.equal(own.rewards, single.rewards)
     assert torch.equal(own.inputs.prompt_ids, single.inputs.prompt_ids)
-    assert torch.equal(numbered(own.group_ids)[0], numbered(single.group_ids)[0])
+    assert torch.equal(consecutive_ids(own.group_ids)[0], consecutive_ids(single.group_ids)[0])
     assert together.starts[: len(by_itself.starts)] == by_itself.starts
     assert together.tokens[slot] == by_itself.tokens[0]
 
@@ -146,7 +145,8 @@ def test_refills_are_bounded_and_paid_for_and_what_cannot_be_refilled_stays():
     for name in ("actions", "present", "rewards", "member_ids"):
         assert torch.equal(getattr(plain.experience["default"], name), getattr(refilled.experience["default"], name))
     assert torch.equal(
-        numbered(plain.experience["default"].group_ids)[0], numbered(refilled.experience["default"].group_ids)[0]
+        consecutive_ids(plain.experience["default"].group_ids)[0],
+        consecutive_ids(refilled.experience["default"].group_ids)[0],
     )
     prompt = len(plain.experience["default"].inputs.prompts[0])
     for agent in population:

@@ -10,7 +10,7 @@ import torch
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import LOSS_TYPES
+from evogrpo.functional.loss_types import LOSS_TYPES
 from tests.oracles.slow_advantages import of_actions
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, acted_batch, together
@@ -155,7 +155,7 @@ def test_losses_of_whole_completions_are_refused(loss_type):
         learn(shared, [learner()], {"default": batch})
     with pytest.raises(ValueError, match="loss_type"):  # one member's own is enough
         learn(own, [learner(loss_type=loss_type)], {"default": batch})
-    if LOSS_TYPES[loss_type].of_actions:
+    if LOSS_TYPES[loss_type].per_action:
         assert (
             learn(together(loss_type=loss_type, aggregation="token-mean"), [learner()], {"default": batch})[0].failed
             is None

@@ -3,9 +3,9 @@
 import pytest
 
 from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
-from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.functional.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 
 LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
 
@@ -58,7 +58,7 @@ def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
     "fields", [{"top_entropy_quantile": 0.2}, {"kl_placement": "reward"}, *({"advantage": a} for a in STEP_ADVANTAGES)]
 )
 def test_advantages_per_action_need_a_ratio_per_action(loss_type, fields):
-    if not LOSS_TYPES[loss_type].of_actions:
+    if not LOSS_TYPES[loss_type].per_action:
         with pytest.raises(ValueError, match=f"loss_type='{loss_type}'"):
             Objective(loss_type=loss_type, **fields)
     else:

@@ -7,9 +7,9 @@ import typing
 import pytest
 
 from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
-from evogrpo.config.loss_types import STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.functional.loss_types import STEP_ADVANTAGES
 
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),

@@ -1,4 +1,4 @@
-"""The selector of estimators: ROLL's order of operations step by step, whitening, clipping, and members apart."""
+"""`advantages`: ROLL's order of operations, whitening, clipping, and independence of members."""
 
 import math
 
@@ -7,9 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.config.loss_types import ADVANTAGES, STEP_ADVANTAGES
-from evogrpo.functional.advantages import advantages, batch_std, gdpo, whiten
-from evogrpo.functional.returns import normalised_step_rewards, returns_to_go
+from evogrpo.functional.advantages import (
+    advantages,
+    batch_std_advantages,
+    gdpo_advantages,
+    returns_to_go,
+    standardised_step_rewards,
+    whiten,
+)
+from evogrpo.functional.loss_types import ADVANTAGES, STEP_ADVANTAGES
 from tests.oracles import slow_advantages
 
 NAN = float("nan")
@@ -41,7 +47,7 @@ def select(work, rows):
 
 
 @pytest.mark.parametrize("kind", OF_COMPLETIONS)
-def test_estimators_of_completions_give_every_action_the_same_and_gamma_fades_it_from_the_end(kind):
+def test_completion_estimators_are_constant_over_actions_and_discounted_by_gamma(kind):
     work = random_work(0)
     work["mask"][0] = torch.tensor([True, True, False, False, True])
     work["rewards"][0], work["components"][0] = 5.0, 5.0
@@ -53,7 +59,7 @@ def test_estimators_of_completions_give_every_action_the_same_and_gamma_fades_it
     torch.testing.assert_close(faded[0], flat[0] * torch.tensor([0.25, 0.5, 0.0, 0.0, 1.0]))
 
 
-def test_the_order_of_operations_step_by_step():
+def test_order_of_operations_by_hand():
     """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
     rewards, groups, gamma = [0.0, 0.0, 0.0, 9.0], [0, 0, 0, 0], 0.9
     lengths = [1, 3, 2, 3]
@@ -89,7 +95,7 @@ def test_the_order_of_operations_step_by_step():
 
 
 @pytest.mark.parametrize("kind", STEP_ADVANTAGES)
-def test_the_penalty_is_taken_off_every_step_before_the_return(kind):
+def test_kl_penalty_is_subtracted_before_the_return(kind):
     work = random_work(1)
     penalty = torch.rand(work["mask"].shape, generator=torch.Generator().manual_seed(2))
     actual = advantages(kind, kl_penalty=penalty, gamma=0.9, **work)
@@ -110,7 +116,7 @@ def test_the_penalty_is_taken_off_every_step_before_the_return(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_completion_to_which_no_reward_applies_gets_nothing_even_with_a_penalty(kind):
+def test_completions_without_reward_get_zero_even_with_a_kl_penalty(kind):
     work = random_work(3)
     without = work["rewards"].isnan()
     assert bool(without.any())
@@ -120,7 +126,7 @@ def test_a_completion_to_which_no_reward_applies_gets_nothing_even_with_a_penalt
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 500), st.booleans())
-def test_no_neighbour_changes_a_members_advantages(kind, seed, whitened):
+def test_members_are_independent(kind, seed, whitened):
     work = random_work(seed, members=3)
     together = advantages(kind, whiten_advantages=whitened, **work)
     for member in range(3):
@@ -133,7 +139,7 @@ def test_no_neighbour_changes_a_members_advantages(kind, seed, whitened):
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 500), st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_matter(kind, seed, random):
+def test_invariant_to_row_order(kind, seed, random):
     work = random_work(seed)
     order = list(range(18))
     random.shuffle(order)
@@ -141,7 +147,7 @@ def test_the_order_of_rows_does_not_matter(kind, seed, random):
     torch.testing.assert_close(again, advantages(kind, **work)[order], rtol=1e-6, atol=1e-6)
 
 
-def test_whitening_standardises_over_counted_actions_and_gives_equal_groups_an_advantage():
+def test_whitening_standardises_over_counted_actions():
     mask = torch.arange(4) < torch.tensor([4, 1, 2, 2])[:, None]
     groups, members = torch.tensor([0, 0, 1, 1]), torch.zeros(4, dtype=torch.long)
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -153,13 +159,13 @@ def test_whitening_standardises_over_counted_actions_and_gives_equal_groups_an_a
     assert bool((white[2:][mask[2:]] < 0).all())  # the mean weighs the long completion more
 
 
-def test_whitening_equal_values_gives_zero_and_leaves_the_padding():
+def test_whitening_equal_values_gives_zero():
     values = torch.full((2, 3), 0.1)
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert not bool(whiten(values, mask, torch.zeros(2, dtype=torch.long)).any())
 
 
-def test_advantage_clip_may_differ_from_row_to_row_or_be_off():
+def test_advantage_clip_per_row():
     work = random_work(5)
     plain = advantages("rloo", **work)
     bound = torch.full((18, 1), math.inf)
@@ -172,13 +178,13 @@ def test_advantage_clip_may_differ_from_row_to_row_or_be_off():
 
 @pytest.mark.parametrize("kind", STEP_ADVANTAGES)
 def test_step_rewards_are_clipped_before_the_return(kind):
-    """Of "process" the normalised ones, as it normalises first."""
+    """The advantage "process" normalises before it clips."""
     work = random_work(4)
     steps = work["step_rewards"]
     actual = advantages(kind, reward_clip=0.75, **work)
     assert not torch.equal(actual, advantages(kind, **work))
     if kind == "process":
-        scores = normalised_step_rewards(steps, work["mask"], work["group_ids"])
+        scores = standardised_step_rewards(steps, work["mask"], work["group_ids"])
         assert float(scores.nan_to_num(nan=0.0).abs().max()) > 0.75
         expected = returns_to_go(scores.clamp(-0.75, 0.75), work["mask"])
     else:
@@ -186,25 +192,27 @@ def test_step_rewards_are_clipped_before_the_return(kind):
     torch.testing.assert_close(actual, expected)
 
 
-def test_the_selector_passes_eps_components_and_members_on():
+def test_eps_components_and_members_are_passed_on():
     work = random_work(6)
     work["components"][::4, 1] = NAN  # one of two functions applies: that is enough
     shown = work["mask"][:, 0]
     weights = torch.tensor([0.2, 3.0])
     actual = advantages("gdpo", component_weights=weights, eps=0.3, **work)
-    expected = gdpo(work["components"], weights, work["group_ids"], work["member_ids"], 0.3)
+    expected = gdpo_advantages(work["components"], weights, work["group_ids"], work["member_ids"], 0.3)
     torch.testing.assert_close(actual[shown, 0], expected)
     actual = advantages("batch_std", eps=0.3, **work)
-    torch.testing.assert_close(actual[shown, 0], batch_std(work["rewards"], work["group_ids"], work["member_ids"], 0.3))
+    torch.testing.assert_close(
+        actual[shown, 0], batch_std_advantages(work["rewards"], work["group_ids"], work["member_ids"], 0.3)
+    )
 
 
-def test_what_cannot_be_estimated_is_refused():
+def test_invalid_arguments_are_rejected():
     work = random_work(0)
-    with pytest.raises(ValueError, match=r"advantage must be one of outcome.*got 'gae'"):
+    with pytest.raises(ValueError, match=r"advantage.*gae"):
         advantages("gae", **work)
-    with pytest.raises(ValueError, match="rewards of each"):
+    with pytest.raises(ValueError, match="components"):
         advantages("gdpo", **work | {"components": None})
     lonely = {name: values[:4] for name, values in work.items()}
-    for kind in set(KINDS) - {"reinforce"}:  # which compares nothing
-        with pytest.raises(ValueError, match=r"at least 2 completions.*\[1\]"):
+    for kind in set(KINDS) - {"reinforce"}:  # has no groups
+        with pytest.raises(ValueError, match="group"):
             advantages(kind, **lonely)

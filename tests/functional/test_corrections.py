@@ -1,4 +1,4 @@
-"""Corrections for samplers that differ from the trainer, and the choice of high-entropy actions."""
+"""Importance weights, sampler mismatch, effective sample size and high-entropy masks."""
 
 import math
 
@@ -7,8 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
-from evogrpo.functional.corrections import TIED, effective_share, high_entropy_mask, importance_weights, mismatch
+from evogrpo.functional.corrections import (
+    ENTROPY_TOLERANCE,
+    effective_sample_fraction,
+    high_entropy_mask,
+    importance_weights,
+    sampler_mismatch,
+)
+from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
@@ -33,7 +39,7 @@ def test_weights_by_hand(kind):
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
-def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
+def test_exact_sampler_gets_weights_of_one_without_gradient(kind):
     old = OLD.clone().requires_grad_()
     weights = importance_weights(kind, old, OLD, MASK, cap=1.0)
     assert torch.equal(weights, torch.ones(2, 4))
@@ -41,25 +47,25 @@ def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
-def test_unknown_values_and_padding_count_as_equal(kind):
+def test_nan_and_padding_get_weights_of_one(kind):
     sampler = OLD.clone()
     sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
     assert torch.equal(importance_weights(kind, OLD, sampler, MASK), torch.ones(2, 4))
-    assert mismatch(OLD, sampler, MASK) == mismatch(OLD, OLD, MASK)
+    assert sampler_mismatch(OLD, sampler, MASK) == sampler_mismatch(OLD, OLD, MASK)
 
 
-def test_hopeless_samplers_give_finite_weights():
+def test_weights_of_very_different_samplers_are_finite():
     for kind in IMPORTANCE_CORRECTIONS:
         assert bool(importance_weights(kind, OLD, OLD - 1000.0, MASK).isfinite().all())
 
 
-def test_an_unknown_correction_is_refused():
-    with pytest.raises(ValueError, match=r"one of token_truncate.*got 'token'"):
+def test_unknown_correction_is_rejected():
+    with pytest.raises(ValueError, match="importance_correction"):
         importance_weights("token", OLD, OLD, MASK)
 
 
-def test_the_mismatch_by_hand():
-    measured = mismatch(OLD, OLD - RATIOS.log(), MASK)
+def test_mismatch_by_hand():
+    measured = sampler_mismatch(OLD, OLD - RATIOS.log(), MASK)
     ratios = [1.5, 0.5, 3.0, 1.6, 1.6]
     logs = [math.log(ratio) for ratio in ratios]
     assert measured.mean_difference == pytest.approx(sum(map(abs, logs)) / 5, rel=1e-5)
@@ -69,22 +75,24 @@ def test_the_mismatch_by_hand():
     assert (measured.min_ratio, measured.mean_ratio, measured.max_ratio) == pytest.approx((0.5, 1.64, 3.0), rel=1e-5)
 
 
-def test_the_expected_mismatch_is_the_divergence_and_the_expected_ratio_is_one():
+def test_expected_mismatch_is_the_kl_and_expected_ratio_is_one():
     random = torch.Generator().manual_seed(0)
     sampler, trainer = torch.randn(2, 3, generator=random, dtype=torch.float64).log_softmax(1)
-    every = [mismatch(trainer[None, [a]], sampler[None, [a]], torch.ones(1, 1, dtype=torch.bool)) for a in range(3)]
+    every = [
+        sampler_mismatch(trainer[None, [a]], sampler[None, [a]], torch.ones(1, 1, dtype=torch.bool)) for a in range(3)
+    ]
     chances = sampler.exp().tolist()
     kl = sum(chance * measured.kl for chance, measured in zip(chances, every, strict=True))
     assert kl == pytest.approx(float((sampler.exp() * (sampler - trainer)).sum()))
     assert sum(c * measured.mean_ratio for c, measured in zip(chances, every, strict=True)) == pytest.approx(1.0)
 
 
-def test_nothing_counted_measures_as_equal():
-    assert mismatch(OLD, OLD - 3, torch.zeros(2, 4, dtype=torch.bool)) == (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+def test_mismatch_without_counted_actions():
+    assert sampler_mismatch(OLD, OLD - 3, torch.zeros(2, 4, dtype=torch.bool)) == (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 
 
 @given(st.integers(0, 1000), st.floats(0.05, 1.0))
-def test_the_highest_share_of_every_members_actions_is_kept(seed, quantile):
+def test_high_entropy_mask_keeps_the_quantile_of_each_member(seed, quantile):
     random = torch.Generator().manual_seed(seed)
     entropies = torch.rand(8, 6, generator=random)
     mask = torch.rand(8, 6, generator=random) < 0.7
@@ -97,12 +105,12 @@ def test_the_highest_share_of_every_members_actions_is_kept(seed, quantile):
         own = mask & (members == member)[:, None]
         values = entropies[own].double()
         least = values[values >= torch.quantile(values, 1 - quantile) - 1e-7].min()
-        assert torch.equal(kept & own, own & (entropies >= least.float() - TIED))
+        assert torch.equal(kept & own, own & (entropies >= least.float() - ENTROPY_TOLERANCE))
         assert bool(kept[own].any())
 
 
-def test_actions_that_only_rounding_tells_apart_are_kept_or_left_out_together():
-    """Completions of one prompt begin equally uncertain, whatever their places in a batch make of it."""
+def test_entropies_equal_up_to_rounding_are_kept_together():
+    """Completions of one prompt have equal entropies at first, up to rounding."""
     entropies = torch.tensor([[1.0, 3.0], [1.0, 0.5], [1.0, 0.2]])
     rounded = entropies * (1 + 1e-6 * torch.tensor([[0.0, 1.0], [-1.0, 0.0], [1.0, -1.0]]))
     mask, members = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
@@ -112,7 +120,7 @@ def test_actions_that_only_rounding_tells_apart_are_kept_or_left_out_together():
         assert len(set(kept[:, 0].tolist())) == 1
 
 
-def test_keeping_everything_keeps_everything():
+def test_quantile_one_keeps_the_mask():
     entropies = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2, [False] * 4])
     assert torch.equal(high_entropy_mask(entropies, mask, torch.tensor([0, 1, 2]), 1.0), mask)
@@ -122,8 +130,8 @@ def test_keeping_everything_keeps_everything():
 
 
 @pytest.mark.parametrize("learner", [(0.2, 0.3, 0.5), (0.5, 0.25, 0.25), (0.1, 0.1, 0.8), (0.001, 0.001, 0.998)])
-def test_the_effective_sample_size_of_two_categorical_policies(learner):
-    """Actions as often as the policy that acted takes them: 1 / sum q^2 / p, which is exp of minus their Rényi-2."""
+def test_effective_sample_size_of_two_categorical_policies(learner):
+    """With actions in proportion to the acting policy p it is 1 / sum q^2 / p."""
     acted = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     actions = torch.arange(3).repeat_interleave((acted * 40).round().long())
     log_ratios = (torch.tensor(learner, dtype=torch.float64) / acted).log()[actions]
@@ -131,12 +139,12 @@ def test_the_effective_sample_size_of_two_categorical_policies(learner):
     # Beside another source, and with weights known up to a factor only.
     both = torch.cat([log_ratios, torch.zeros(7, dtype=torch.float64), log_ratios - 500.0])
     sources = torch.tensor([0] * 40 + [1] * 7 + [3] * 40)
-    found = effective_share(both, sources, 5)
+    found = effective_sample_fraction(both, sources, 5)
     torch.testing.assert_close(found[[0, 1, 3]], torch.stack([expected, torch.ones_like(expected), expected]))
     assert found[[2, 4]].isnan().all()
 
 
 @pytest.mark.parametrize("largest", [30.0, 800.0, 1e5])
-def test_one_action_that_carries_all_the_weight_is_one_of_many(largest):
+def test_one_dominant_weight_gives_one_over_k(largest):
     log_ratios = torch.tensor([largest] + [0.0] * 9)
-    assert float(effective_share(log_ratios, torch.zeros(10, dtype=torch.long), 1)) == pytest.approx(0.1)
+    assert float(effective_sample_fraction(log_ratios, torch.zeros(10, dtype=torch.long), 1)) == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks and sampling by inversion, against the whole softmax and a naive inversion."""
+"""Chunked log-probabilities, inverse-CDF sampling and truncation against naive versions and transformers."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from evogrpo.functional import log_probs as module
-from evogrpo.functional.log_probs import chunked_log_probs, invert_cumulative, scaled_logits
+from evogrpo.functional.log_probs import (
+    apply_repetition_penalty,
+    chunked_log_probs,
+    sample_inverse_cdf,
+    scale_logits,
+    truncate_logits,
+)
 
 ROWS, WIDTH, VOCABULARY = 13, 8, 37
 
@@ -38,14 +45,14 @@ def whole(problem):
 
 @pytest.fixture(params=[module.TILE, 2 * VOCABULARY, 1])
 def tile(request, monkeypatch):
-    """Cut rows of a chunk into parts that fit into a small cache."""
+    """Set the size of tiles."""
     monkeypatch.setattr(module, "TILE", request.param)
 
 
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("chunk", [1, 4, ROWS, 10_000])
 @pytest.mark.parametrize("forbid", [False, True])
-def test_values_and_gradients_equal_the_whole_softmax_for_any_chunk(problem, chunk, forbid):
+def test_values_and_gradients_match_softmax_for_any_chunk(problem, chunk, forbid):
     if forbid:
         problem["forbidden"][::2] = True
         problem["targets"][problem["forbidden"]] = 5
@@ -59,7 +66,7 @@ def test_values_and_gradients_equal_the_whole_softmax_for_any_chunk(problem, chu
 
 @pytest.mark.parametrize("chunk", [1, 4, ROWS])
 @pytest.mark.parametrize("forbid", [False, True])
-def test_entropies_carry_their_gradient_when_asked(problem, chunk, forbid):
+def test_entropy_gradients_match_softmax(problem, chunk, forbid):
     if forbid:
         problem["forbidden"][::2] = True
         problem["targets"][problem["forbidden"]] = 5
@@ -74,7 +81,7 @@ def test_entropies_carry_their_gradient_when_asked(problem, chunk, forbid):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_a_head_that_is_a_product_gives_the_same_by_its_matrix_without_being_called(problem, entropy_gradient, dtype):
+def test_linear_head_by_weight_equals_calling_it(problem, entropy_gradient, dtype):
     weight = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     problem["forbidden"][::2] = True
     weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)
@@ -87,13 +94,13 @@ def test_a_head_that_is_a_product_gives_the_same_by_its_matrix_without_being_cal
     assert all(map(torch.equal, *found))
 
 
-def test_entropies_carry_no_gradient_unless_asked(problem):
+def test_entropies_have_no_gradient_by_default(problem):
     log_probs, entropies = chunked_log_probs(**problem, chunk=4)
     assert log_probs.requires_grad
     assert not entropies.requires_grad
 
 
-def test_a_forbidden_target_is_impossible_and_the_rest_sum_to_one(problem):
+def test_forbidden_targets_have_probability_zero(problem):
     everything = torch.arange(VOCABULARY)
     row = problem["hidden"][:1].expand(VOCABULARY, -1)
     log_probs, entropies = chunked_log_probs(
@@ -110,7 +117,7 @@ def test_a_forbidden_target_is_impossible_and_the_rest_sum_to_one(problem):
     assert entropies.isfinite().all()
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_asked_for(problem):
+def test_head_is_called_with_one_chunk_at_a_time(problem):
     seen = []
     head = problem["head"]
     problem["head"] = lambda x: (seen.append(len(x)), head(x))[1]
@@ -118,7 +125,7 @@ def test_no_more_than_a_chunk_of_logits_is_ever_asked_for(problem):
     assert seen == [4, 4, 4, 1]
 
 
-def test_without_gradients_nothing_is_kept_and_values_are_the_same(problem):
+def test_values_are_the_same_without_gradients(problem):
     expected = chunked_log_probs(**problem, chunk=4)
     with torch.no_grad():
         got = chunked_log_probs(**problem, chunk=4)
@@ -126,7 +133,7 @@ def test_without_gradients_nothing_is_kept_and_values_are_the_same(problem):
     assert all(map(torch.equal, got, expected))
 
 
-def test_bfloat16_hidden_states_give_float32_log_probs_and_bfloat16_gradients(problem):
+def test_bfloat16_hidden_states(problem):
     problem["hidden"] = problem["hidden"].detach().bfloat16().requires_grad_()
     head = problem["head"]
     problem["head"] = lambda x: head(x.float()).bfloat16()
@@ -137,13 +144,13 @@ def test_bfloat16_hidden_states_give_float32_log_probs_and_bfloat16_gradients(pr
     torch.testing.assert_close(got, whole(problem)[0].float(), rtol=1e-2, atol=1e-2)
 
 
-def test_no_rows_give_no_log_probs(problem):
+def test_no_rows(problem):
     for name in ("hidden", "targets", "temperature", "forbidden"):
         problem[name] = problem[name][:0]
     assert chunked_log_probs(**problem, chunk=4)[0].shape == (0,)
 
 
-def test_a_row_that_is_not_finite_stays_alone(problem):
+def test_non_finite_rows_do_not_affect_others(problem):
     hidden = problem["hidden"].detach().clone()
     clean, _ = chunked_log_probs(**(problem | {"hidden": hidden}), chunk=4)
     hidden[2] = float("nan")
@@ -153,9 +160,9 @@ def test_a_row_that_is_not_finite_stays_alone(problem):
     assert torch.equal(clean[rest], spoilt[rest])
 
 
-def test_scaled_logits_are_divided_and_ruled_out_row_by_row():
+def test_scale_logits():
     logits = torch.arange(8.0).view(2, 4)
-    scaled = scaled_logits(logits.clone(), torch.tensor([1.0, 0.5]), torch.tensor([True, False]), torch.tensor([1]))
+    scaled = scale_logits(logits.clone(), torch.tensor([1.0, 0.5]), torch.tensor([True, False]), torch.tensor([1]))
     assert torch.equal(scaled[0], torch.tensor([0.0, -torch.inf, 2.0, 3.0]))
     assert torch.equal(scaled[1], 2 * logits[1])
 
@@ -165,7 +172,7 @@ WEIGHTS = arrays.arrays(np.float32, st.integers(1, 70), elements=st.sampled_from
 
 @given(WEIGHTS, st.floats(0, 1, exclude_max=True), st.sampled_from([1, 3, 8, 64, 256]))
 @settings(max_examples=300)
-def test_inversion_equals_the_naive_one_for_any_block(weights, uniform, block):
+def test_sampling_matches_naive_inversion_for_any_block(weights, uniform, block):
     """The weights are multiples of 1/4, so all partial sums are exact."""
     if not weights.any():
         weights[-1] = 1.0
@@ -174,7 +181,7 @@ def test_inversion_equals_the_naive_one_for_any_block(weights, uniform, block):
     if threshold >= weights.sum():
         threshold = np.nextafter(weights.sum(), np.float32(0))
     naive = int(np.searchsorted(np.cumsum(weights), threshold, side="right"))
-    got = invert_cumulative(torch.from_numpy(weights)[None], torch.tensor([uniform]), block)
+    got = sample_inverse_cdf(torch.from_numpy(weights)[None], torch.tensor([uniform]), block)
     assert int(got) == naive
     assert weights[int(got)] > 0
 
@@ -184,7 +191,7 @@ EDGES = [0.0, 1e-45, 1e-8, 0.5, float(np.nextafter(np.float32(1), np.float32(0))
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [5, 256, 257, 1000])
-def test_tokens_of_probability_zero_are_never_drawn_not_even_at_the_ends(width, dtype):
+def test_tokens_of_probability_zero_are_never_sampled(width, dtype):
     random = torch.Generator().manual_seed(width)
     weights = torch.rand(50, width, generator=random)
     weights[:, :2] = 0.0
@@ -192,36 +199,80 @@ def test_tokens_of_probability_zero_are_never_drawn_not_even_at_the_ends(width, 
     weights[10:][torch.rand(40, width, generator=random) < 0.9] = 0.0
     weights[:, 2] = 1e-30  # possible, if only just
     for edge in EDGES:
-        drawn = invert_cumulative(weights, torch.full((50,), edge, dtype=dtype))
+        drawn = sample_inverse_cdf(weights, torch.full((50,), edge, dtype=dtype))
         assert bool((weights.gather(1, drawn[:, None]) > 0).all()), edge
-    last = invert_cumulative(weights, torch.full((50,), EDGES[-1], dtype=dtype))
+    last = sample_inverse_cdf(weights, torch.full((50,), EDGES[-1], dtype=dtype))
     sizeable = weights > 1e-20
     final = width - 1 - sizeable.flip(1).int().argmax(1)
     assert torch.equal(last, torch.where(sizeable.any(1), final, 2))
 
 
 @pytest.mark.parametrize("width", [7, 300])
-def test_a_grid_of_uniforms_draws_every_token_as_often_as_its_probability_says(width):
+def test_frequencies_match_probabilities_on_a_grid(width):
     random = torch.Generator().manual_seed(0)
     weights = torch.rand(width, generator=random) ** 4
     count = 20_000
     uniforms = (torch.arange(count) + 0.5) / count
-    drawn = invert_cumulative(weights.expand(count, -1), uniforms)
+    drawn = sample_inverse_cdf(weights.expand(count, -1), uniforms)
     assert bool((drawn.diff() >= 0).all())  # inversion is monotone
     frequency = drawn.bincount(minlength=width) / count
     # An interval of length p holds p * count grid points, give or take one, plus rounding of the ends.
     assert float((frequency - weights / weights.sum()).abs().max()) <= 1 / count + 1e-5
 
 
-def test_the_scale_of_the_weights_does_not_matter():
+def test_sampling_is_invariant_to_the_scale_of_weights():
     weights = torch.rand(200, 40, generator=torch.Generator().manual_seed(1))
     uniforms = torch.rand(200, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(invert_cumulative(weights, uniforms), invert_cumulative(weights * 1024, uniforms))
+    assert torch.equal(sample_inverse_cdf(weights, uniforms), sample_inverse_cdf(weights * 1024, uniforms))
 
 
-def test_rows_that_are_not_finite_do_not_crash_or_spoil_others():
+def test_sampling_with_non_finite_rows():
     weights = torch.rand(3, 300, generator=torch.Generator().manual_seed(0))
     uniforms = torch.tensor([0.3, 0.3, 0.9])
-    clean = invert_cumulative(weights, uniforms)
+    clean = sample_inverse_cdf(weights, uniforms)
     weights[1] = float("nan")
-    assert torch.equal(invert_cumulative(weights, uniforms)[[0, 2]], clean[[0, 2]])
+    assert torch.equal(sample_inverse_cdf(weights, uniforms)[[0, 2]], clean[[0, 2]])
+
+
+# ---- truncation
+
+LOGITS = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+TIED = LOGITS.round()
+
+
+@pytest.mark.parametrize("logits", [LOGITS, TIED], ids=["distinct", "tied"])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 30, 10**9])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.9])
+def test_top_k_and_min_p_match_transformers(logits, top_k, min_p):
+    expected = logits
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    assert torch.equal(truncate_logits(logits, top_k=top_k, top_p=1.0, min_p=min_p), expected)
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.7, 0.99])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_top_p_matches_transformers(top_p, top_k):
+    expected = TopKLogitsWarper(top_k)(None, LOGITS) if top_k else LOGITS
+    expected = MinPLogitsWarper(0.02)(None, TopPLogitsWarper(top_p)(None, expected))
+    assert torch.equal(truncate_logits(LOGITS, top_k=top_k, top_p=top_p, min_p=0.02), expected)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
+def test_repetition_penalty_matches_transformers(penalty):
+    token_ids = torch.randint(0, 30, (40, 12), generator=torch.Generator().manual_seed(1))  # with repetitions
+    actual = apply_repetition_penalty(LOGITS, token_ids, penalty)
+    assert torch.equal(actual, RepetitionPenaltyLogitsProcessor(penalty)(token_ids, LOGITS.clone()))
+    assert torch.equal(actual[LOGITS < 0], LOGITS[LOGITS < 0]) == (penalty == 1.0)
+
+
+def test_excluded_tokens_stay_excluded_and_rows_are_independent():
+    banned = LOGITS.clone()
+    banned[:, :20] = -torch.inf
+    options = {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
+    whole = truncate_logits(banned, **options)
+    assert not whole[:, :20].isfinite().any()
+    assert whole.isfinite().any(1).all()
+    assert torch.equal(torch.cat([truncate_logits(row, **options) for row in banned.split(1)]), whole)

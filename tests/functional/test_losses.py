@@ -1,4 +1,4 @@
-"""Losses against a slow reference written from the formulas, closed forms, and what a mask or a clip must not do."""
+"""Policy losses against a slow reference and closed forms; effects of masks and clips."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.config.loss_types import LOSS_TYPES
+from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.functional.losses import clipped_actions, loss_weights, policy_loss
 from tests.oracles import slow_losses
 
@@ -42,7 +42,7 @@ def random_batch(seed, rows=5, width=6, spread=0.5):
 
 @pytest.mark.parametrize(("loss_type", "options"), OPTIONS)
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.5)])
-def test_loss_and_gradient_of_every_action_equal_the_slow_reference(loss_type, options, low, high):
+def test_losses_and_gradients_match_slow_reference(loss_type, options, low, high):
     for seed in range(6):
         new, old, advantages, mask = random_batch(seed)
         losses = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high, **options)
@@ -69,8 +69,8 @@ def test_loss_and_gradient_of_every_action_equal_the_slow_reference(loss_type, o
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_where_nothing_was_updated_yet_every_loss_type_has_the_plain_policy_gradient(loss_type):
-    """At ratio 1 the gradient of every formula is -A times the weight of the action; the clips cannot matter."""
+def test_gradient_at_ratio_one_is_the_policy_gradient(loss_type):
+    """At ratio 1 the gradient of every formula is -A times the weight of the action, for any clip."""
     _, old, advantages, mask = random_batch(0)
     advantages = advantages[:, :1]
     member = torch.tensor([0, 1, 0, 1, 0])
@@ -83,7 +83,7 @@ def test_where_nothing_was_updated_yet_every_loss_type_has_the_plain_policy_grad
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_row_has_coefficients_of_its_own(loss_type):
+def test_clips_per_row(loss_type):
     new, old, advantages, mask = random_batch(1, rows=3)
     low, high = torch.tensor([[0.1], [0.2], [0.5]]).double(), torch.tensor([[0.3], [0.2], [0.1]]).double()
     own = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high)
@@ -98,7 +98,7 @@ def test_every_row_has_coefficients_of_its_own(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss_type):
+def test_padding_affects_neither_loss_nor_gradient(loss_type):
     clean = random_batch(2)
     mask = clean[3]
     expected = policy_loss(loss_type, *clean, clip_low=0.2, clip_high=0.2)
@@ -118,7 +118,7 @@ def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss_type)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_ratios_beyond_every_number_leave_a_finite_gradient(loss_type):
+def test_extreme_ratios_have_finite_gradients(loss_type):
     new = torch.tensor([[-1.0, -2000.0], [-1.0, -3.0]], requires_grad=True)
     old = torch.tensor([[-1500.0, -1.0], [-1.0, -1.0]])
     mask = torch.ones(2, 2, dtype=torch.bool)
@@ -129,21 +129,21 @@ def test_ratios_beyond_every_number_leave_a_finite_gradient(loss_type):
         assert bool(gradient.isfinite().all())
 
 
-def test_dual_clip_caps_the_loss_of_bad_actions_alone():
+def test_dual_clip_by_hand():
     new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
     arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
     losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     torch.testing.assert_close(losses, torch.tensor([[6.0, -2.4, 2.2]]))
 
 
-def test_delta_caps_the_ratio_where_the_clip_leaves_it_free():
+def test_delta_by_hand():
     new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
     arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
     losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, delta=4.0)
     torch.testing.assert_close(losses, torch.tensor([[8.0, -2.4, 2.2]]))
 
 
-def test_the_factor_of_cispo_ends_at_one_plus_epsilon_and_goes_on_teaching():
+def test_cispo_gradient_at_the_cap():
     new = torch.tensor([[math.log(5.0), math.log(0.1)]], requires_grad=True)
     arguments = new, torch.zeros(1, 2), torch.tensor([[2.0]]), torch.ones(1, 2, dtype=torch.bool)
     for low, factors in ((False, [1.3, 0.1]), (True, [1.3, 0.8])):
@@ -153,7 +153,7 @@ def test_the_factor_of_cispo_ends_at_one_plus_epsilon_and_goes_on_teaching():
 
 
 @given(st.integers(0, 1000), st.sampled_from(("grpo", "dapo", "bnpo", "dr_grpo", "gmpo", "gspo", "luspo")))
-def test_the_clip_binds_exactly_where_it_takes_the_gradient_away(seed, loss_type):
+def test_clipped_actions_have_no_gradient(seed, loss_type):
     new, old, advantages, mask = random_batch(seed)
     if loss_type in ("gspo", "luspo", "gmpo"):
         advantages = advantages[:, :1].expand_as(mask)
@@ -166,7 +166,7 @@ def test_the_clip_binds_exactly_where_it_takes_the_gradient_away(seed, loss_type
     assert bool((advantages[high] > 0).all())
 
 
-def test_where_cispo_is_capped_and_that_sapo_never_is():
+def test_clipped_actions_of_cispo_and_sapo():
     new = torch.log(torch.tensor([[5.0, 5.0, 0.1, 0.1, 1.0, 5.0]]))
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
     arguments = new, torch.zeros(1, 6), advantages, torch.ones(1, 6, dtype=torch.bool)
@@ -190,13 +190,13 @@ def test_wider_clips_bind_less_often(loss_type):
 
 @pytest.mark.parametrize("loss_type", ["cispo", "sapo", "gmpo"])
 @pytest.mark.parametrize("option", ["dual_clip", "delta"])
-def test_a_loss_without_a_ratio_refuses_bounds_of_it(loss_type, option):
+def test_dual_clip_and_delta_are_rejected_without_a_clipped_ratio(loss_type, option):
     new, old, advantages, mask = random_batch(0)
-    with pytest.raises(ValueError, match=f"{loss_type}.*has none to bound"):
+    with pytest.raises(ValueError, match=f"dual_clip.*{loss_type}"):
         policy_loss(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.2, **{option: 3.0})
 
 
-def test_an_unknown_loss_type_is_refused_with_the_known_ones():
+def test_unknown_loss_type_is_rejected():
     new, old, advantages, mask = random_batch(0)
-    with pytest.raises(ValueError, match=r"one of grpo, dapo.*got 'ppo'"):
+    with pytest.raises(ValueError, match="loss_type"):
         policy_loss("ppo", new, old, advantages, mask, clip_low=0.2, clip_high=0.2)

@@ -1,14 +1,14 @@
-"""Loss and gradient equal Liger's and TRL's for every loss type they share with us, over random ragged batches."""
+"""Losses and gradients match Liger and TRL on random ragged batches."""
 
 import itertools
 
 import pytest
 import torch
 
-from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.corrections import high_entropy_mask, importance_weights
 from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import bias_corrected, loss_weights, policy_loss
+from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
+from evogrpo.functional.losses import bias_corrected_kl, loss_weights, policy_loss
 
 peer_losses = pytest.importorskip("tests.oracles.peer_losses", reason="needs trl and liger-kernel")
 LENGTH = 9  # max_completion_length, longer than the padded width
@@ -63,7 +63,7 @@ def ours(
     if beta:
         kl = torch.where(mask, kl_estimate("k3", log_probs, reference), 0.0)
         if bias_correction:
-            kl = bias_corrected(kl, loss_type, log_probs, old, mask)
+            kl = bias_corrected_kl(kl, loss_type, log_probs, old, mask)
         losses = losses + beta * kl
     member = torch.zeros(len(mask), dtype=torch.long)
     return (loss_weights(loss_type, None, mask, member, max_completion_length) * losses).sum()
@@ -82,7 +82,7 @@ def assert_same(one, other, log_probs):
 @pytest.mark.parametrize(
     ("loss_type", "clip", "beta", "delta"), [row for row in SETTINGS if row[0] != "luspo" or not row[2]]
 )
-def test_loss_and_gradient_equal_ligers(loss_type, clip, beta, delta):
+def test_losses_match_liger(loss_type, clip, beta, delta):
     options = {"clip_low": clip[0], "clip_high": clip[1], "beta": beta, "delta": delta, "max_completion_length": LENGTH}
     for seed in range(10):
         batch = random_batch(seed)
@@ -91,7 +91,7 @@ def test_loss_and_gradient_equal_ligers(loss_type, clip, beta, delta):
 
 @pytest.mark.parametrize(("loss_type", "clip", "beta", "delta"), SETTINGS)
 @pytest.mark.parametrize("per_action", [False, True])
-def test_loss_and_gradient_equal_trls(loss_type, clip, beta, delta, per_action):
+def test_losses_match_trl(loss_type, clip, beta, delta, per_action):
     options = {"clip_low": clip[0], "clip_high": clip[1], "beta": beta, "delta": delta, "max_completion_length": LENGTH}
     for seed in range(10):
         batch = random_batch(seed, per_action)
@@ -100,7 +100,7 @@ def test_loss_and_gradient_equal_trls(loss_type, clip, beta, delta, per_action):
 
 @pytest.mark.parametrize("loss_type", peer_losses.NAMES)
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8])
-def test_the_restriction_to_high_entropy_equals_trls(loss_type, quantile):
+def test_high_entropy_mask_matches_trl(loss_type, quantile):
     options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)
@@ -113,7 +113,7 @@ def test_the_restriction_to_high_entropy_equals_trls(loss_type, quantile):
 
 @pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
-def test_a_weighted_loss_equals_trls(kind, loss_type):
+def test_importance_weights_match_trl(kind, loss_type):
     options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)
@@ -124,7 +124,7 @@ def test_a_weighted_loss_equals_trls(kind, loss_type):
 
 
 @pytest.mark.parametrize("loss_type", peer_losses.NAMES)
-def test_a_bias_corrected_kl_equals_trls(loss_type):
+def test_bias_corrected_kl_matches_trl(loss_type):
     options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.3, "delta": None, "max_completion_length": LENGTH}
     for seed in range(5):
         batch = random_batch(seed)

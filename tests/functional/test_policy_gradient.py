@@ -1,16 +1,15 @@
-"""Gradients expected over all trajectories of a small decision process equal the gradient of what is sought."""
+"""Expected gradients over all trajectories of a small decision process equal exact policy gradients."""
 
 import itertools
 
 import pytest
 import torch
 
-from evogrpo.config.loss_types import LOSS_TYPES
-from evogrpo.functional.advantages import advantages
+from evogrpo.functional.advantages import advantages, returns_to_go
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
+from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.functional.returns import returns_to_go
 
 # Three states, two actions, at most three steps: (next state, reward), None = the end.
 MOVES = {
@@ -77,7 +76,7 @@ def every_group_of_two(logits, **options):
     return chances_of(logits).detach()[PAIRS].prod(1), rows, estimated
 
 
-def test_the_process_is_enumerated_whole():
+def test_trajectories_are_complete():
     for seed in range(3):
         assert chances_of(policy(seed)).sum().item() == pytest.approx(1.0)
     assert len(MASK) == 6
@@ -104,7 +103,7 @@ def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_returns_to_go_give_the_same_policy_gradient(seed):
+def test_returns_to_go_give_the_policy_gradient(seed):
     logits = policy(seed)
     (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
     new = log_probs_of(logits)
@@ -114,8 +113,8 @@ def test_returns_to_go_give_the_same_policy_gradient(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kl_in_the_rewards_gives_the_gradient_of_reward_minus_divergence(seed):
-    """The divergence between distributions of whole trajectories, by k1 at each step."""
+def test_kl_in_rewards_gives_the_gradient_of_reward_minus_kl(seed):
+    """The KL between distributions of trajectories, estimated by k1 at each step."""
     logits, reference, beta = policy(seed), policy(seed + 100).detach(), 0.7
     per_action = log_probs_of(logits) - log_probs_of(reference)
     sought = (chances_of(logits) * (REWARDS.sum(1) - beta * per_action.sum(1))).sum()
@@ -134,7 +133,7 @@ DUELS = torch.tensor(list(itertools.product(range(3), repeat=2)))
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss_type", [kind for kind in LOSS_TYPES if kind not in ("sapo", "gmpo")])
-def test_ratios_correct_for_samples_of_an_older_policy(seed, loss_type):
+def test_ratios_correct_for_an_older_policy(seed, loss_type):
     """With open clips and one action per completion, the loss is minus the reward of the *new* policy."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, generator=random, dtype=torch.float64).requires_grad_()
@@ -153,7 +152,7 @@ def test_ratios_correct_for_samples_of_an_older_policy(seed, loss_type):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
-def test_importance_weights_correct_for_a_foreign_sampler(seed, kind):
+def test_importance_weights_correct_for_another_sampler(seed, kind):
     """A cap out of reach: trajectories drawn by another policy give the policy gradient of this one."""
     logits, sampler = policy(seed), policy(seed + 50).detach()
     (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)

@@ -1,16 +1,17 @@
-"""Advantages of single actions: by hand on ragged groups, against slow references, and the known traps."""
+"""Advantages of single actions: by hand on ragged groups, against slow references, and known pitfalls."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.advantages import advantages, group_advantages
-from evogrpo.functional.returns import (
-    normalised_step_rewards,
-    return_to_go_group,
-    return_to_go_timestep,
+from evogrpo.functional.advantages import (
+    advantages,
+    group_advantages,
+    group_return_advantages,
     returns_to_go,
+    standardised_step_rewards,
+    timestep_return_advantages,
 )
 from tests.oracles import slow_advantages
 
@@ -29,7 +30,7 @@ def padded(episodes, value=NAN):
 
 
 @given(EPISODES, st.floats(0, 1))
-def test_discounted_returns_equal_the_sum_over_what_lies_ahead(rows, gamma):
+def test_returns_to_go_match_slow_reference(rows, gamma):
     episodes = [row for _, row in rows]
     steps, mask = padded(episodes, value=99.0)
     actual = returns_to_go(steps, mask, gamma)
@@ -39,7 +40,7 @@ def test_discounted_returns_equal_the_sum_over_what_lies_ahead(rows, gamma):
         assert not bool(actual[row, len(episode) :].any())
 
 
-def test_every_row_has_a_discount_of_its_own_and_long_returns_are_summed_to_the_end():
+def test_discount_per_row_on_long_episodes():
     gamma = torch.tensor([[1.0], [0.5], [0.0]])
     actual = returns_to_go(torch.ones(3, 1000), torch.ones(3, 1000, dtype=torch.bool), gamma)
     assert torch.equal(actual[0], torch.arange(1000, 0, -1).float())
@@ -47,7 +48,7 @@ def test_every_row_has_a_discount_of_its_own_and_long_returns_are_summed_to_the_
     assert torch.equal(actual[2], torch.ones(1000))
 
 
-def test_what_stands_between_actions_does_not_age_a_reward():
+def test_tokens_between_actions_are_not_discounted():
     mask = torch.tensor([[True, False, False, True, True]])
     steps = torch.tensor([[1.0, 50.0, NAN, 4.0, 8.0]])
     expected = torch.tensor([[1 + 2 + 2, 0.0, 0.0, 4 + 4, 8.0]])
@@ -55,7 +56,7 @@ def test_what_stands_between_actions_does_not_age_a_reward():
 
 
 @given(EPISODES, st.sampled_from(KINDS), st.sampled_from([1.0, 0.9, 0.5]))
-def test_every_estimator_equals_the_slow_reference(rows, kind, gamma):
+def test_estimators_match_slow_reference(rows, kind, gamma):
     groups, episodes = [group for group, _ in rows], [row for _, row in rows]
     steps, mask = padded(episodes)
     numbers = torch.tensor(groups)
@@ -75,49 +76,49 @@ def test_every_estimator_equals_the_slow_reference(rows, kind, gamma):
     assert not bool(actual[~mask].any())
 
 
-def test_absorbing_returns_on_a_ragged_group_by_hand():
-    # Returns: 3 2 1 | 1 - - | 2 1 -; the ended episodes stand in their columns with 0.
+def test_timestep_returns_by_hand():
+    # Returns: 3 2 1 | 1 - - | 2 1 -; the ended episodes count as 0 in their columns.
     steps, mask = padded([[1, 1, 1], [1], [1, 1]])
     group = torch.zeros(3, dtype=torch.long)
     third = 3**0.5
     expected = torch.tensor([[1.0, 1.0, 2 / third, 0], [-1.0, 0, 0, 0], [0.0, 0.0, 0.0, 0]])
-    torch.testing.assert_close(return_to_go_timestep(steps, mask, group, eps=0.0), expected)
+    torch.testing.assert_close(timestep_return_advantages(steps, mask, group, eps=0.0), expected)
 
 
-def test_the_outcome_is_normalised_over_all_returns_of_the_group_by_hand():
+def test_group_returns_by_hand():
     steps, mask = padded([[1, 1], [0]])  # returns 2, 1 and 0: mean 1, deviation 1
-    actual = return_to_go_group(steps, mask, torch.zeros(2, dtype=torch.long), eps=0.0)
+    actual = group_return_advantages(steps, mask, torch.zeros(2, dtype=torch.long), eps=0.0)
     torch.testing.assert_close(actual, torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]))
 
 
-def test_step_rewards_normalised_over_the_group_and_summed_ahead_by_hand():
+def test_process_by_hand():
     steps, mask = padded([[0, 1, 2], [3, 4]])  # mean 2, deviation sqrt(2.5)
     unit = 2.5**0.5
     expected = torch.tensor([[-3.0, -1.0, 0.0, 0.0], [3.0, 2.0, 0.0, 0.0]]) / unit
-    actual = returns_to_go(normalised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0), mask)
+    actual = returns_to_go(standardised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0), mask)
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("reward", [1.0, -1.0, 0.1])
-def test_equal_step_rewards_make_the_process_variant_blind_and_the_other_two_not(reward):
-    """CartPole and MountainCar: who lasts longer must not go unnoticed."""
+def test_equal_step_rewards_give_zero_in_process_only(reward):
+    """As in CartPole and MountainCar, where the length of an episode is its reward."""
     steps, mask = padded([[reward] * 8, [reward] * 3, [reward] * 5])
     group = torch.zeros(3, dtype=torch.long)
-    assert not bool(normalised_step_rewards(steps, mask, group, 1e-8)[mask].any())
-    for estimator in (return_to_go_group, return_to_go_timestep):
+    assert not bool(standardised_step_rewards(steps, mask, group, 1e-8)[mask].any())
+    for estimator in (group_return_advantages, timestep_return_advantages):
         actual = estimator(steps, mask, group, eps=1e-8)
         assert float(actual[0, 0]) * reward > 0 > float(actual[1, 0]) * reward
 
 
-def test_the_tail_of_a_perfect_episode_cut_by_a_time_limit_scores_below_the_mean_in_the_group_variant_only():
+def test_truncated_perfect_episode_ends_below_the_mean_with_group_returns_only():
     steps, mask = padded([[1] * 10, [1] * 4, [1] * 4])
     group = torch.zeros(3, dtype=torch.long)
-    assert float(return_to_go_group(steps, mask, group)[0, 9]) < 0
-    assert bool((return_to_go_timestep(steps, mask, group)[0, :10] > 0).all())
+    assert float(group_return_advantages(steps, mask, group)[0, 9]) < 0
+    assert bool((timestep_return_advantages(steps, mask, group)[0, :10] > 0).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_identical_episodes_teach_at_most_their_own_course(kind):
+def test_identical_episodes_get_identical_advantages(kind):
     steps, mask = padded([[0.1, -0.7, 0.3]] * 6)
     group = torch.zeros(6, dtype=torch.long)
     options = {"rewards": steps.nansum(1), "group_ids": group, "member_ids": group, "mask": mask, "eps": 1e-8}
@@ -127,8 +128,8 @@ def test_identical_episodes_teach_at_most_their_own_course(kind):
         assert not bool(actual.any())
 
 
-def test_one_reward_at_the_end_makes_the_process_variant_the_outcome_variant():
-    """Places without a reward are no rewards of 0: they stay out of the group's mean."""
+def test_process_equals_outcome_with_one_reward_at_the_end():
+    """NaN is left out of the group's mean, unlike 0."""
     rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([0, 0, 1, 1])
     mask = torch.arange(5) < torch.tensor([2, 5, 1, 3])[:, None]
     options = {"rewards": rewards, "group_ids": group, "member_ids": group, "mask": mask}
@@ -141,7 +142,7 @@ def test_one_reward_at_the_end_makes_the_process_variant_the_outcome_variant():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_episode_without_any_reward_stays_out_of_the_statistics(kind):
+def test_episodes_without_reward_are_left_out_of_statistics(kind):
     steps, mask = padded([[1, 2], [5], [0, 0, 0]])
     steps[2] = NAN
     group = torch.zeros(3, dtype=torch.long)
@@ -163,7 +164,7 @@ def test_an_episode_without_any_reward_stays_out_of_the_statistics(kind):
 
 
 @given(EPISODES, st.sampled_from(KINDS))
-def test_neighbouring_groups_and_padding_change_nothing(rows, kind):
+def test_groups_are_independent_of_each_other_and_of_padding(rows, kind):
     groups, episodes = torch.tensor([group for group, _ in rows]), [row for _, row in rows]
     steps, mask = padded(episodes)
     options = {"rewards": steps.nansum(1), "member_ids": groups, "group_ids": groups}
@@ -179,9 +180,9 @@ def test_neighbouring_groups_and_padding_change_nothing(rows, kind):
     torch.testing.assert_close(together[own][:, :width], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_normalised_step_rewards_keep_their_gaps():
+def test_standardised_step_rewards_keep_nan():
     steps, mask = padded([[1, 3], [5]])
     steps[0, 0] = NAN
-    actual = normalised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0)
+    actual = standardised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0)
     half = 0.5**0.5
     torch.testing.assert_close(actual, torch.tensor([[NAN, -half, NAN], [half, NAN, NAN]]), equal_nan=True)

@@ -147,7 +147,7 @@ def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architect
     ("architecture", "few"), [("llama, tied", 4), ("llama, biases everywhere", 4), ("gemma3", 4), ("qwen2", 128)]
 )
 def test_nor_does_it_matter_which_library_multiplies(architecture, few, both, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LEAST", 0)
     monkeypatch.setattr(products, "FEW", few)  # rows of zeros are added either way, more or fewer
     fast, slow = both(built(KNOWN[architecture]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo.data import SamplingOptions
-from evogrpo.functional.matmul import filled_up
+from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.language import shared_prefixes
 from tests.tiny_batches import clear, different_members, make_rows, rows_run
 from tests.tiny_models import tiny_model
@@ -55,7 +55,7 @@ def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
     needed = [len(beginnings(rows, expected, at)) for at in range(1, len(counts) + 1)]
-    assert counts[0] == filled_up(needed[0])
+    assert counts[0] == padded_rows(needed[0])
     assert all(least <= ran for least, ran in zip(needed, counts, strict=True))
     assert sum(counts) < 0.7 * sum(apart)
 
@@ -69,7 +69,7 @@ def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
     within = [least <= shared_prefixes.MAX_DISTINCT_SHARE * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
-    assert counts == [filled_up(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
+    assert counts == [padded_rows(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 

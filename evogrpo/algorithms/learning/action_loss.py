@@ -11,7 +11,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import some_rows
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import bias_corrected, clipped_actions, loss_weights, policy_loss
+from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, loss_weights, policy_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,9 @@ class ActionLosses:
         result = torch.zeros_like(estimate)
         for name, flag in self.coefficients.loss_types.items():
             own = flag[rows].nonzero()[:, 0]
-            result = result.index_copy(0, own, bias_corrected(estimate[own], name, log_probs[own], old[own], mask[own]))
+            result = result.index_copy(
+                0, own, bias_corrected_kl(estimate[own], name, log_probs[own], old[own], mask[own])
+            )
         return result
 
     def _policy(self, rows: Tensor, log_probs: Tensor, here: "_Rows") -> tuple[Tensor, Tensor, Tensor]:

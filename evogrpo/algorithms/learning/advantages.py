@@ -7,13 +7,18 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.action_loss import Coefficients
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch
-from evogrpo.functional.advantages import advantages, zero_variance_groups
-from evogrpo.functional.reward_shaping import groups_within, normalise_rewards, update_running
-from evogrpo.functional.statistics import numbered
+from evogrpo.functional.advantages import advantages
+from evogrpo.functional.loss_types import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.functional.rewards import (
+    consecutive_ids,
+    difficulty_mask,
+    normalise_rewards,
+    update_running_statistics,
+    zero_variance_groups,
+)
 from evogrpo.interruption import before_changes
 from evogrpo.warnings import warn
 
@@ -31,7 +36,7 @@ def refuse_whole_completions(objective: Objective) -> None:
             "'return_to_go_timestep' or 'outcome'"
         )
     mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
-    if not LOSS_TYPES[objective.loss_type].of_actions:
+    if not LOSS_TYPES[objective.loss_type].per_action:
         problem, remedy = f"loss_type {objective.loss_type!r} has one ratio per completion", ""
     elif mode != "token-mean":
         problem = f"loss_type {objective.loss_type!r} with aggregation {mode!r} weighs actions by their completion"
@@ -70,7 +75,7 @@ def without_groups(batch: Batch, objective: Objective) -> Batch:
     low, high = objective.min_group_reward, objective.max_group_reward
     if low is None and high is None:
         return batch
-    inside = groups_within(batch.rewards, batch.group_ids, low, high)
+    inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
     return replace(batch, action_mask=batch.action_mask & inside[:, None], acted=batch.chosen)
 
 
@@ -139,7 +144,7 @@ def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
     running = None
     if objective.reward_norm == "running":
         before_changes(last=False)
-        carried[:, 1:] = update_running(carried[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu())
+        carried[:, 1:] = update_running_statistics(carried[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu())
         running = carried[:, 1:].to(batch.rewards.device)
     return normalise_rewards(
         batch.rewards,
@@ -164,7 +169,7 @@ def _warn_of_equal_steps(kind: str, batch: Batch) -> None:
     if kind != "process" or batch.step_rewards is None:
         return
     given = batch.step_rewards[_compared(batch) & ~batch.step_rewards.isnan()]
-    group, count = numbered(batch.group_ids)
+    group, count = consecutive_ids(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
     if differ and len(given) and bool(given.min() == given.max()):
         warn(

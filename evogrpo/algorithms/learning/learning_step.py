@@ -25,12 +25,12 @@ from evogrpo.algorithms.learning.metrics import (
 from evogrpo.algorithms.learning.training_rows import KnownLogProbs, Learner, lessons_of, near_enough, trusts_sampler
 from evogrpo.algorithms.members.banks import Banks
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.loss_types import FULL_KLS
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
-from evogrpo.functional.statistics import numbered
+from evogrpo.functional.rewards import consecutive_ids
 from evogrpo.models.bank import FullDistributionBank, LossFunction, PolicyBank, ReferenceDistributions
 from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
@@ -148,7 +148,7 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     if learner.shared is not None and batch.sampled_by is not None:  # as many steps as alone, on more rows each
         size *= max(1, len(batch.sampled_by[rows].unique()))
     rng = generator(seed, "minibatches", learner.step, learner.index)
-    group, groups = numbered(batch.group_ids[rows]) if keep_groups else (None, len(rows))
+    group, groups = consecutive_ids(batch.group_ids[rows]) if keep_groups else (None, len(rows))
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
         place = torch.from_numpy(rng.permutation(groups)).to(rows.device)

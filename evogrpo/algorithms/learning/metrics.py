@@ -8,9 +8,8 @@ from torch import Tensor
 
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, LearnReport, UpdateReport
-from evogrpo.functional.advantages import zero_variance_groups
-from evogrpo.functional.corrections import importance_weights, mismatch
-from evogrpo.functional.statistics import group_statistics, numbered
+from evogrpo.functional.corrections import importance_weights, sampler_mismatch
+from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_variance_groups
 
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
@@ -58,7 +57,7 @@ NAMES: Mapping[str, str] = {
 def reward_metrics(batch: Batch) -> dict[str, float]:
     """Return what the rewards of one member's samples say."""
     rewards, applies = batch.rewards, ~batch.rewards.isnan()
-    group, count = numbered(batch.group_ids)
+    group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
     spread = statistics.std[statistics.amount > 1]
     result = {
@@ -111,7 +110,7 @@ def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: T
     """Return how far the sampler's log-probabilities `[n, t]` lie from the trainer's, and what corrects for it."""
     if not bool(mask.any()):
         return {}
-    found = mismatch(old, sampler, mask)
+    found = sampler_mismatch(old, sampler, mask)
     result = {
         "sampling/sampling_logp_difference/mean": found.mean_difference,
         "sampling/sampling_logp_difference/max": found.max_difference,

@@ -10,7 +10,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.functional.corrections import effective_share
+from evogrpo.functional.corrections import effective_sample_fraction
 from evogrpo.models.bank import FullDistributionBank, PolicyBank
 
 
@@ -282,7 +282,7 @@ def near_enough(bank: PolicyBank, lessons: Lessons, learners: Mapping[int, Learn
         sources = 1 + int(outcomes.sampled_by.max())  # some of them perhaps not of this bank
         pair = part.member_ids * sources + outcomes.sampled_by[rows]
         action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
-        ess = effective_share(log_ratios[part.action_mask], action, bank.size * sources)
+        ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size * sources)
         floor = ess.new_tensor([least.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
         kept[rows] = ~(ess < floor)[pair]
         for slot in found:

@@ -16,7 +16,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.envs.protocol import Scores
 from evogrpo.envs.text.templates import Tokenizer, check_messages, tokenize
-from evogrpo.functional.reward_shaping import overlong_penalty
+from evogrpo.functional.rewards import overlong_penalty
 from evogrpo.randomness import generator
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]

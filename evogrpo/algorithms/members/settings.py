@@ -9,11 +9,11 @@ import numpy as np
 
 from evogrpo.algorithms.learning.advantages import refuse_whole_completions
 from evogrpo.config.checks import MOST_COUNTED, MOST_SEED, finite_number, flag, instance, refuse_unknown, whole_between
-from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingOptions
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")

@@ -12,13 +12,11 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.members.policy_set import Members
 from evogrpo.algorithms.rollout.evaluation import answered, commonly_answered
 from evogrpo.algorithms.rollout.requests import Asked, Collected, Wanted
-from evogrpo.config.loss_types import STEP_ADVANTAGES
 from evogrpo.config.search_space import check_group_size
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment, Scores, Split
-from evogrpo.functional.advantages import zero_variance_groups
-from evogrpo.functional.reward_shaping import place_on_actions
-from evogrpo.functional.statistics import numbered
+from evogrpo.functional.loss_types import STEP_ADVANTAGES
+from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 
 
 def merged(parts: Sequence[Collected]) -> Collected:
@@ -162,7 +160,7 @@ def groups_apart(batches: Sequence[Batch]) -> list[Batch]:
 def _with_steps(batch: Batch) -> Batch:
     if batch.step_rewards is not None:
         return batch
-    return replace(batch, step_rewards=place_on_actions(batch.rewards, batch.present))
+    return replace(batch, step_rewards=place_on_last_action(batch.rewards, batch.present))
 
 
 def _joined_scores(one: Scores, other: Scores, order: Tensor) -> Scores:
@@ -242,7 +240,7 @@ def idle_groups(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
     """
     idle: dict[int, list[int]] = {}
     for slot, own in _members(batch).items():
-        groups, (number, count) = own.group_ids.unique(), numbered(own.group_ids)
+        groups, (number, count) = own.group_ids.unique(), consecutive_ids(own.group_ids)
         equal = zero_variance_groups(own.rewards, number, count)
         if kinds[slot] in STEP_ADVANTAGES and own.step_rewards is not None:
             given = own.present & ~own.step_rewards.isnan()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from evogrpo.functional.matmul import product_of_columns
+from evogrpo.functional.matmul import frozen_linear_columns
 from evogrpo.models.fast_llama.attention import KeyValues, SharedPrompts, decode_attention, of_prompts, prompt_runs
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.layers import NamedLinear, columns_of
@@ -104,7 +104,7 @@ class DecodeStep:
 
     def _products(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
         """Return what layers make of `[in, n]`, each `[out, n]`."""
-        parts = [product_of_columns(layer.weight, x, layer.bias) for _, layer in layers]
+        parts = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
         if isinstance(self._adapter_hook, LoraHook):
             for adapters in self._acting(self._adapter_hook, layers, x):
                 _add(x, parts, adapters)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
-from evogrpo.functional.matmul import lacking
+from evogrpo.functional.matmul import padding_rows
 from evogrpo.models.fast_llama.attention import SharedPrompts, attention, prompt_runs
 from evogrpo.models.fast_llama.layers import gated, normed, projected, rotated
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm, WeightLayout
@@ -89,7 +89,7 @@ class FastLlama:
         read, mask, cache = prompts
         whole = torch.cat([mask[rows], present], dim=1)
         parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
-        rest = lacking(read.numel() + ids.numel(), parts[0].dtype, ids.device)
+        rest = padding_rows(read.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
         turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from evogrpo.functional.log_probs import tiles
-from evogrpo.functional.matmul import add_product, product
+from evogrpo.functional.log_probs import row_tiles
+from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear
 from evogrpo.models.language.low_rank import AdapterLeaves, LoraHook, Run, StackedAdapters
 from evogrpo.models.language.token_model import AdapterHook
 
@@ -29,7 +29,7 @@ def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Cut rows that are computed in float32 and held in less into parts of which the copies stay small, on a CPU."""
     if every[0].dtype == torch.float32:
         return [every]
-    return (tuple(each[rows] for each in every) for rows in tiles(every[0]))
+    return (tuple(each[rows] for each in every) for rows in row_tiles(every[0]))
 
 
 class _Norm(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         out = gate.new_empty(gate.shape)
-        for rows in tiles(out):  # few enough for a processor's cache
+        for rows in row_tiles(out):  # few enough for a processor's cache
             torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
         return out
 
@@ -112,7 +112,7 @@ class _Gated(torch.autograd.Function):
         slope, activation = grads[0], ctx.activation
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
-        for rows in tiles(slope):
+        for rows in row_tiles(slope):
             torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
             of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
         return of_gate, of_up, None
@@ -195,7 +195,7 @@ def projected(
         return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)
     if isinstance(hook, LoraHook) and not torch.is_grad_enabled():
-        outputs = [product(x, layer.weight, layer.bias) for _, layer in layers]
+        outputs = [frozen_linear(x, layer.weight, layer.bias) for _, layer in layers]
         joined = hook.joined(names, len(x), x.dtype)
         if joined is not None:
             _add(x, outputs, joined)
@@ -205,7 +205,7 @@ def projected(
         leaves = [] if pieces is None else pieces.leaves
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
-    own = ((name, product(whole, layer.weight, layer.bias)) for name, layer in layers)
+    own = ((name, frozen_linear(whole, layer.weight, layer.bias)) for name, layer in layers)
     return [(hook(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
@@ -246,7 +246,7 @@ class _Linears(torch.autograd.Function):
         pieces: AdapterLeaves | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
-        made = tuple(product(x, layer.weight, layer.bias) for layer in layers)
+        made = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
         low = None if pieces is None else _add(x, made, pieces.joined(leaves, x.dtype))
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.pieces = layers, pieces
@@ -261,9 +261,9 @@ class _Linears(torch.autograd.Function):
         for layer, slope in zip(ctx.layers, slopes, strict=True):
             if ctx.needs_input_grad[0] and slope is not None:
                 if into is None:
-                    into = product(slope, layer.weight.T)
+                    into = frozen_linear(slope, layer.weight.T)
                 else:
-                    add_product(into, slope, layer.weight.T)
+                    add_frozen_linear_(into, slope, layer.weight.T)
         if ctx.pieces is None:
             return into, None, None
         joined = ctx.pieces.joined(leaves, x.dtype)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.matmul import product
+from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.fast_llama.compatibility import matches_model
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.fast_llama.forward import FastLlama
@@ -343,7 +343,7 @@ class CausalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits; see `TokenModel.logits`."""
         weight = self._matrix(hidden)
-        return self.head(hidden) if weight is None else product(hidden, weight)
+        return self.head(hidden) if weight is None else frozen_linear(hidden, weight)
 
     def score(
         self,

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
-from evogrpo.functional.log_probs import invert_cumulative, penalise_repetition, scaled_logits, tiles, truncate
-from evogrpo.functional.matmul import filled_up
+from evogrpo.functional.log_probs import (
+    apply_repetition_penalty,
+    row_tiles,
+    sample_inverse_cdf,
+    scale_logits,
+    truncate_logits,
+)
+from evogrpo.functional.matmul import padded_rows
 from evogrpo.interruption import check_interrupted
 from evogrpo.models.language.token_model import Decoding, TokenModel
 from evogrpo.progress import ProgressCounter
@@ -107,9 +113,9 @@ def generate(
             if alive == 0 or step == width - 1:
                 save_cache(torch.arange(len(carried), device=model.device), carried, step)
                 break
-            if filled_up(alive) <= COMPACT_BELOW * len(carried):
+            if padded_rows(alive) <= COMPACT_BELOW * len(carried):
                 ended = (~live).nonzero()[:, 0]
-                staying = live.index_fill(0, ended[: filled_up(alive) - alive], value=True)
+                staying = live.index_fill(0, ended[: padded_rows(alive) - alive], value=True)
                 gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
                 save_cache(gone, carried[gone], step)
                 writing.keep(left)
@@ -195,7 +201,7 @@ class _Writing:
         said, forbid = self._said(step), step < self._fewest
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
-            for part in tiles(logits):
+            for part in row_tiles(logits):
                 rows = slice(start + part.start, start + part.stop)
                 heard = None if said is None else said[rows]
                 tokens[rows], log_probs[rows] = _drawn(
@@ -231,18 +237,18 @@ def _drawn(
     """
     options, heat, greedy = asked.options, asked.heat[numbers], asked.greedy[numbers]
     if said is not None:
-        logits = penalise_repetition(logits, said, options.repetition_penalty)
+        logits = apply_repetition_penalty(logits, said, options.repetition_penalty)
     forbidden = torch.ones_like(greedy) if forbid else None
-    scaled = scaled_logits(logits, heat if asked.heated else None, forbidden, asked.end_ids)
+    scaled = scale_logits(logits, heat if asked.heated else None, forbidden, asked.end_ids)
     if asked.all_greedy:
         return scaled.argmax(1), torch.zeros(len(uniforms), device=logits.device)
     # Where the largest is costs three times as much as how large it is.
     best = scaled.argmax(1) if asked.any_greedy else None
     largest = scaled.amax(1)
     if not options.whole:
-        scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+        scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
     weights = scaled.sub_(largest[:, None]).exp_()
-    drawn = invert_cumulative(weights, uniforms)
+    drawn = sample_inverse_cdf(weights, uniforms)
     drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
     tokens = drawn if best is None else torch.where(greedy, best, drawn)
     chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)

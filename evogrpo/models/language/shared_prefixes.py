@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.functional.matmul import filled_up
+from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.language.token_model import Decoding
 
 COMPACT_BELOW = 0.75
@@ -65,8 +65,8 @@ class _SharedDecoding:
             self._decoding.keep(self._of)
             self._of = None
             return self._decoding.advance(tokens)
-        if forked or filled_up(len(pairs)) <= COMPACT_BELOW * self._run:
-            more = filled_up(len(pairs)) - len(pairs)  # copies of the last stem
+        if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._run:
+            more = padded_rows(len(pairs)) - len(pairs)  # copies of the last stem
             parents, nexts = (torch.cat([part, part[-1:].expand(more)]) for part in (parents, nexts))
             self._decoding.keep(parents)
             self._of, self._run = pair_of, len(parents)

@@ -37,7 +37,7 @@ REWARD_NORMS: tuple[RewardNorm, ...] = get_args(RewardNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossFacts:
+class LossProperties:
     """Properties of a loss type.
 
     Attributes:
@@ -56,21 +56,23 @@ class LossFacts:
     switches: tuple[str, ...] = ()
 
     @property
-    def of_actions(self) -> bool:
-        """Return True if each action has its own loss, so that actions can differ in advantage or be left out."""
+    def per_action(self) -> bool:
+        """Return True if each action has its own ratio, so that actions can differ in advantage or be left out."""
         return self.ratio == "action"
 
 
-LOSS_TYPES: Mapping[str, LossFacts] = {
-    "grpo": LossFacts(aggregation="seq-mean-token-mean", bounded=True),
-    "dapo": LossFacts(aggregation="token-mean", bounded=True),
-    "bnpo": LossFacts(aggregation="token-mean", bounded=True),
-    "dr_grpo": LossFacts(aggregation="seq-mean-token-sum-norm", bounded=True),
-    "gspo": LossFacts(aggregation="seq-mean-token-mean", ratio="completion", bounded=True),
-    "luspo": LossFacts(aggregation="seq-mean-token-sum", ratio="completion", bounded=True),
-    "cispo": LossFacts(aggregation="token-mean", clips=("clip_high",), switches=("cispo_clip_low",)),
-    "sapo": LossFacts(aggregation="seq-mean-token-mean", clips=(), switches=("sapo_tau_positive", "sapo_tau_negative")),
-    "gmpo": LossFacts(aggregation="seq-mean-token-mean", ratio="geometric mean"),
+LOSS_TYPES: Mapping[str, LossProperties] = {
+    "grpo": LossProperties(aggregation="seq-mean-token-mean", bounded=True),
+    "dapo": LossProperties(aggregation="token-mean", bounded=True),
+    "bnpo": LossProperties(aggregation="token-mean", bounded=True),
+    "dr_grpo": LossProperties(aggregation="seq-mean-token-sum-norm", bounded=True),
+    "gspo": LossProperties(aggregation="seq-mean-token-mean", ratio="completion", bounded=True),
+    "luspo": LossProperties(aggregation="seq-mean-token-sum", ratio="completion", bounded=True),
+    "cispo": LossProperties(aggregation="token-mean", clips=("clip_high",), switches=("cispo_clip_low",)),
+    "sapo": LossProperties(
+        aggregation="seq-mean-token-mean", clips=(), switches=("sapo_tau_positive", "sapo_tau_negative")
+    ),
+    "gmpo": LossProperties(aggregation="seq-mean-token-mean", ratio="geometric mean"),
 }
 
 ADVANTAGES: Mapping[str, Literal["reward", "reward functions", "step rewards"]] = {

@@ -1,19 +1,18 @@
-"""Reward steps: by hand, against whole-history statistics, and their limits."""
+"""Transformations of rewards: by hand, against statistics of the whole history, and their limits."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.config.loss_types import REWARD_NORMS
-from evogrpo.functional.reward_shaping import (
-    clip_rewards,
-    groups_within,
+from evogrpo.functional.loss_types import REWARD_NORMS
+from evogrpo.functional.rewards import (
+    difficulty_mask,
     normalise_rewards,
     overlong_penalty,
-    penalise_kl,
-    place_on_actions,
-    update_running,
+    place_on_last_action,
+    subtract_kl,
+    update_running_statistics,
 )
 
 NAN = float("nan")
@@ -24,7 +23,7 @@ NOTHING = torch.zeros(2, 3, dtype=torch.float64)
 
 
 def normalised(rewards, norm, **options):
-    running = update_running(NOTHING, rewards, MEMBERS) if norm == "running" else None
+    running = update_running_statistics(NOTHING, rewards, MEMBERS) if norm == "running" else None
     return normalise_rewards(rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options)
 
 
@@ -37,19 +36,14 @@ def normalised(rewards, norm, **options):
         (-2.5, 2.5, [True, False, True]),
     ],
 )
-def test_groups_that_are_too_hard_or_too_easy_are_told_by_their_mean(low, high, kept):
-    inside = groups_within(REWARDS, GROUPS, low, high)
+def test_difficulty_mask(low, high, kept):
+    inside = difficulty_mask(REWARDS, GROUPS, low, high)
     assert inside.tolist() == [kept[group] for group in GROUPS.tolist()]
-    unrewarded = groups_within(torch.full((2,), NAN), torch.zeros(2, dtype=torch.long), 1.0, 2.0)
-    assert unrewarded.all(), "no reward says that it is too hard"
+    unrewarded = difficulty_mask(torch.full((2,), NAN), torch.zeros(2, dtype=torch.long), 1.0, 2.0)
+    assert unrewarded.all()
 
 
-def test_clipped_rewards_keep_what_does_not_apply():
-    expected = torch.tensor([1.0, 3.0, NAN, 4.0, 4.0, -2.0])
-    torch.testing.assert_close(clip_rewards(REWARDS, 4.0), expected, equal_nan=True)
-
-
-def test_normalising_by_group_by_hand():
+def test_group_norm_by_hand():
     root = 2**0.5
     expected = torch.tensor([-1 / root, 1 / root, NAN, -1 / root, 1 / root, 0.0])
     torch.testing.assert_close(normalised(REWARDS, "group", eps=0.0), expected, equal_nan=True)
@@ -60,8 +54,8 @@ def test_normalising_by_group_by_hand():
 
 
 @pytest.mark.parametrize("norm", ["batch", "running"])
-def test_normalising_by_all_rewards_of_the_member(norm):
-    """With a fresh history the running statistics are those of the batch."""
+def test_batch_and_running_norm_by_hand(norm):
+    """Running statistics without history are those of the batch."""
     own = torch.tensor([1.0, 3.0, 5.0, 9.0])
     expected = torch.full((6,), NAN)
     expected[[0, 1, 3, 4]] = (own - own.mean()) / (own.std() + 0.5)
@@ -71,7 +65,7 @@ def test_normalising_by_all_rewards_of_the_member(norm):
 
 @pytest.mark.parametrize("norm", REWARD_NORMS)
 @pytest.mark.parametrize("value", [0.1, -3.7])
-def test_equal_rewards_become_exactly_zero_and_are_never_blown_up(norm, value):
+def test_equal_rewards_become_exactly_zero(norm, value):
     rewards = torch.full((6,), value)
     assert not bool(normalised(rewards, norm, eps=1e-8).any())
     assert not bool(normalised(rewards, norm, shift=True).any())
@@ -79,13 +73,13 @@ def test_equal_rewards_become_exactly_zero_and_are_never_blown_up(norm, value):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-100, 100)), min_size=1, max_size=40), st.integers(1, 7))
-def test_running_statistics_are_those_of_all_rewards_ever_however_they_came(history, chunk):
+def test_running_statistics_do_not_depend_on_the_chunks(history, chunk):
     members = torch.tensor([member for member, _ in history])
     rewards = torch.tensor([reward for _, reward in history], dtype=torch.float64)
     rewards[::6] = NAN
     running = torch.zeros(3, 3, dtype=torch.float64)
     for part in torch.arange(len(history)).split(chunk):
-        running = update_running(running, rewards[part], members[part])
+        running = update_running_statistics(running, rewards[part], members[part])
     for member in range(3):
         own = rewards[(members == member) & ~rewards.isnan()]
         assert float(running[member, 0]) == len(own)
@@ -94,14 +88,14 @@ def test_running_statistics_are_those_of_all_rewards_ever_however_they_came(hist
             torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
 
 
-def test_members_without_rewards_keep_their_history():
+def test_members_without_rewards_keep_their_statistics():
     running = torch.tensor([[3.0, 1.0, 2.0], [5.0, -1.0, 7.0]], dtype=torch.float64)
-    after = update_running(running, torch.tensor([NAN, 2.0]), torch.tensor([0, 1]))
+    after = update_running_statistics(running, torch.tensor([NAN, 2.0]), torch.tensor([0, 1]))
     assert torch.equal(after[0], running[0])
     assert not torch.equal(after[1], running[1])
 
 
-def test_an_old_history_normalises_new_rewards_by_hand():
+def test_running_norm_with_history_by_hand():
     running = torch.tensor([[4.0, 10.0, 12.0], [0.0, 0.0, 0.0]], dtype=torch.float64)  # deviation 2
     actual = normalise_rewards(
         torch.tensor([14.0, 8.0]),
@@ -114,40 +108,40 @@ def test_an_old_history_normalises_new_rewards_by_hand():
     torch.testing.assert_close(actual, torch.tensor([2.0, -1.0]))
 
 
-def test_what_cannot_be_normalised_is_refused():
-    with pytest.raises(ValueError, match="exclude each other"):
+def test_invalid_norms_are_rejected():
+    with pytest.raises(ValueError, match="reward_shift"):
         normalised(REWARDS, "group", shift=True, scale=True)
-    with pytest.raises(ValueError, match="one of group, batch, running, got 'global'"):
+    with pytest.raises(ValueError, match="reward_norm"):
         normalised(REWARDS, "global")
-    with pytest.raises(ValueError, match="needs the running statistics"):
+    with pytest.raises(ValueError, match="running"):
         normalise_rewards(REWARDS, "running", group_ids=GROUPS, member_ids=MEMBERS)
 
 
-def test_the_overlong_penalty_by_hand():
+def test_overlong_penalty_by_hand():
     lengths = torch.tensor([0, 5, 6, 7, 9, 10, 50])
     expected = torch.tensor([0.0, 0.0, 0.0, -0.25, -0.75, -1.0, -1.0])
     torch.testing.assert_close(overlong_penalty(lengths, 10, 4), expected)
 
 
 @pytest.mark.parametrize("buffer", [0, -1, 11])
-def test_an_overlong_buffer_longer_than_the_limit_is_refused(buffer):
-    with pytest.raises(ValueError, match=rf"lie in \[1, 10\].*got {buffer}"):
+def test_invalid_overlong_buffer_is_rejected(buffer):
+    with pytest.raises(ValueError, match="overlong_buffer"):
         overlong_penalty(torch.tensor([1]), 10, buffer)
 
 
 MASK = torch.tensor([[True, True, False, True, False], [True, False, False, False, False], [False] * 5])
 
 
-def test_a_reward_is_placed_on_the_last_counted_action():
+def test_place_on_last_action():
     expected = torch.full((3, 5), NAN)
     expected[0, 3], expected[1, 0] = 7.0, 8.0
-    actual = place_on_actions(torch.tensor([7.0, 8.0, 9.0]), MASK)
+    actual = place_on_last_action(torch.tensor([7.0, 8.0, 9.0]), MASK)
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def test_the_penalty_reaches_counted_actions_of_rewarded_rows_only():
-    placed = place_on_actions(torch.tensor([7.0, NAN, 9.0]), MASK)
+def test_subtract_kl_from_counted_actions_of_rows_with_reward():
+    placed = place_on_last_action(torch.tensor([7.0, NAN, 9.0]), MASK)
     expected = torch.full((3, 5), NAN)
     expected[0, [0, 1, 3]] = torch.tensor([-0.5, -0.5, 6.5])
-    actual = penalise_kl(placed, torch.full((3, 5), 0.5), MASK)
+    actual = subtract_kl(placed, torch.full((3, 5), 0.5), MASK)
     torch.testing.assert_close(actual, expected, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What the tables say of loss types and advantages is what the formulas do."""
+"""The tables of loss types and advantages agree with the formulas."""
 
 import inspect
 import math
@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
-from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
 from evogrpo.functional.advantages import advantages
-from evogrpo.functional.losses import bias_corrected, clipped_actions, policy_loss
+from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
+from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, policy_loss
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
 OLD = torch.full(MASK.shape, -2.0)
@@ -21,24 +21,24 @@ def losses(loss_type, log_probs, sign=1.0, **switches):
     return policy_loss(loss_type, log_probs, OLD, torch.full((2, 1), sign), MASK, **{**CLIPS, **switches})
 
 
-def test_every_name_has_its_facts_and_no_other_has():
+def test_tables_list_all_names():
     assert tuple(LOSS_TYPES) == get_args(LossType)
     assert tuple(ADVANTAGES) == get_args(AdvantageType)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_actions_of_a_completion_depend_on_each_other_unless_each_has_a_ratio(loss_type):
+def test_losses_of_actions_are_independent_with_a_ratio_per_action(loss_type):
     log_probs = NEAR.clone().requires_grad_()
     own = losses(loss_type, log_probs)
     (gradient,) = torch.autograd.grad(own[1, 0], log_probs)
     assert gradient[1, 0] != 0
     assert (gradient[0] == 0).all()
-    assert bool((gradient[1, 1:] == 0).all()) == LOSS_TYPES[loss_type].of_actions
+    assert bool((gradient[1, 1:] == 0).all()) == LOSS_TYPES[loss_type].per_action
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("name", ["dual_clip", "delta"])
-def test_what_is_bounded_takes_a_second_bound_and_nothing_else_does(loss_type, name):
+def test_dual_clip_and_delta_need_a_clipped_ratio(loss_type, name):
     if LOSS_TYPES[loss_type].bounded:
         far = losses(loss_type, OLD + 3.0, sign=-1.0)
         bound = losses(loss_type, OLD + 3.0, sign=-1.0, **{name: 2.0})
@@ -51,7 +51,7 @@ def test_what_is_bounded_takes_a_second_bound_and_nothing_else_does(loss_type, n
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize(("name", "moved", "sign"), [("clip_low", -1.0, -1.0), ("clip_high", 1.0, 1.0)])
-def test_the_edges_that_are_named_are_those_that_bind(loss_type, name, moved, sign):
+def test_listed_clips_are_those_that_bind(loss_type, name, moved, sign):
     flags = clipped_actions(loss_type, OLD + moved, OLD, torch.full((2, 1), sign), MASK, **CLIPS)
     bound = dict(zip(("clip_low", "clip_high"), flags, strict=True))
     assert torch.equal(bound[name], MASK & (name in LOSS_TYPES[loss_type].clips))
@@ -60,9 +60,9 @@ def test_the_edges_that_are_named_are_those_that_bind(loss_type, name, moved, si
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_only_its_own_switches_change_a_loss(loss_type):
+def test_only_listed_switches_change_a_loss(loss_type):
     given = {"cispo_clip_low": True, "sapo_tau_positive": 3.0, "sapo_tau_negative": 3.0}
-    assert {name for facts in LOSS_TYPES.values() for name in facts.switches} == set(given)
+    assert {name for loss in LOSS_TYPES.values() for name in loss.switches} == set(given)
     assert given.keys() <= inspect.signature(policy_loss).parameters.keys()
     for name, value in given.items():
         plain = [losses(loss_type, OLD - 1.0, sign) for sign in (1.0, -1.0)]
@@ -72,24 +72,24 @@ def test_only_its_own_switches_change_a_loss(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_kl_is_corrected_by_the_completions_ratio_only_where_that_is_what_is_clipped(loss_type):
-    corrected = bias_corrected(torch.ones(MASK.shape), loss_type, NEAR, OLD, MASK)
-    of_actions = (NEAR - OLD).exp()
-    of_completions = torch.where(MASK, NEAR - OLD, torch.nan).nanmean(1, keepdim=True).exp().expand_as(MASK)
-    expected = of_completions if LOSS_TYPES[loss_type].ratio == "completion" else of_actions
+def test_bias_corrected_kl_uses_the_clipped_ratio(loss_type):
+    corrected = bias_corrected_kl(torch.ones(MASK.shape), loss_type, NEAR, OLD, MASK)
+    per_action = (NEAR - OLD).exp()
+    per_completion = torch.where(MASK, NEAR - OLD, torch.nan).nanmean(1, keepdim=True).exp().expand_as(MASK)
+    expected = per_completion if LOSS_TYPES[loss_type].ratio == "completion" else per_action
     assert torch.allclose(corrected[MASK], expected[MASK])
 
 
-def test_an_unknown_loss_type_is_refused_with_the_known_ones():
-    for call in (losses, lambda name, x: bias_corrected(x, name, x, OLD, MASK)):
-        with pytest.raises(ValueError, match=r"loss_type must be one of grpo, .*got 'ppo'"):
+def test_unknown_loss_type_is_rejected():
+    for call in (losses, lambda name, x: bias_corrected_kl(x, name, x, OLD, MASK)):
+        with pytest.raises(ValueError, match="loss_type"):
             call("ppo", NEAR)
-    with pytest.raises(ValueError, match=r"loss_type must be one of grpo, .*got 'ppo'"):
+    with pytest.raises(ValueError, match="loss_type"):
         clipped_actions("ppo", NEAR, OLD, torch.ones(2, 1), MASK, **CLIPS)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_an_advantage_reads_what_its_table_names_and_nothing_else(kind):
+def test_advantages_read_only_the_listed_quantity(kind):
     group, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool)
 
     def given(changed=None):
