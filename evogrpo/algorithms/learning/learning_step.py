@@ -25,11 +25,11 @@ from evogrpo.algorithms.learning.metrics import (
 from evogrpo.algorithms.learning.training_rows import KnownLogProbs, Learner, lessons_of, near_enough, trusts_sampler
 from evogrpo.algorithms.members.banks import Banks
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.functional.rewards import consecutive_ids
 from evogrpo.models.bank import FullDistributionBank, LossFunction, PolicyBank, ReferenceDistributions
 from evogrpo.progress import ProgressCounter

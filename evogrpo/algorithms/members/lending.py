@@ -11,8 +11,8 @@ from evogrpo.algorithms.learning.training_rows import Learner, trusts_sampler
 from evogrpo.algorithms.members.places import Places
 from evogrpo.algorithms.members.policy_set import Members
 from evogrpo.algorithms.rollout.collecting import groups_apart, in_one
-from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.data import Batch, Experience, moved
+from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import FullDistributionBank
 
 
