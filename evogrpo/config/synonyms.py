@@ -102,7 +102,7 @@ _TAKEN_BY: Mapping[str, str] = {
     "GRPO or GRPO.population": "lr clip_coef clip_low clip_high group_size beta update_epochs max_grad_norm batch_size "
     "entropy_coef gamma temperature advantage loss_type max_output_tokens min_output_tokens max_episode_tokens top_k "
     "top_p min_p repetition_penalty actor_network network normalise_observations hp_config lora_config objective "
-    "optimizer device pad_token_id eos_token_ids",
+    "optimizer seed device pad_token_id eos_token_ids",
     "GRPO.population": "size",
     "Tournament or another strategy": "elitism mutation",
     "Mutation": "probability resample",
@@ -122,7 +122,7 @@ _ADVICE: Mapping[str, str] = {
     "eval_loop": "leave it out; fitness is measured on a whole split",
     "tokenizer processing_class": "give pad_token_id to the agent, and the tokenizer to the environment",
     "num_generations": "give generations to evolve for the length of a run; TRL's is group_size of GRPO",
-    "n_trials": "give size to GRPO.population, the number of members, and generations to evolve",
+    "n_trials num_samples": "give size to GRPO.population, the number of members, and generations to evolve",
     "epochs": "give generations to evolve, or update_epochs to GRPO",
     "direction metric mode": "leave it out; fitness is the mean reward and is maximised",
     "n_jobs num_workers gpus num_gpus n_gpus": "leave it out; all members train together. Start several processes with "
