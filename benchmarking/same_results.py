@@ -47,8 +47,8 @@ PROMPTS = (
     "demo",
     "task={dataset: {train: questions.jsonl}, reward: 'same_rewards:variety', form: agilerl, validation_size: 8, "
     "test_size: 8}",
-    "evolve.lr={min: 1.0e-4, max: 3.0e-3, scale: log, factor: 4}",
-    "evolve.group_size={choices: [2, 4, 8]}",
+    "search_space.lr={min: 1.0e-4, max: 3.0e-3, scale: log, factor: 4}",
+    "search_space.group_size={choices: [2, 4, 8]}",
     "hyperparameters.lr=3.0e-4",
     "hyperparameters.batch_size=8",
     "strategy.z=0",

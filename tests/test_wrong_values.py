@@ -99,7 +99,7 @@ SECTIONS: dict[str, list[str]] = {
     "logging": list(LoggingConfig.__dataclass_fields__),
     "hyperparameters": list(Hyperparameters.__dataclass_fields__),
     "strategy": ["name", "size", "elitism", "z", "mutation"],
-    "evolve": list(Hyperparameters.__dataclass_fields__),
+    "search_space": list(Hyperparameters.__dataclass_fields__),
 }
 TASKS: list[tuple[dict[str, Any], type]] = [
     ({"model": "smollm2-135m", "task": {"name": "two_digit_sums"}}, LanguageAgent),

@@ -35,7 +35,7 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES
 
 _SEPARATE = {
-    "task", "hyperparameters", "evolve", "population", "schedule", "strategy", "experience", "fitness", "agent",
+    "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",
     "logging", "auto", "run_id",
 }  # fmt: skip
 """Fields of `Config` with a section of their own, and two that nobody writes."""
@@ -103,8 +103,8 @@ def sections() -> list[Section]:
                 beside={"": {"name": "x"}}),
         Section(path="hyperparameters", title="What the first member learns with", record=Hyperparameters,
                 lead="Any of these may be `auto`, which lets evolution find it. " + _other_defaults()),
-        Section(path="evolve.NAME", title="What evolves", record=RLParameter, beside={"": {"min": 0.0, "max": 1.0}},
-                ranges={"min": "", "max": ""},
+        Section(path="search_space.NAME", title="What evolves", record=RLParameter,
+                beside={"": {"min": 0.0, "max": 1.0}}, ranges={"min": "", "max": ""},
                 lead="One mapping for each hyperparameter that evolves, `auto` for the package's own range, or `null` "
                 "to keep it as it is."),
         Section(path="population", title="The population", record=PopulationConfig),

@@ -123,11 +123,11 @@ def _show(console: Console, rows: Mapping[str, str]) -> None:
 
 def _start(config: AnyConfig) -> dict[str, Value]:
     """Return what evolves, or the first three; and whatever else is set to something of its own."""
-    names = list(config.evolve) or ["lr", "clip_coef", "group_size"]
+    names = list(config.search_space) or ["lr", "clip_coef", "group_size"]
     given = config.hyperparameters.to_json()
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
     # A loss type or an advantage that starts as the objective's is written out: None would say nothing.
-    start = config.agent.objective.resolved(config.hyperparameters, config.evolve).to_json()
+    start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
     return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
 
 
@@ -143,7 +143,7 @@ def _objective(objective: Objective) -> str:
 
 
 def _all_alike(config: AnyConfig) -> bool:
-    return not config.evolve or not config.population.spread or config.population.size == 1
+    return not config.search_space or not config.population.spread or config.population.size == 1
 
 
 def _evolving(prepared: PreparedRun) -> str:
@@ -155,7 +155,7 @@ def _evolving(prepared: PreparedRun) -> str:
         return f"nothing: it follows a schedule of {counted(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing, as there is only one member"
-    spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())
+    spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.search_space.items())
     if prepared.networks_evolve:
         spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
     # Of a tournament, what decides how hard it selects; of others all settings.

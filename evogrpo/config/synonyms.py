@@ -54,7 +54,7 @@ _SYNONYMS: Mapping[str, str] = {
     "max": "high maximum",
     "choices": "values",
     "strategy": "tournament selection pruner scheduler",
-    "evolve": "search_space param_space",
+    "search_space": "param_space",
     "truncation_pbt": "pbt PBT population_based_training PopulationBasedTraining pb2 PB2",
     "successive_halving": "asha ASHA hyperband sha",
     "random_search": "random",

@@ -78,7 +78,7 @@ def sizes_text(env: GroupEnvironment) -> str:
 
 def possible(config: AnyConfig, name: str) -> list[int]:
     """Return the values that an integer hyperparameter can come to have: its start, and its ladder or bounds."""
-    space = config.evolve.for_samples_per_step(config.schedule.samples_per_step)
+    space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
         values.update(int(value) for value in space[name].ladder or space[name].bounds)

@@ -89,11 +89,11 @@ def rehearse(prepared: PreparedRun) -> None:
         return
     config.schedule.check_held_out(prepared.env)
     fingerprint_of(prepared.env)
-    first = config.agent.objective.resolved(config.hyperparameters, config.evolve)
+    first = config.agent.objective.resolved(config.hyperparameters, config.search_space)
     found = without_effect(
         config.agent.objective,
         [first],
-        config.evolve,
+        config.search_space,
         samples_per_step=config.schedule.samples_per_step,
         shared=config.experience is not None,
     )

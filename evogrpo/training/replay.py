@@ -168,7 +168,7 @@ class HyperparameterSchedule:
             )
         values = _without_place(self.configuration)
         first = self.stages[0].hyperparameters
-        space = parse_space(values.get("evolve"))
+        space = parse_space(values.get("search_space"))
         started = {name: getattr(first, name) for name in space}
         kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
         if values.get("experience", "own") != "own":
@@ -179,7 +179,7 @@ class HyperparameterSchedule:
         values |= {
             "experience": "own",
             "hyperparameters": first.to_json(),
-            "evolve": {name: parameter.to_json() for name, parameter in kept.items()},
+            "search_space": {name: parameter.to_json() for name, parameter in kept.items()},
             "population": {"size": 1, "spread": False},
             "strategy": {"name": "replay", **self.strategy.to_json()},
             "schedule": {**(values.get("schedule") or {}), **self.limits},

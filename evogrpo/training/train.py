@@ -165,7 +165,7 @@ def _configured(
     values = with_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
     if "hp_config" in settings:
         space = settings["hp_config"] or HyperparameterConfig()
-        values["evolve"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
+        values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
     if "experience" in settings:
         values["experience"] = settings["experience"]
     if settings.get("fitness") is not None:

@@ -27,7 +27,7 @@ CONFIG = {
         "test_size": 32,
     },
     "hyperparameters": {"lr": 1e-3, "update_epochs": 2, "batch_size": 8, "group_size": 4},
-    "evolve": {
+    "search_space": {
         "lr": {"min": 1e-5, "max": 3e-2, "scale": "log", "factor": 2},
         "clip_coef": {"min": 0.1, "max": 0.3},
         "group_size": {"choices": [2, 4, 8]},

@@ -50,7 +50,7 @@ OF_NETWORKS = [
     "hyperparameters.group_size=3",
     "agent.objective.loss_type=grpo",
     "hyperparameters.loss_type=grpo",
-    "evolve.loss_type.choices=[dapo,grpo]",
+    "search_space.loss_type.choices=[dapo,grpo]",
     "hyperparameters.advantage=gdpo",
     "agent.objective.reference=old",
     "logging.completions=3",
@@ -119,8 +119,8 @@ def test_a_dry_run_without_fault_trains_and_writes_nothing(called, kind):
 @pytest.mark.parametrize("kind", ["language", "networks"])
 def test_a_dry_run_warns_as_the_run_would(called, kind):
     evolving = {
-        "language": ["evolve.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.update_epochs=1"],
-        "networks": ["evolve.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.clip_low=0.1"],
+        "language": ["search_space.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.update_epochs=1"],
+        "networks": ["search_space.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.clip_low=0.1"],
     }[kind]
     evolving.append("hyperparameters.batch_size=512" if kind == "language" else "hyperparameters.clip_high=0.1")
     status, _, error = called(*KINDS[kind], *evolving, "--dry-run")

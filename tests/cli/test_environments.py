@@ -139,7 +139,7 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, one
         3,
         env.observation_space,
         env.action_space,
-        hp_config=config.evolve,
+        hp_config=config.search_space,
         samples_per_step=8,
         network=config.agent.network,
         **config.hyperparameters.to_json(),
@@ -265,10 +265,13 @@ def test_an_environment_without_a_limit_is_forecast_with_the_one_it_gets(here, c
         del gymnasium.registry["Endless-v0"]
 
 
-@pytest.mark.parametrize("remake", [None, True, False])
-def test_remaking_reaches_the_environment(remake):
-    values = {"task": {"env": "FrozenLake-v1", "remake": remake}, "schedule": {"generations": 1, "samples_per_step": 8}}
-    assert prepare(parse_config(values)).env.remake is bool(remake)
+@pytest.mark.parametrize("recreate_env", [None, True, False])
+def test_remaking_reaches_the_environment(recreate_env):
+    values = {
+        "task": {"env": "FrozenLake-v1", "recreate_env": recreate_env},
+        "schedule": {"generations": 1, "samples_per_step": 8},
+    }
+    assert prepare(parse_config(values)).env.recreate_env is bool(recreate_env)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_remaking_reaches_the_environment(remake):
     [
         ([], {"noise random after reset: every place in a group gets its own", "one environment per lane: train"}),
         (["task.env_kwargs={is_slippery: false}"], {"one environment per lane: train"}),
-        (["task.reseed_noise=false", "task.remake=true"], {"one environment per episode: train"}),
+        (["task.reseed_noise=false", "task.recreate_env=true"], {"one environment per episode: train"}),
     ],
 )
 def test_the_plan_says_how_noise_and_memory_of_an_environment_are_met(here, capsys, monkeypatch, words, said):

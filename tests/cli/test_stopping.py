@@ -179,7 +179,7 @@ def test_resuming_with_another_model_is_refused(project, here, capsys):
 
 def test_a_run_whose_members_have_all_failed_is_not_offered_to_go_on(project, here, capsys):
     Path("mine.py").write_text("def score(completion, answer, question):\n    return len(set(completion)) / 8\n")
-    deadly = ("evolve.lr=null", "hyperparameters.lr=1e37", "schedule.generations=2", "task.reward=mine.py:score")
+    deadly = ("search_space.lr=null", "hyperparameters.lr=1e37", "schedule.generations=2", "task.reward=mine.py:score")
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", *deadly]) == 1
     printed = capsys.readouterr()
     assert "every member failed, so there is nobody to clone" in printed.err

@@ -41,7 +41,7 @@ def changed(values: dict, name: str, value: object) -> str:
     [
         ("seed", 7),
         ("hyperparameters.lr", 0.01),
-        ("evolve.lr.max", 0.5),
+        ("search_space.lr.max", 0.5),
         ("population.size", 2),
         ("agent.max_output_tokens", 7),
         ("agent.objective.loss_type", "dapo"),

@@ -27,7 +27,7 @@ SHORT = [
     "population.size=3",
     "hyperparameters.lr=0.02",
     "hyperparameters.batch_size=32",
-    "evolve.lr.max=0.05",
+    "search_space.lr.max=0.05",
     "agent.network.hidden=[16]",
 ]
 
@@ -88,7 +88,7 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp
         env.observation_spaces,
         env.action_spaces,
         policies="prefix",
-        hp_config=config.evolve,
+        hp_config=config.search_space,
         samples_per_step=32,
         network=config.agent.network,
         **config.hyperparameters.to_json(),

@@ -205,9 +205,9 @@ def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monke
     monkeypatch.setenv("COLUMNS", "300")
     overrides = [
         "agent.objective={loss_type: dapo, dual_clip: 3.0, whiten_advantages: true}",
-        "evolve.loss_type={choices: [dapo, grpo]}",
-        "evolve.clip_high={min: 0.1, max: 0.4}",
-        "evolve.lr={min: 1.0e-5, max: 1.0e-3, scale: log, founders: [2.0e-5, 1.0e-4]}",
+        "search_space.loss_type={choices: [dapo, grpo]}",
+        "search_space.clip_high={min: 0.1, max: 0.4}",
+        "search_space.lr={min: 1.0e-5, max: 1.0e-3, scale: log, founders: [2.0e-5, 1.0e-4]}",
         "hyperparameters.entropy_coef=0.01",
     ]
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 0

@@ -35,7 +35,7 @@ def test_no_key_that_a_configuration_may_have_is_left_out():
     for place, keys in _sections():
         for key in keys:
             path = f"{place}.{key}".removeprefix(".")
-            assert path in told | prefixes | {"auto", "run_id", "evolve"}, path
+            assert path in told | prefixes | {"auto", "run_id", "search_space"}, path
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class TestMasked(SoloEnvironmentTestCase):
 
 class TestNoise(SoloEnvironmentTestCase):
     def make_env(self, seed=0):
-        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, remake=True, lanes=7, seed=seed)
+        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, recreate_env=True, lanes=7, seed=seed)
 
 
 class TestBirthsAndEnds(JointEnvironmentTestCase):

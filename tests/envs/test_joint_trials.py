@@ -163,9 +163,9 @@ def test_what_ends_by_itself_is_not_touched():
 
 
 def test_what_is_carried_over_is_seen_and_mended():
-    with pytest.warns(UserWarning, match=r"the reward of red_0 after 1 steps was 1.0 and then 3.0.*remake=True"):
+    with pytest.warns(UserWarning, match=r"the reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
         env = PettingZooGroups(joint_probes.Remembering)
-    assert env.remake
+    assert env.recreate_env
     assignment = assign(env.observation_spaces, env.action_spaces, "shared")
     actors = {"shared": Scrambler(env.action_spaces["red_0"])}
     for _ in range(2):
@@ -174,16 +174,16 @@ def test_what_is_carried_over_is_seen_and_mended():
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"remake": False})]
+    ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"recreate_env": False})]
 )
 def test_what_making_anew_does_not_mend_or_may_not_is_said_with_the_remedy(make, options):
     with pytest.warns(UserWarning, match=r"is not a function of its reset seed .*reset\(seed=...\) makes"):
         env = PettingZooGroups(make, **options)
-    assert not env.remake
+    assert not env.recreate_env
 
 
 @pytest.mark.parametrize("make", [joint_probes.Lives, joint_probes.Masked, joint_probes.Generated, joint_probes.Hunt])
 def test_games_that_starts_fix_are_left_as_they_are(make):
     env = PettingZooGroups(make)
-    assert not env.remake
+    assert not env.recreate_env
     assert np.array_equal(lengths(env), lengths(env))

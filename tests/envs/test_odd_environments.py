@@ -92,10 +92,10 @@ class Remembers(gymnasium.Wrapper):
 @pytest.mark.parametrize("vectorization", EVERYWHERE)
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_an_environment_that_is_made_anew_forgets(vectorization, lanes):
-    env = GymnasiumGroups(Remembers, remake=True, vectorization=vectorization, lanes=lanes)
+    env = GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, lanes=lanes)
     assert play(env, rows=6).lengths.tolist() == [1] * 6
-    with pytest.warns(UserWarning, match="leave out remake=False"):
-        reset = GymnasiumGroups(Remembers, remake=False, vectorization=vectorization, lanes=1)
+    with pytest.warns(UserWarning, match="leave out recreate_env=False"):
+        reset = GymnasiumGroups(Remembers, recreate_env=False, vectorization=vectorization, lanes=1)
     assert play(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -107,7 +107,7 @@ def test_environments_that_are_closed_when_made_anew():
             closed.append(self)
 
     made = []
-    env = GymnasiumGroups(lambda: made.append(Closes()) or made[-1], remake=True, vectorization="serial", lanes=2)
+    env = GymnasiumGroups(lambda: made.append(Closes()) or made[-1], recreate_env=True, vectorization="serial", lanes=2)
     assert set(closed) == set(made)  # those that were tried
     tried = len(made)
     play(env, rows=5)

@@ -60,12 +60,12 @@ def still(env, rows):
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
 @pytest.mark.parametrize("what", CARRIES_OVER)
 def test_what_is_carried_over_is_seen_and_every_episode_gets_an_environment_made_anew(what, vectorization):
-    with pytest.warns(UserWarning, match=r"plays differently .*was .* and then .*made anew.*remake=True") as told:
+    with pytest.warns(UserWarning, match=r"plays differently .*recreate_env=True") as told:
         env = GymnasiumGroups(CARRIES_OVER[what], vectorization=vectorization, lanes=1)
     assert len(told) == 1
     assert told[0].filename == __file__
-    assert env.remake
-    assert env.fingerprint()["remake"] == "True"
+    assert env.recreate_env
+    assert env.fingerprint()["recreate_env"] == "True"
     with env:
         assert len(set(still(env, 3).rewards)) == 1  # members meet the same
 
@@ -86,29 +86,29 @@ def test_the_warning_says_what_differs_when_and_by_how_much(part, said):
 
 
 def test_an_explicit_remake_stays_as_it_is():
-    with pytest.warns(UserWarning, match="leave out remake=False"):
-        assert not GymnasiumGroups(probes.RunningMean, remake=False).remake
+    with pytest.warns(UserWarning, match="leave out recreate_env=False"):
+        assert not GymnasiumGroups(probes.RunningMean, recreate_env=False).recreate_env
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert GymnasiumGroups(probes.RunningMean, remake=True).remake
-        assert GymnasiumGroups(probes.DelayedCredit, remake=True).remake
-        assert not GymnasiumGroups(probes.DelayedCredit, remake=False).remake
+        assert GymnasiumGroups(probes.RunningMean, recreate_env=True).recreate_env
+        assert GymnasiumGroups(probes.DelayedCredit, recreate_env=True).recreate_env
+        assert not GymnasiumGroups(probes.DelayedCredit, recreate_env=False).recreate_env
 
 
 @pytest.mark.parametrize("source", ["numpy", "python"])
-@pytest.mark.parametrize("remake", [None, True, False])
-def test_global_generators_are_found_out_and_left_as_they_were(source, remake):
+@pytest.mark.parametrize("recreate_env", [None, True, False])
+def test_global_generators_are_found_out_and_left_as_they_were(source, recreate_env):
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"reward after 1 step was .*draw from self.np_random"):
-            env = GymnasiumGroups(lambda: probes.GlobalNoise(source), remake=remake)
-        assert (env.remake, env.reseed_noise) == (bool(remake), False)
+            env = GymnasiumGroups(lambda: probes.GlobalNoise(source), recreate_env=recreate_env)
+        assert (env.recreate_env, env.reseed_noise) == (bool(recreate_env), False)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
 
 
 def test_environments_that_disturb_each_other_are_told_apart_from_those_that_carry_over():
     with pytest.warns(UserWarning, match=r'another one runs in the same process.*vectorization="processes"'):
-        assert not GymnasiumGroups(probes.SeededGlobals).remake
+        assert not GymnasiumGroups(probes.SeededGlobals).recreate_env
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GymnasiumGroups(probes.SeededGlobals, vectorization="processes")
@@ -149,15 +149,15 @@ def test_groups_get_their_own_noise_where_there_is_any(make, random_after_reset)
     env = GymnasiumGroups(make)
     assert env.reseed_noise is random_after_reset
     assert env.fingerprint()["reseed_noise"] == str(random_after_reset)
-    assert not env.remake
+    assert not env.recreate_env
     assert GymnasiumGroups(make, vectorization="processes").reseed_noise is random_after_reset
     assert GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise is not random_after_reset
 
 
 def test_noise_is_seen_behind_what_is_carried_over():
-    with pytest.warns(UserWarning, match="made anew"):
+    with pytest.warns(UserWarning, match="recreate_env"):
         env = GymnasiumGroups(lambda: NormalizeReward(probes.NoisyWalk()))
-    assert env.remake
+    assert env.recreate_env
     assert env.reseed_noise
 
 

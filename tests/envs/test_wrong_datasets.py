@@ -263,7 +263,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
         ("population", 4, "size"),
         ("task", "CartPole-v1", "env"),
         ("schedule", [3], "generations"),
-        ("evolve", {"lr": [1e-5, 1e-3]}, "min, max"),
+        ("search_space", {"lr": [1e-5, 1e-3]}, "min, max"),
         ("agent", {"network": [64, 64]}, "hidden"),
     ],
 )

@@ -147,9 +147,9 @@ def test_a_configuration_says_when_a_hyperparameter_counts():
         "loss_type": {"choices": ["grpo", "gspo"]},
         "clip_high": {"min": 0.1, "max": 0.6, "when": {"loss_type": "gspo"}},
     }
-    config = parse_config({"task": {"name": "two_digit_sums"}, "evolve": evolve})
-    assert config.evolve["clip_high"].condition == {"loss_type": ("gspo",)}
-    assert parse_config(config.to_json()).evolve == config.evolve
+    config = parse_config({"task": {"name": "two_digit_sums"}, "search_space": evolve})
+    assert config.search_space["clip_high"].condition == {"loss_type": ("gspo",)}
+    assert parse_config(config.to_json()).search_space == config.search_space
     evolve["clip_high"]["when"] = {"los_type": "gspo"}
-    with pytest.raises(ValueError, match=r"evolve.clip_high: unknown hyperparameter 'los_type'"):
-        parse_config({"task": {"name": "two_digit_sums"}, "evolve": evolve})
+    with pytest.raises(ValueError, match=r"search_space.clip_high: unknown hyperparameter 'los_type'"):
+        parse_config({"task": {"name": "two_digit_sums"}, "search_space": evolve})

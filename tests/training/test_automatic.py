@@ -38,12 +38,12 @@ class TestRanges:
 
 def test_a_dataset_and_a_reward_are_enough():
     config = parse_config(QUESTIONS)
-    assert list(config.evolve) == list(SEARCHED)
-    assert config.evolve["lr"] == LANGUAGE_RANGES["lr"]
+    assert list(config.search_space) == list(SEARCHED)
+    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
     assert config.model == "smollm2-135m"
     assert config.schedule.generations == 10
     founders = spread_members(
-        config.hyperparameters, config.evolve, 4, np.random.default_rng(0), config.schedule.samples_per_step
+        config.hyperparameters, config.search_space, 4, np.random.default_rng(0), config.schedule.samples_per_step
     )
     rates = sorted(founder.lr for founder in founders)
     assert rates[-1] / rates[0] > 30
@@ -51,12 +51,12 @@ def test_a_dataset_and_a_reward_are_enough():
 
 @pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
 def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
-    assert parse_config({**values, "evolve": "auto"}) == parse_config(values)
+    assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
-    assert set(given.evolve) == set(SEARCHED) - {"lr", "group_size"}
-    assert not parse_config({**values, "evolve": {}}).evolve
-    own = parse_config({**values, "evolve": {"beta": {"choices": [0, 0.1]}}})
-    assert list(own.evolve) == ["beta"]
+    assert set(given.search_space) == set(SEARCHED) - {"lr", "group_size"}
+    assert not parse_config({**values, "search_space": {}}).search_space
+    own = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
+    assert list(own.search_space) == ["beta"]
 
 
 @pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
@@ -77,7 +77,7 @@ class TestHowASearchGoes:
             {"strategy": {"name": "random_search"}},
             {"experience": "own"},
             {"fitness": "validation"},
-            {"evolve": {"lr": "auto"}},
+            {"search_space": {"lr": "auto"}},
             {"population": {"size": 1}},
         ],
         ids=lambda said: next(iter(said)),
@@ -108,33 +108,33 @@ def test_members_that_each_see_in_their_own_way_share_nothing():
 def test_a_clip_is_searched_where_shared_samples_make_it_count():
     once = {"update_epochs": 1, "batch_size": 64}
     shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
-    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).evolve
+    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
 
 
 @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
-@pytest.mark.parametrize("section", ["hyperparameters", "evolve"])
+@pytest.mark.parametrize("section", ["hyperparameters", "search_space"])
 @pytest.mark.parametrize(
     ("values", "ranges"), [(QUESTIONS, LANGUAGE_RANGES), (PLAY, NETWORK_RANGES)], ids=["questions", "play"]
 )
 def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, section):
-    config = parse_config({**values, "evolve": {}, section: {name: "auto"}})
+    config = parse_config({**values, "search_space": {}, section: {name: "auto"}})
     chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # by measuring, before the run
-    assert dict(config.evolve) == ({} if chosen else {name: ranges[name]})
+    assert dict(config.search_space) == ({} if chosen else {name: ranges[name]})
 
 
 def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
-    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "evolve": {"lr": "auto"}})
+    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
     assert config.hyperparameters.lr == 2e-5
-    assert config.evolve["lr"] == LANGUAGE_RANGES["lr"]
+    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
     with pytest.raises(ValueError, match="lr must start inside"):
-        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "evolve": {"lr": "auto"}})
+        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
 
 
 def test_what_cannot_matter_does_not_evolve():
     once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
-    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).evolve
+    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
-    assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).evolve
+    assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).search_space
     odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
     with pytest.raises(ValueError, match="group_size must divide"):
         parse_config({**QUESTIONS, **odd})
@@ -146,7 +146,7 @@ def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
     for samples, evolves in ((32, True), (8, True), (4, False)):
         sizes = RunSizes(members=2, group_size=4, samples_per_step=samples, validation_questions=4, test_questions=4)
         fixed = dataclasses.replace(config, hyperparameters=Hyperparameters(group_size=4))
-        assert ("group_size" in with_sizes(fixed, sizes).evolve) == evolves
+        assert ("group_size" in with_sizes(fixed, sizes).search_space) == evolves
 
 
 class TestInPython:
@@ -177,16 +177,18 @@ class TestInPython:
 
 
 def test_a_range_of_ones_own_beside_auto_stays():
-    config = parse_config({**QUESTIONS, "evolve": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
-    assert config.evolve["lr"] == RLParameter(min=1e-5, max=1e-4)
-    assert config.evolve["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
+    config = parse_config({**QUESTIONS, "search_space": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
+    assert config.search_space["lr"] == RLParameter(min=1e-5, max=1e-4)
+    assert config.search_space["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
 
 
 def test_the_spaces_and_settings_of_the_page_on_evolution_are_ones_that_can_be_written():
     blocks = re.findall(r"```yaml\n(.*?)```", EVOLUTION, flags=re.DOTALL)
     assert blocks
     for block in blocks:
-        assert parse_config({**QUESTIONS, "hyperparameters": {"batch_size": 32}, **read_yaml(block, "the page")}).evolve
+        assert parse_config(
+            {**QUESTIONS, "hyperparameters": {"batch_size": 32}, **read_yaml(block, "the page")}
+        ).search_space
 
 
 def test_the_page_on_evolution_names_the_strategies_and_those_that_backtrack():

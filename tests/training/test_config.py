@@ -42,7 +42,7 @@ def _merged(old, new):
 FULL = {
     "hyperparameters": {"beta": 0.01, "clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.001, "gamma": 0.99}
     | {"advantage_clip": 2.0, "loss_type": "dapo"},
-    "evolve": {
+    "search_space": {
         "loss_type": {"choices": ["dapo", "grpo", "bnpo"]},
         "advantage": {"choices": ["rloo", "mean_only"]},
         "clip_high": {"min": 0.1, "max": 0.4},
@@ -123,8 +123,8 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("modle", "unknown key 'modle': did you mean 'model'"),
         ("schedule.generation", "unknown key in schedule 'generation': did you mean 'generations'"),
         ("hyperparameters.learning_rate", "unknown key in hyperparameters 'learning_rate'"),
-        ("evolve.clip_coeff", "unknown key in evolve 'clip_coeff': did you mean 'clip_coef'"),
-        ("evolve.lr.mim", "unknown key in evolve.lr 'mim': did you mean 'min'"),
+        ("search_space.clip_coeff", "unknown key in search_space 'clip_coeff': did you mean 'clip_coef'"),
+        ("search_space.lr.mim", "unknown key in search_space.lr 'mim': did you mean 'min'"),
         ("agent.lora.rank", "unknown key in agent.lora 'rank'"),
         ("agent.objective.loss", "unknown key in agent.objective 'loss'"),
         ("agent.optimizer.beta", "unknown key in agent.optimizer 'beta': did you mean 'betas'"),
@@ -150,9 +150,9 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("hyperparameters.clip_low", 2, "hyperparameters: clip_low must lie in"),
         ("hyperparameters.loss_type", "grppo", "hyperparameters: loss_type must be one of"),
         ("hyperparameters.gamma", None, "hyperparameters: gamma must be a number"),
-        ("evolve.loss_type", {"choices": ["grpo", "ppo"]}, "evolve: loss_type must be one of .*got 'ppo'"),
-        ("evolve.loss_type", {"min": 0, "max": 1}, "evolve: loss_type must have choices"),
-        ("evolve.lr", {"choices": ["a", "b"]}, "evolve: lr must be a number"),
+        ("search_space.loss_type", {"choices": ["grpo", "ppo"]}, "search_space: loss_type must be one of .*got 'ppo'"),
+        ("search_space.loss_type", {"min": 0, "max": 1}, "search_space: loss_type must have choices"),
+        ("search_space.lr", {"choices": ["a", "b"]}, "search_space: lr must be a number"),
         ("agent.objective.aggregation", "token-sum", "unknown value of agent.objective.aggregation"),
         ("agent.objective.delta", "1.5x", "agent.objective.delta must be a number"),
         ("agent.objective.dual_clip", 1, "agent.objective: dual_clip must be above 1"),
@@ -172,12 +172,12 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("hyperparameters.lr", "fast", "hyperparameters: lr must be a number"),
         ("hyperparameters.clip_coef", 2, "hyperparameters: clip_coef must lie in"),
         ("hyperparameters", [1], "hyperparameters must be a mapping"),
-        ("evolve.lr", 3, "evolve.lr must be a mapping"),
-        ("evolve", [], "evolve must be a mapping"),
+        ("search_space.lr", 3, "search_space.lr must be a mapping"),
+        ("search_space", [], "search_space must be a mapping"),
         ("agent", False, "agent must be a mapping"),
         ("agent.lora_config", {"r": 4}, "unknown key in agent 'lora_config': it is called 'lora' here"),
-        ("evolve.lr", {"min": 1, "max": 0.1}, "evolve.lr: min must be below max"),
-        ("evolve.group_size", {"choices": [3, 4]}, "every choice of group_size must divide"),
+        ("search_space.lr", {"min": 1, "max": 0.1}, "search_space.lr: min must be below max"),
+        ("search_space.group_size", {"choices": [3, 4]}, "every choice of group_size must divide"),
         ("population.size", 0, "population: size must be at least 1"),
         ("population.spread", "no", "population.spread must be true or false"),
         ("strategy.name", "tournamnet", "unknown strategy 'tournamnet': did you mean 'tournament'"),
@@ -212,7 +212,7 @@ def test_a_wrong_value_is_refused_by_its_path(path, value, message):
 
 def test_a_group_size_must_divide_the_samples():
     with pytest.raises(ValueError, match=r"must divide samples_per_step=64.*got 5"):
-        parse_config({**MINIMAL, "hyperparameters": {"group_size": 5}, "evolve": {}})
+        parse_config({**MINIMAL, "hyperparameters": {"group_size": 5}, "search_space": {}})
 
 
 def test_a_run_needs_an_end():
@@ -224,7 +224,7 @@ def test_a_run_needs_an_end():
 
 
 def test_the_resolved_configuration_names_every_default_and_reads_back_equal(tmp_path):
-    config = parse_config(with_("evolve.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
+    config = parse_config(with_("search_space.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
     write_config(config, tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
     assert parse_config(stored) == config
@@ -245,9 +245,9 @@ def test_every_kind_of_task_reads_back_equal(tmp_path):
 
 
 def test_a_hyperparameter_set_to_null_does_not_evolve():
-    values = with_("evolve.lr", {"min": 1e-5, "max": 1e-3})
-    assert "lr" in parse_config(values).evolve
-    assert "lr" not in parse_config(override(values, ["evolve.lr=null"])).evolve
+    values = with_("search_space.lr", {"min": 1e-5, "max": 1e-3})
+    assert "lr" in parse_config(values).search_space
+    assert "lr" not in parse_config(override(values, ["search_space.lr=null"])).search_space
 
 
 # ---- overrides and paths
@@ -304,8 +304,8 @@ def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
     assert isinstance(config.task, BuiltinTask)
     assert config.task.test_size >= 128
     assert config.population.size == 4
-    assert set(config.evolve) == {"lr", "clip_coef", "group_size"}
-    assert config.hyperparameters.lr == config.evolve["lr"].bounds[0]
+    assert set(config.search_space) == {"lr", "clip_coef", "group_size"}
+    assert config.hyperparameters.lr == config.search_space["lr"].bounds[0]
     assert config.schedule.generations is not None
     assert config.schedule.generations >= 3
 
@@ -315,7 +315,7 @@ def test_an_objective_survives_being_written_and_read(tmp_path):
     objective = config.agent.objective
     assert {name: getattr(objective, name) for name in FULL["agent"]["objective"]} == FULL["agent"]["objective"]
     assert config.hyperparameters.loss_type == "dapo"
-    assert config.evolve["loss_type"].names == ("dapo", "grpo", "bnpo")
+    assert config.search_space["loss_type"].names == ("dapo", "grpo", "bnpo")
     write_config(config, tmp_path)
     assert load_config(tmp_path / CONFIG_FILE) == config
 

@@ -149,16 +149,16 @@ def test_the_bar_moves_inside_every_part_of_a_run():
 
     def looking(completion, answer, question):
         assert ("untrained base: fitness" in console.file.getvalue()) is (run.run_state.baseline is not None)
-        heard.append((display._phase().plain, display._pace.fraction(), drawn(display)))
+        heard.append((display._phase().plain, display._estimate.fraction(), drawn(display)))
         return float(len(set(completion)))
 
     run = tiny_run(None, env=tiny_env(reward_fn=looking), generations=2)
     display = RunDisplay(console, run)
-    fractions = [display._pace.fraction()]
+    fractions = [display._estimate.fraction()]
     with display:
         for report in run.reports():
             display.show(report)
-            fractions.append(display._pace.fraction())
+            fractions.append(display._estimate.fraction())
     within = {phase: fraction for phase, fraction, _ in heard}
     assert list(within) == [
         "measuring the untrained base",

@@ -55,7 +55,7 @@ def test_a_key_is_answered_with_its_place(given, place):
         ("tensorboard_log=runs", "it is called 'run_dir' here"),
         ("hyperparameters.learning_rate=1", "it is called 'lr' here"),
         ("schedule.total_timesteps=1", "it is called 'max_timesteps' here"),
-        ("evolve.lr={low: 1}", "it is called 'min' here"),
+        ("search_space.lr={low: 1}", "it is called 'min' here"),
     ],
 )
 def test_what_has_no_place_or_is_in_the_right_one_is_answered_as_elsewhere(given, said):

@@ -169,7 +169,7 @@ def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier,
     stored = yaml.safe_load((folder / "config.yaml").read_text())
     assert stored["population"]["like"] == str(earlier)
     assert stored["population"]["founders"] == [each.to_json() for each in found]
-    own = load_config(folder / "config.yaml").evolve
+    own = load_config(folder / "config.yaml").search_space
     for birth, record in zip(run.population.lineage.births, found, strict=False):
         assert birth.hyperparameters.lr == own["lr"].closest(record.lr)
         assert birth.hyperparameters.clip_coef == own["clip_coef"].closest(record.clip_coef)

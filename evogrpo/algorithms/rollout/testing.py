@@ -59,7 +59,7 @@ class GivenEnvironment:
         """Play one episode after the other; see `StepEpisodes.play`."""
         space, action_space = self.observation_space, self.action_space
         lanes = SerialLanes(
-            lambda: self._env, remake=False, reseed=False, observation_space=space, action_space=action_space
+            lambda: self._env, recreate_env=False, reseed=False, observation_space=space, action_space=action_space
         )
         record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
         with window() if self._drawn else nullcontext():

@@ -133,11 +133,11 @@ class Conduct:
     """How an environment is to be played.
 
     Attributes:
-        remake: Every episode gets an environment made anew.
+        recreate_env: Every episode gets an environment made anew.
         reseed_noise: Every place in a group gets its own noise after reset.
     """
 
-    remake: bool
+    recreate_env: bool
     reseed_noise: bool
 
 
@@ -161,7 +161,7 @@ def choose_conduct(
     make: MakeToTry,
     spaces: Spaces,
     *,
-    remake: bool | None,
+    recreate_env: bool | None,
     reseed_noise: bool | None,
     by_turns: bool,
 ) -> Conduct:
@@ -174,7 +174,7 @@ def choose_conduct(
         name: Of the environment, for the warning.
         make: Makes environments to try.
         spaces: Of one environment.
-        remake: What the caller wants; None = true if that makes replays equal, and nothing less does.
+        recreate_env: What the caller wants; None = true if that makes replays equal, and nothing less does.
         reseed_noise: What the caller wants; None = true if the environment is random after reset.
         by_turns: Whether several environments are going to run in one process, step by step in turns.
 
@@ -183,7 +183,7 @@ def choose_conduct(
             not finite.
     """
     try:
-        chosen, seen = bool(remake), _try(make, spaces, bool(remake), by_turns, name)
+        chosen, seen = bool(recreate_env), _try(make, spaces, bool(recreate_env), by_turns, name)
     except Exception as error:
         wrong = None
         with suppress(Exception):  # it fails likewise
@@ -192,19 +192,19 @@ def choose_conduct(
             raise
         raise wrong from error
     if seen.difference is not None:
-        anew = None if remake else _try(make, spaces, True, by_turns, name)
+        anew = None if recreate_env else _try(make, spaces, True, by_turns, name)
         mended = anew is not None and anew.difference is None
-        warn(_warning(name, seen, mended=mended, given=remake is not None))
-        if anew is not None and mended and remake is None:
+        warn(_warning(name, seen, mended=mended, given=recreate_env is not None))
+        if anew is not None and mended and recreate_env is None:
             chosen, seen = True, anew
-    return Conduct(remake=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)
+    return Conduct(recreate_env=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)
 
 
-def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool, name: str) -> _Seen:
+def _try(make: MakeToTry, spaces: Spaces, recreate_env: bool, by_turns: bool, name: str) -> _Seen:
     def lanes(noisy: bool) -> SerialLanes:
         seen, acted = spaces
         made = partial(make, noisy)
-        return SerialLanes(made, remake=remake, reseed=False, observation_space=seen, action_space=acted)
+        return SerialLanes(made, recreate_env=recreate_env, reseed=False, observation_space=seen, action_space=acted)
 
     with closing(lanes(False)) as plain, closing(lanes(True)) as noisy, _global_generators() as reseed:
 
@@ -267,12 +267,14 @@ def _warning(name: str, seen: _Seen, *, mended: bool, given: bool) -> str:
         what = f"{name} plays differently from one reset seed with the same actions"
     if mended and not given:
         remedy = (
-            "every episode gets an environment made anew, where that does not happen. Say remake=True to go on so, or "
-            "mend what its reset or a wrapper carries over; remake=False keeps one environment, which a run's numbers "
-            "then depend on"
+            "every episode gets a new environment, where that does not happen. Set recreate_env=True to keep this, or "
+            "mend what its reset or a wrapper carries over. recreate_env=False keeps one environment; results then "
+            "depend on it"
         )
     elif mended:
-        remedy = "it carries something over from one episode to the next: leave out remake=False, or mend its reset"
+        remedy = (
+            "it carries something over from one episode to the next: leave out recreate_env=False, or mend its reset"
+        )
     elif seen.disturbed:
         remedy = (
             "that happens while another one runs in the same process, so they share something: let it draw from its "

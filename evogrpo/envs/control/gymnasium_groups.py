@@ -128,8 +128,8 @@ class GymnasiumGroups(SeededGroups):
 
     An episode must be a function of its reset seed and its actions. An environment that carries something over from one
     episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, is made anew for
-    every episode (`remake`). Either is found out when this is made, by a few hundred steps of the environment at most;
-    a warning says where an episode is no such function.
+    every episode (`recreate_env`). The constructor finds this out with at most a few hundred steps, and warns where an
+    episode is no such function.
 
     Args:
         env: The id of a registered environment, or a callable that makes one.
@@ -144,9 +144,8 @@ class GymnasiumGroups(SeededGroups):
         lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the replicas of a start get their own noise after reset; None = if the environment turns
             out to be random after reset.
-        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = if a few
-            steps show that it plays otherwise after a reset, as BipedalWalker does. Native environments carry nothing
-            over in any case.
+        recreate_env: Make a new environment for every episode instead of resetting one. None = if a few steps show
+            that a reset does not restore it, as with BipedalWalker. Native environments keep no state.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -157,7 +156,7 @@ class GymnasiumGroups(SeededGroups):
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
         windowed: Whether tests are watched in a window.
-        remake: Whether every episode gets an environment made anew, as given or chosen.
+        recreate_env: Whether every episode gets an environment made anew, as given or chosen.
         reseed_noise: Whether the replicas of a start get their own noise after reset, as given or chosen.
         max_episode_steps: Steps after which an episode is truncated.
         cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
@@ -179,7 +178,7 @@ class GymnasiumGroups(SeededGroups):
         vectorization: Vectorization = "auto",
         lanes: int | None = None,
         reseed_noise: bool | None = None,
-        remake: bool | None = None,
+        recreate_env: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
         test_size: int = 256,
@@ -225,17 +224,17 @@ class GymnasiumGroups(SeededGroups):
         self._native = native
         self.native = native is not None
         self._processes = vectorization == "processes"
-        conduct = Conduct(remake=bool(remake), reseed_noise=bool(reseed_noise))
+        conduct = Conduct(recreate_env=bool(recreate_env), reseed_noise=bool(reseed_noise))
         if native is None:  # native ones have neither memory nor noise
             conduct = choose_conduct(
                 self.name,
                 self._made_to_try,
                 (self.observation_space, self.action_space),
-                remake=remake,
+                recreate_env=recreate_env,
                 reseed_noise=reseed_noise,
                 by_turns=lanes != 1 and not self._processes,
             )
-        self.remake, self.reseed_noise = conduct.remake, conduct.reseed_noise
+        self.recreate_env, self.reseed_noise = conduct.recreate_env, conduct.reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
         default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
@@ -314,7 +313,7 @@ class GymnasiumGroups(SeededGroups):
             **({"wrappers": identity_of(made.wrappers)} if made.wrappers else {}),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
-            "remake": str(self.remake),
+            "recreate_env": str(self.recreate_env),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
 
@@ -342,7 +341,7 @@ class GymnasiumGroups(SeededGroups):
         if self._native is not None:
             return NativeLanes(self._native())
         options: dict[str, Any] = {
-            "remake": self.remake,
+            "recreate_env": self.recreate_env,
             "reseed": self.reseed_noise,
             "observation_space": self.observation_space,
             "action_space": self.action_space,

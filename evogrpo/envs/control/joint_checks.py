@@ -64,41 +64,45 @@ class Repeating:
     """What came of playing one start twice.
 
     Attributes:
-        remake: Whether every episode is to get an environment made anew.
+        recreate_env: Whether every episode is to get an environment made anew.
         words: What differed, and what to do; None if nothing did.
     """
 
-    remake: bool
+    recreate_env: bool
     words: str | None = None
 
 
-def repeating(make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, remake: bool | None) -> Repeating:
+def repeating(
+    make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, recreate_env: bool | None
+) -> Repeating:
     """Play one start twice and find out whether environments have to be made anew for each episode.
 
     Args:
         make: Makes a lane, whose environment is made anew for each episode or not.
         seeds: Reset seeds of the start, and of another one that is played in between.
         seed: Names the actions.
-        remake: What the caller says; None = nothing.
+        recreate_env: What the caller says; None = nothing.
     """
-    found = _difference(make, seeds, seed, remake=bool(remake))
+    found = _difference(make, seeds, seed, recreate_env=bool(recreate_env))
     if found is None:
-        return Repeating(remake=bool(remake))
+        return Repeating(recreate_env=bool(recreate_env))
     said = f"is not a function of its reset seed and its actions: of one start played twice, {found}"
-    if remake is None and _difference(make, seeds, seed, remake=True) is None:
+    if recreate_env is None and _difference(make, seeds, seed, recreate_env=True) is None:
         return Repeating(
-            remake=True,
-            words=f"{said}. Where it is made anew nothing differs, so every episode gets one made anew (remake=True)",
+            recreate_env=True,
+            words=f"{said}. A new environment for every episode mends this (recreate_env=True)",
         )
     return Repeating(
-        remake=bool(remake),
+        recreate_env=bool(recreate_env),
         words=f"{said}. Members are compared by episodes from one start: let the environment draw from a generator "
         "that reset(seed=...) makes, and forget at reset what came before",
     )
 
 
-def _difference(make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, *, remake: bool) -> str | None:
-    with closing(make(remake)) as lane:
+def _difference(
+    make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, *, recreate_env: bool
+) -> str | None:
+    with closing(make(recreate_env)) as lane:
         first, _, again = (
             [_noted(seen) for seen in played_by_chance(lane, start, seed, replica)]
             for start, replica in ((seeds[0], 0), (seeds[1], 1), (seeds[0], 0))

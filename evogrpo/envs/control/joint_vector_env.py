@@ -120,22 +120,22 @@ class JointLane:
     Args:
         make: Makes the environment.
         max_episode_steps: Steps after which all living agents are truncated.
-        remake: Whether every episode gets an environment made anew.
+        recreate_env: Whether every episode gets an environment made anew.
 
     Attributes:
         env: The environment that the present episode runs in.
     """
 
-    def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, remake: bool = False) -> None:
+    def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, recreate_env: bool = False) -> None:
         self._make, self.env = make, make()
-        self._limit, self._remake, self._used = max_episode_steps, remake, False
+        self._limit, self._recreate_env, self._used = max_episode_steps, recreate_env, False
         self._ids: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._steps = 0
 
     def reset(self, seed: int) -> JointSeen:
         """Begin an episode."""
-        if self._remake and self._used:
+        if self._recreate_env and self._used:
             self.env.close()
             self.env = self._make()
         self._used = True

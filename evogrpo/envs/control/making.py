@@ -363,12 +363,12 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     Args:
         make: Makes the environment.
-        remake: Whether every episode gets an environment made anew.
+        recreate_env: Whether every episode gets an environment made anew.
     """
 
-    def __init__(self, make: MakeEnv, *, remake: bool = False) -> None:
+    def __init__(self, make: MakeEnv, *, recreate_env: bool = False) -> None:
         super().__init__(make())
-        self._make, self._remake, self._used = make, remake, False
+        self._make, self._recreate_env, self._used = make, recreate_env, False
         self._standing = True
         space = self.env.observation_space
         self._parts = leaf_spaces(space)
@@ -376,7 +376,7 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode; the empty options of a masked reset are passed on as none, as in a single environment."""
-        if self._remake and self._used:
+        if self._recreate_env and self._used:
             self.env.close()
             self.env = self._make()
         self._standing, self._used = False, True

@@ -205,8 +205,8 @@ class PettingZooGroups(SeededGroups):
             the name of an agent, of a group of agents named alike but for their number, or several of these, whose
             returns are added up; or a function of what each agent earned. In a competition, where the sum says nothing,
             name whose returns count.
-        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
-            is found to matter.
+        recreate_env: Make a new environment for every episode instead of resetting one. None = where a reset does not
+            restore it.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -218,7 +218,7 @@ class PettingZooGroups(SeededGroups):
         scoring: The score, with its name.
         max_episode_steps: Steps after which all living agents are truncated.
         cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
-        remake: Whether every episode gets an environment made anew.
+        recreate_env: Whether every episode gets an environment made anew.
         agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
             of the first training start.
         observation_spaces: Of these agents, by name.
@@ -237,7 +237,7 @@ class PettingZooGroups(SeededGroups):
         max_episode_steps: int | None = None,
         lanes: int = _LANES,
         score: Score = summed,
-        remake: bool | None = None,
+        recreate_env: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
         test_size: int = 256,
@@ -276,7 +276,7 @@ class PettingZooGroups(SeededGroups):
         example.close()
         assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
         self.scoring: Scoring = scoring(score, self.agents)
-        self.remake = self._repeating(remake)
+        self.recreate_env = self._repeating(recreate_env)
 
     def close(self) -> None:
         """Close environments; the next `play` makes new ones."""
@@ -360,17 +360,17 @@ class PettingZooGroups(SeededGroups):
         return self.max_episode_steps if self._wanted_limit is not None else max(CUT_OFF, self.max_episode_steps)
 
     def _lane(self) -> JointLane:
-        return self._lane_made(self.remake)
+        return self._lane_made(self.recreate_env)
 
-    def _lane_made(self, remake: bool) -> JointLane:
-        return JointLane(self._made, self._last_step, remake=remake)
+    def _lane_made(self, recreate_env: bool) -> JointLane:
+        return JointLane(self._made, self._last_step, recreate_env=recreate_env)
 
-    def _repeating(self, remake: bool | None) -> bool:
+    def _repeating(self, recreate_env: bool | None) -> bool:
         first, *_, last = self._starts.of("train", [0, self.size("train") - 1])
-        found = repeating(self._lane_made, (first, last), self.seed, remake)
+        found = repeating(self._lane_made, (first, last), self.seed, recreate_env)
         if found.words is not None:
             self._warn(f"{self.name} {found.words}")
-        return found.remake
+        return found.recreate_env
 
     def warn_of_opposed(self, *, team_credit: bool) -> None:
         """Warn, once, if agents' rewards move against each other where learning or fitness adds them up.

@@ -193,7 +193,7 @@ class SerialLanes(SoloLanes):
 
     Args:
         make: Makes one environment; called as lanes are first needed.
-        remake: Whether every episode gets an environment made anew.
+        recreate_env: Whether every episode gets an environment made anew.
         reseed: Whether reset seeds carry replicas, for `ReseededNoise`.
         observation_space: Of one environment.
         action_space: Of one environment.
@@ -203,12 +203,12 @@ class SerialLanes(SoloLanes):
         self,
         make: MakeEnv,
         *,
-        remake: bool,
+        recreate_env: bool,
         reseed: bool,
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        self._make, self._remake = make, remake
+        self._make, self._recreate_env = make, recreate_env
         self._reseed = reseed
         self._space = observation_space
         self._parts = leaf_spaces(observation_space)
@@ -230,7 +230,7 @@ class SerialLanes(SoloLanes):
         dropped = sorted(set(range(len(self._live))) - set(kept))
         free = [self._live[position] for position in dropped]
         self._live = [self._live[position] for position in kept]
-        if self._remake:
+        if self._recreate_env:
             _close_all(free)
         else:
             self._idle += free
@@ -269,7 +269,7 @@ class ProcessLanes(SoloLanes):
     Args:
         make: Makes one environment; sent to the processes.
         count: Number of processes.
-        remake: Whether every episode gets an environment made anew.
+        recreate_env: Whether every episode gets an environment made anew.
         reseed: Whether reset seeds carry replicas, for `ReseededNoise`.
         observation_space: Of one environment.
         action_space: Of one environment.
@@ -280,7 +280,7 @@ class ProcessLanes(SoloLanes):
         make: MakeEnv,
         *,
         count: int,
-        remake: bool,
+        recreate_env: bool,
         reseed: bool,
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
@@ -290,7 +290,7 @@ class ProcessLanes(SoloLanes):
         def parked() -> Parked:
             if os.getpid() != home:  # the vector environment also makes one here
                 _forget_signals()
-            return Parked(make, remake=remake)
+            return Parked(make, recreate_env=recreate_env)
 
         self._vector = AsyncVectorEnv([parked] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self._count = count

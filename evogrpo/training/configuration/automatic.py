@@ -15,7 +15,7 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.schedule import Schedule
 
 AUTO = "auto"
-IMPLIED = "evolve"
+IMPLIED = "search_space"
 """Stands among what is open where a configuration does not say what evolves."""
 OPEN = {
     "hyperparameters": ("group_size",),
@@ -51,14 +51,17 @@ class RunSizes:
 def without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """Return plain values without those that are `auto`, and the full names of these.
 
-    Any hyperparameter may be `auto`, where it starts or where it says how it evolves; and so may all of `evolve`, which
-    is what leaving it out means.
+    Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     """
     result, names = dict(values), set()
-    if result.get("evolve", AUTO) == AUTO:
+    if result.get("search_space", AUTO) == AUTO:
         names.add(IMPLIED)
-        result.pop("evolve", None)
-    for section, keys in {**OPEN, "hyperparameters": HYPERPARAMETER_NAMES, "evolve": HYPERPARAMETER_NAMES}.items():
+        result.pop("search_space", None)
+    for section, keys in {
+        **OPEN,
+        "hyperparameters": HYPERPARAMETER_NAMES,
+        "search_space": HYPERPARAMETER_NAMES,
+    }.items():
         given = result.get(section)
         if isinstance(given, Mapping):
             left = {key for key in keys if isinstance(given.get(key), str) and given[key] == AUTO}
@@ -76,7 +79,7 @@ def found_by_evolution(auto: frozenset[str], *, chooses_sizes: bool) -> frozense
     """
     chosen = SIZES if chooses_sizes else frozenset()
     left = (name.partition(".") for name in auto - chosen)
-    return frozenset(key for section, _, key in left if section in ("hyperparameters", "evolve") and key)
+    return frozenset(key for section, _, key in left if section in ("hyperparameters", "search_space") and key)
 
 
 def is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
@@ -142,7 +145,9 @@ def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
     samples = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step)
     return replace(
         config,
-        evolve=drop_single_group_size(config.evolve, samples) if IMPLIED in config.auto else config.evolve,
+        search_space=drop_single_group_size(config.search_space, samples)
+        if IMPLIED in config.auto
+        else config.search_space,
         hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),

@@ -47,7 +47,7 @@ class EnvironmentTask:
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the episodes of a group get their own noise after reset; null = if there is any.
-        remake: Whether every episode gets an environment made anew; null = if it plays otherwise after a reset.
+        recreate_env: Whether every episode gets an environment made anew; null = if it plays otherwise after a reset.
         train_size: Training starts.
         validation_size: Starts for selection.
         test_size: Starts for the final report.
@@ -64,7 +64,7 @@ class EnvironmentTask:
     vectorization: Vectorization = "auto"
     lanes: int | None = None
     reseed_noise: bool | None = None
-    remake: bool | None = None
+    recreate_env: bool | None = None
     train_size: int = 100_000
     validation_size: int = 64
     test_size: int = 256
@@ -106,7 +106,7 @@ class EnvironmentTask:
             vectorization=self.vectorization,
             lanes=self.lanes,
             reseed_noise=self.reseed_noise,
-            remake=self.remake,
+            recreate_env=self.recreate_env,
             train_size=self.train_size,
             validation_size=self.validation_size,
             test_size=self.test_size,
@@ -165,7 +165,7 @@ class ParallelTask:
         score: What fitness is: sum (the default), min or mean of what all agents earn; the name of an agent, of a group
             of agents named alike but for their number, or a list of these, whose returns are added up; or
             "module:function" or "path.py:function", of what each agent earned. Its code is run.
-        remake: Whether every episode gets an environment made anew; null = where that is found to matter.
+        recreate_env: Whether every episode gets an environment made anew; null = where that is found to matter.
         lanes: Most joint episodes at a time.
         train_size: Training starts.
         validation_size: Starts for selection.
@@ -183,7 +183,7 @@ class ParallelTask:
     env_kwargs: Mapping[str, Any] | None = None
     max_episode_steps: int | None = None
     score: str | tuple[str, ...] | None = None
-    remake: bool | None = None
+    recreate_env: bool | None = None
     lanes: int = 64
     train_size: int = 100_000
     validation_size: int = 64
@@ -217,7 +217,7 @@ class ParallelTask:
                 max_episode_steps=self.max_episode_steps,
                 lanes=self.lanes,
                 score=self._score(),
-                remake=self.remake,
+                recreate_env=self.recreate_env,
                 train_size=self.train_size,
                 validation_size=self.validation_size,
                 test_size=self.test_size,

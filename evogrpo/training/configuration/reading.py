@@ -63,7 +63,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     try:
         return _parsed(values)
     except UnknownKeyError as error:
-        place = None if error.where.startswith("evolve.") else _place_of(error)
+        place = None if error.where.startswith("search_space.") else _place_of(error)
         if place is None:
             raise
         raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here") from error
@@ -124,7 +124,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     if values.get("task") is None:
         raise ValueError("task must be given")
     search = is_search(values, auto)
-    space = parse_space(values.get("evolve"))
+    space = parse_space(values.get("search_space"))
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
@@ -134,7 +134,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
         "run_id": typed(str | None, values.get("run_id"), "run_id"),
         "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
-        "evolve": space,
+        "search_space": space,
         "population": _population(values.get("population")),
         "schedule": build(Schedule, _schedule(values, search=search), "schedule"),
         "logging": _logging(values.get("logging"), {}),
@@ -155,9 +155,9 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
     given = optional_mapping(values.get("hyperparameters"), "hyperparameters")
     parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
-    parsed["evolve"] = _searched(parsed, kind, given, search=search)
-    parsed["hyperparameters"] = _hyperparameters(given, parsed["evolve"], kind.hyperparameters)
-    parsed |= searched_by(parsed["evolve"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
+    parsed["search_space"] = _searched(parsed, kind, given, search=search)
+    parsed["hyperparameters"] = _hyperparameters(given, parsed["search_space"], kind.hyperparameters)
+    parsed |= searched_by(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
     sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
     if sizes and not kind.chooses_sizes:
@@ -173,7 +173,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
-        (first, *_), _ = like_earlier(config.founders, config.hyperparameters, config.evolve, samples)
+        (first, *_), _ = like_earlier(config.founders, config.hyperparameters, config.search_space, samples)
         config = replace(config, hyperparameters=first)
     if config.experience is not None and "population.size" not in config.auto:
         config.experience.check_size(config.population.size)
@@ -210,7 +210,7 @@ def _searched(
         given: The hyperparameters that the configuration gives a value.
         search: Whether how it evolves is left open as well.
     """
-    auto, space = parsed["auto"], parsed["evolve"]
+    auto, space = parsed["auto"], parsed["search_space"]
     names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
     ranges = {name: kind.ranges[name] for name in names}
     if IMPLIED in auto:
@@ -246,12 +246,14 @@ def _agent(values: object, kind: "AnyTaskType") -> AgentSection:
 
 def parse_space(values: object) -> HyperparameterConfig:
     """Build the evolving space from its section; a hyperparameter set to null stays fixed."""
-    section = optional_mapping(values, "evolve")
-    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "evolve")
+    section = optional_mapping(values, "search_space")
+    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "search_space")
     parameters = {
-        name: build(RLParameter, each, inside("evolve", name)) for name, each in section.items() if each is not None
+        name: build(RLParameter, each, inside("search_space", name))
+        for name, each in section.items()
+        if each is not None
     }
-    return _refused("evolve", lambda: HyperparameterConfig(**parameters))
+    return _refused("search_space", lambda: HyperparameterConfig(**parameters))
 
 
 def _refused(where: str, make: Callable[[], T]) -> T:

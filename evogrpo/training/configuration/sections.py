@@ -156,7 +156,7 @@ class Config(Generic[TaskT, AgentT]):
         seed: Root of every random stream.
         run_dir: Where records go; null = a new folder under runs/.
         hyperparameters: The first member's; everyone's where nothing evolves.
-        evolve: What evolution may change and between which values.
+        search_space: Hyperparameters that may evolve, with their ranges.
         population: How many members and how they start.
         strategy: The rule of selection and mutation: "tournament", another name of `evogrpo.evolution.strategies`, or
             a class of your own as "path.py:Class" or "module:Class"; and its settings. Where a configuration leaves
@@ -180,7 +180,7 @@ class Config(Generic[TaskT, AgentT]):
     seed: int = 0
     run_dir: str | None = None
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
-    evolve: HyperparameterConfig = field(default_factory=HyperparameterConfig)
+    search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Strategy = field(default_factory=Tournament)
     experience: SharedExperience | None = None
@@ -196,13 +196,13 @@ class Config(Generic[TaskT, AgentT]):
         if isinstance(self.strategy, Replay):
             self._check_replay(self.strategy)
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
-        self.evolve.for_samples_per_step(samples)
+        self.search_space.for_samples_per_step(samples)
         try:
             check_group_size(size, samples)
         except ValueError as error:
             raise ValueError(f"hyperparameters and schedule: {error}") from error
         try:
-            self.agent.objective.check(self.hyperparameters, self.evolve)
+            self.agent.objective.check(self.hyperparameters, self.search_space)
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
 
@@ -234,7 +234,7 @@ class Config(Generic[TaskT, AgentT]):
         return {
             **{each.name: plain(getattr(self, each.name)) for each in fields(self) if each.name != "auto"},
             "hyperparameters": self.hyperparameters.to_json(),
-            "evolve": self.evolve.to_json(),
+            "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),
             "experience": "own" if self.experience is None else self.experience.to_json(),
             "schedule": asdict(self.schedule),

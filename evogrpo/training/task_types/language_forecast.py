@@ -204,7 +204,9 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     if config.experience is not None:  # and one pass over others' samples tells how near they are
         others = others_at_most(config.experience, config.population.size)
         updates += others * (updates + (groups * longest + completions if config.experience.least_ess else 0))
-    reference = groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
+    reference = (
+        groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
+    )
     return sampling + updates + reference
 
 

@@ -172,7 +172,7 @@ class PreparedNetworks:
     def facts(self) -> dict[str, str]:
         """Name the environment and the members."""
         config, env = self.config, self.env
-        each = "episode" if env.remake else "lane"
+        each = "episode" if env.recreate_env else "lane"
         native = "vectorised natively" if env.native else f"one environment per {each}"
         noise = {"noise": "random after reset: every place in a group gets its own"} if env.reseed_noise else {}
         cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"

@@ -38,7 +38,7 @@ def founder_options(config: AnyConfig) -> dict[str, Any]:
         "samples_per_step": config.schedule.samples_per_step,
         "spread": config.population.spread,
         "founders": config.founders,
-        "hp_config": config.evolve,
+        "hp_config": config.search_space,
         "seed": config.seed,
         **config.hyperparameters.to_json(),
     }
