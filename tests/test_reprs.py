@@ -50,7 +50,7 @@ def test_everything_a_user_meets_is_one_short_line(make):
         assert "tensor(" not in shown, shown
         assert "array(" not in shown, shown
         assert " object at 0x" not in shown, shown
-        most = 400 if type(each).__name__ in ("Batch", "Collected") else MOST
+        most = 400 if type(each).__name__ in ("Batch", "RolloutBatch") else MOST
         assert len(shown) <= most, (len(shown), shown)
         assert type(each).__name__ in shown
 

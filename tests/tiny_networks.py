@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.members.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.banks import DEFAULT, Banks
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, ObservationInputs
 from evogrpo.models.networks.architecture import NetworkConfig

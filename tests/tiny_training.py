@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.members.language_batches import as_batch
+from evogrpo.algorithms.policies.language_batches import as_batch
 from evogrpo.data import Batch
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.algorithms.members.settings import MOST_TOKENS
+from evogrpo.algorithms.policies.settings import MOST_TOKENS
 from evogrpo.config.checks import MOST_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective

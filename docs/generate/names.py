@@ -37,12 +37,12 @@ SEAMS = {
     "evogrpo.reporting.data_frames": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),
     "evogrpo.algorithms.agent": ("Agent",),
-    "evogrpo.algorithms.factory": ("CommonOptions", "Options", "TeamOptions"),
+    "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.models.language.token_model": ("TokenModel", "Weights"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
-    "evogrpo.algorithms.members.policy_set": ("Members",),
+    "evogrpo.algorithms.policies.policy_set": ("PolicySet",),
     "evogrpo.training.task_types.task_type": ("TaskType",),
 }  # fmt: skip
 """What is reached through public names, or plugged in by users, and has a home of its own."""

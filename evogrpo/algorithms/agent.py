@@ -8,9 +8,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.learning.advantages import check_usable
+from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.policy_set import Members
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
@@ -96,7 +96,7 @@ class Agent:
     loss_type = HyperparameterAttribute()
     advantage = HyperparameterAttribute()
 
-    def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
+    def __init__(self, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members
         self._hooks: list[Callable[[], object]] = []
         self.slot = slot
@@ -142,7 +142,7 @@ class Agent:
             raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}")
         members = self.members
         of_transitions = any(bank.rows_are_transitions for bank in members.banks.values())
-        check_usable(members.settings.objective, record, members.hp_config, of_transitions=of_transitions)
+        check_hyperparameters(members.settings.objective, record, members.hp_config, of_transitions=of_transitions)
         self._hyperparameters = record
 
     @property
@@ -213,9 +213,9 @@ class Agent:
             index: Its identity; this agent's own by default.
             wrap: Whether it computes under the same accelerator's precision.
         """
-        return self.twin(self.state(), index=index, wrap=wrap)
+        return self.copy_with_state(self.state(), index=index, wrap=wrap)
 
-    def twin(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
+    def copy_with_state(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
         """Return an independent agent that is like this one, but has learnt what the learner state says."""
         members = self.members.alone(wrap=wrap)
         twin = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
@@ -224,7 +224,7 @@ class Agent:
         return twin
 
     @classmethod
-    def _member(cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
+    def _member(cls, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
         """Make an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
@@ -233,7 +233,7 @@ class Agent:
     @classmethod
     def founders(
         cls,
-        members: Members,
+        members: PolicySet,
         first: Hyperparameters,
         index: int,
         *,
@@ -269,7 +269,7 @@ class Agent:
 
     @classmethod
     def learn_together(
-        cls, members: Members, learners: Sequence[Learner], experience: Experience
+        cls, members: PolicySet, learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
         """Take one learning step of agents that share members: all that an algorithm is.
 

@@ -11,7 +11,7 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from evogrpo.algorithms.members.policy_set import CheckpointFiles
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.models.devices import check_allocation, limit_memory
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.factory import MEMBERS
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.members.spread_members import places_of, spread_out
+from evogrpo.algorithms.factory import POLICY_SETS
+from evogrpo.algorithms.policies.distributed import distribute, placement_of
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import KeptStates, Population
 from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -87,10 +87,10 @@ def load_agent(
     tensors, record = read_checkpoint(path, kind="agent")
     with readable(path):
         stored = record["shared"]["kind"]
-        if stored in MEMBERS and stored not in kind.kinds:
+        if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
-                f"{MEMBERS[stored].agent_class}.load"
+                f"{POLICY_SETS[stored].agent_class}.load"
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
@@ -107,7 +107,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         stored = record["shared"]["kind"]
         members = agent.members
         if stored != members.kind:
-            made_by = MEMBERS[stored].agent_class if stored in MEMBERS else "its own class"
+            made_by = POLICY_SETS[stored].agent_class if stored in POLICY_SETS else "its own class"
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}: bring the saved "
                 f"one back with {made_by}.load"
@@ -163,9 +163,9 @@ def restore_population(
     with readable(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        places = places_of(len(stored))
+        places = placement_of(len(stored))
         members = _open(record["shared"], places.held, Path(path), network, tensors, device=device, accelerator=None)
-        members = spread_out(members, places)
+        members = distribute(members, places)
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member["index"], Hyperparameters())
@@ -176,8 +176,8 @@ def restore_population(
             agents.append(agent)
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = _next_index(record["next_index"], population)
-        population.kept = KeptStates.restored(record["kept"], tensors, population.crew.members.banks)
-        population.crew.settle([agent.slot for agent in agents if agent.retired])
+        population.kept = KeptStates.restored(record["kept"], tensors, population.executor.members.banks)
+        population.executor.settle([agent.slot for agent in agents if agent.retired])
     return population
 
 
@@ -200,7 +200,7 @@ def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the members of a checkpoint share: `Members.constants`."""
+    """Return what the members of a checkpoint share: `PolicySet.constants`."""
     return {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
 
 
@@ -226,14 +226,14 @@ def _open(
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
-) -> Members:
+) -> PolicySet:
     """Build the members of a checkpoint, fresh."""
-    if record["kind"] not in MEMBERS:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], MEMBERS)
+    if record["kind"] not in POLICY_SETS:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], POLICY_SETS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
     with limit_memory(sum(tensor.nbytes for tensor in tensors.values())):
-        return MEMBERS[record["kind"]].stored(
+        return POLICY_SETS[record["kind"]].stored(
             record,
             size,
             folder,
@@ -245,7 +245,7 @@ def _open(
         )
 
 
-def _members_record(members: Members) -> dict[str, Any]:
+def _members_record(members: PolicySet) -> dict[str, Any]:
     return {
         "kind": members.kind,
         "settings": members.settings.to_json(),
@@ -279,7 +279,7 @@ class _MemberTensors(Mapping[str, Tensor]):
     Beside them what they share, and the states that are kept: as they are, for nobody changes them.
     """
 
-    def __init__(self, members: Members, kept: KeptStates) -> None:
+    def __init__(self, members: PolicySet, kept: KeptStates) -> None:
         self._banks, self._shared = members.banks, {**_named(members.constants()), **dict(kept.tensors())}
         self._places = {
             f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.state_keys

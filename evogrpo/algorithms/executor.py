@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.lending import borrow, lend, lent_slots
-from evogrpo.algorithms.members.places import Places
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.members.shared_members import SharedMembers
-from evogrpo.algorithms.members.spread_members import Examinee, SpreadMembers
-from evogrpo.algorithms.rollout.collecting import collect, merged
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.policies.distributed import DistributedPolicySet, SplitEvaluator
+from evogrpo.algorithms.policies.placement import Placement
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.replicated import ReplicatedPolicySet
+from evogrpo.algorithms.policies.row_exchange import borrow, lend, lent_slots
+from evogrpo.algorithms.rollout.collect import collect, merge_ranks
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import Batch, Experience, LearnReport
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
 
 
-class Crew:
+class Executor:
     """Lets all members act and learn in this process.
 
     Args:
@@ -34,7 +34,7 @@ class Crew:
         processes: Who trains them.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: PolicySet) -> None:
         self.members = members
         self.processes = Processes()
 
@@ -46,7 +46,7 @@ class Crew:
         samples_per_step: int,
         block: int,
         samples: Mapping[int, int] | None,
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Let members sample what they learn from; see `collecting.collect`."""
         return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=samples)
 
@@ -63,28 +63,28 @@ class Crew:
     def settle(self, vacant: Collection[int]) -> None:
         """Share out members that have their states, where some slots hold nobody: here all are in one process."""
 
-    def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
+    def checkpoint_agent(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent that can be saved in this process, given what it has learnt: here it is all there."""
         return agent
 
-    def examinee(self) -> Members:
+    def evaluation_member(self) -> PolicySet:
         """Return one fresh member, to be given a learner state and asked held-out questions."""
         return self.members.alone()
 
 
-class SpreadCrew(Crew):
+class DistributedExecutor(Executor):
     """Lets every process's members act and learn there, and tells all processes what came of it.
 
-    What members have sampled stays in their process, unless others learn from it: in `Collected.experience` rows are
+    What members have sampled stays in their process, unless others learn from it: in `RolloutBatch.experience` rows are
     numbered by place.
     """
 
-    def __init__(self, members: SpreadMembers) -> None:
+    def __init__(self, members: DistributedPolicySet) -> None:
         super().__init__(members.local)
         self.processes, self._banks = members.processes, members.banks
 
     @property
-    def _places(self) -> Places:
+    def _places(self) -> Placement:
         return self._banks.places
 
     @property
@@ -96,7 +96,7 @@ class SpreadCrew(Crew):
     @property
     def _shares_learning(self) -> bool:
         """Whether this process does a part of what a member learns, and others the rest."""
-        return self._places.divided and isinstance(self.members, SharedMembers) and self.members.shares_learning
+        return self._places.divided and isinstance(self.members, ReplicatedPolicySet) and self.members.shares_learning
 
     def _here(self, learners: Sequence[Learner]) -> list[Learner]:
         """Return the learners of this process by its own numbers, and so those whom they learn from."""
@@ -119,13 +119,13 @@ class SpreadCrew(Crew):
         samples_per_step: int,
         block: int,
         samples: Mapping[int, int] | None,
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Let members sample where they live."""
         here, slots = self._here(learners), self._places.own
         counts = None if samples is None else {place: samples[slot] for place, slot in enumerate(slots)}
-        own: Collected | None = None
+        own: RolloutBatch | None = None
 
-        def sample() -> Collected | None:
+        def sample() -> RolloutBatch | None:
             nonlocal own
             if not here:
                 return None
@@ -142,7 +142,7 @@ class SpreadCrew(Crew):
             )
 
         found = [part for part in self.processes.run_section(sample, divided=self._places.divided) if part is not None]
-        return replace(merged(found), experience={} if own is None else own.experience)
+        return replace(merge_ranks(found), experience={} if own is None else own.experience)
 
     def learn(
         self, algorithm: "type[Agent]", learners: Sequence[Learner], experience: Experience
@@ -175,22 +175,22 @@ class SpreadCrew(Crew):
     def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:
         """Let members take over states, and share them out anew."""
         self._banks.inherit(parents, vacant)
-        if isinstance(self.members, SharedMembers):
+        if isinstance(self.members, ReplicatedPolicySet):
             self.members.regroup(self.processes.squad(self._places.squads))
 
     def settle(self, vacant: Collection[int]) -> None:
         """Share out those that remain; each keeps its state."""
         self.inherit([None if slot in vacant else slot for slot in range(self._banks.size)], vacant)
 
-    def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
+    def checkpoint_agent(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent of its own, wherever the member lives."""
-        return agent.twin(state)
+        return agent.copy_with_state(state)
 
-    def examinee(self) -> Members:
+    def evaluation_member(self) -> PolicySet:
         """Return one fresh member, of whom every process asks a part of the questions."""
-        return cast(Members, Examinee(self.members.alone(), self.processes))
+        return cast(PolicySet, SplitEvaluator(self.members.alone(), self.processes))
 
 
-def crew_of(members: Members) -> Crew:
+def executor_for(members: PolicySet) -> Executor:
     """Return who lets these members act and learn."""
-    return SpreadCrew(members) if isinstance(members, SpreadMembers) else Crew(members)
+    return DistributedExecutor(members) if isinstance(members, DistributedPolicySet) else Executor(members)

@@ -11,21 +11,21 @@ from peft import LoraConfig, PeftModel
 from torch import jit, nn
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.learning.advantages import check_usable
-from evogrpo.algorithms.members.devices import autocast_of, device_of
-from evogrpo.algorithms.members.language_members import LanguageMembers
-from evogrpo.algorithms.members.network_members import NetworkMembers
-from evogrpo.algorithms.members.policy_set import Members, Settings
-from evogrpo.algorithms.members.settings import (
+from evogrpo.algorithms.learning.advantages import check_hyperparameters
+from evogrpo.algorithms.policies.devices import autocast_context, choose_device
+from evogrpo.algorithms.policies.joint import JointPolicySet
+from evogrpo.algorithms.policies.language import LanguagePolicySet
+from evogrpo.algorithms.policies.networks import NetworkPolicySet
+from evogrpo.algorithms.policies.policy_set import PolicySet, Settings
+from evogrpo.algorithms.policies.settings import (
     NETWORK_DEFAULTS,
     STEPWISE,
     Credit,
+    JointSettings,
     LanguageSettings,
     NetworkSettings,
-    TeamSettings,
 )
-from evogrpo.algorithms.members.stacked_policy import StackedPolicy
-from evogrpo.algorithms.members.team_members import TeamMembers
+from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.config.checks import instance, refuse_unknown, whole_between
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
@@ -54,7 +54,7 @@ class CommonOptions(TypedDict, total=False):
 
     Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
-    `evogrpo.algorithms.members.settings`).
+    `evogrpo.algorithms.policies.settings`).
 
     Attributes:
         hp_config: What evolution may change; nothing by default. "auto", for a population: what decides most and has no
@@ -162,7 +162,7 @@ class Options(CommonOptions, total=False):
     source: str | None
 
 
-class TeamOptions(CommonOptions, total=False):
+class MultiAgentOptions(CommonOptions, total=False):
     """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, beside the common ones.
 
     Attributes:
@@ -178,12 +178,12 @@ class TeamOptions(CommonOptions, total=False):
     agent_ids: bool
 
 
-MEMBERS: Mapping[str, type[LanguageMembers | NetworkMembers | TeamMembers]] = {
-    kind.kind: kind for kind in (LanguageMembers, NetworkMembers, TeamMembers)
+POLICY_SETS: Mapping[str, type[LanguagePolicySet | NetworkPolicySet | JointPolicySet]] = {
+    kind.kind: kind for kind in (LanguagePolicySet, NetworkPolicySet, JointPolicySet)
 }
 
 
-OptionsT = TypeVar("OptionsT", Options, TeamOptions)
+OptionsT = TypeVar("OptionsT", Options, MultiAgentOptions)
 
 LANGUAGE_ONLY = (
     "calc_position_embeddings",
@@ -206,14 +206,14 @@ FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_to
 NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
 
 
-def open_members(
+def build_policy_set(
     size: int,
     observation_space: spaces.Space[Any] | None,
     action_space: spaces.Space[Any] | None,
     actor_network: nn.Module | None,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Members, Hyperparameters]:
+) -> tuple[PolicySet, Hyperparameters]:
     """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
 
     A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
@@ -273,7 +273,7 @@ def _open_language(
     model: PreTrainedModel,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Members, Hyperparameters]:
+) -> tuple[PolicySet, Hyperparameters]:
     values: Mapping[str, Any] = options
     _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
     check_causal_class(model)
@@ -295,7 +295,7 @@ def _open_language(
     for name, kind, example in kinds:
         if values.get(name) is not None:
             instance(name, values[name], kind, example)
-    members = LanguageMembers(
+    members = LanguagePolicySet(
         model,
         size,
         settings,
@@ -303,8 +303,8 @@ def _open_language(
         lora_config=values.get("lora_config"),
         start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
         source=values.get("source"),
-        device=device_of(accelerator, values.get("device")),
-        autocast=autocast_of(accelerator),
+        device=choose_device(accelerator, values.get("device")),
+        autocast=autocast_context(accelerator),
         observation_space=given[0],
         action_space=given[1],
     )
@@ -317,7 +317,7 @@ def _open_networks(
     module: nn.Module | None,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Members, Hyperparameters]:
+) -> tuple[PolicySet, Hyperparameters]:
     chosen: Mapping[str, Any] = options
     values = {name: value for name, value in chosen.items() if value is not None}
     _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
@@ -330,32 +330,32 @@ def _open_networks(
     )
     hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
-    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
-    device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
+    check_hyperparameters(settings.objective, hyperparameters, space, of_transitions=True)
+    device = choose_device(values.get("accelerator"), values.get("device")) or "cpu"
     networks = StackedPolicy(*given, size, settings, module=module, device=device)
-    return NetworkMembers(networks, values.get("hp_config")), hyperparameters
+    return NetworkPolicySet(networks, values.get("hp_config")), hyperparameters
 
 
-def open_team(
-    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: TeamOptions
-) -> tuple[Members, Hyperparameters]:
+def build_joint_policy_set(
+    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: MultiAgentOptions
+) -> tuple[PolicySet, Hyperparameters]:
     """Check the constructor arguments of members that act for several agents, then make the banks they describe.
 
     Raises:
         ValueError: If an argument is unknown or out of range; nothing is made then.
     """
-    refuse_unknown("argument", options, [*TeamOptions.__annotations__, "observation_spaces", "action_spaces"])
+    refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(given, Mapping) or not given:
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
     assert observation_spaces is not None and action_spaces is not None
     values: Mapping[str, Any] = options
-    settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
+    settings = JointSettings(**{name: values[name] for name in JointSettings.__dataclass_fields__ if name in values})
     hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
-    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
-    device = device_of(None, values.get("device")) or "cpu"
-    members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
+    check_hyperparameters(settings.objective, hyperparameters, space, of_transitions=True)
+    device = choose_device(None, values.get("device")) or "cpu"
+    members = JointPolicySet(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters
 
 
@@ -373,15 +373,15 @@ def check_space(name: str, space: object) -> None:
     )
 
 
-def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
+def check_size(size: int | None, options: Mapping[str, Any]) -> int:
     """Return the number of members, or raise ValueError if it is missing or out of range."""
     if size is None:
-        refuse_unknown("argument", options, ["size", *Options.__annotations__, *TeamOptions.__annotations__])
+        refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
         raise ValueError("size must be given: how many members the population has")
     return whole_between("size", size, 1, MOST_MEMBERS)
 
 
-def chosen_founders(
+def check_founders(
     given: object, first: Hyperparameters, space: HyperparameterConfig | None, samples: int
 ) -> tuple[Hyperparameters, ...]:
     """Return the first members that the caller has chosen, and warn of values that had to be moved; none for None.
@@ -402,7 +402,7 @@ def chosen_founders(
     return founders
 
 
-def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:
+def founder_samples(options: CommonOptions, samples_per_step: int | None) -> int:
     """Return the samples per learning step that founders' group sizes are to divide.
 
     Raises:
@@ -416,7 +416,7 @@ def founders_samples(options: CommonOptions, samples_per_step: int | None) -> in
     return common_samples(options.get("group_size", Hyperparameters().group_size), config)
 
 
-def with_space(
+def resolve_search_space(
     options: OptionsT, samples_per_step: int | None, *, words: bool, unused: Collection[str] = ()
 ) -> OptionsT:
     """Return a population's options with the space that is searched where `hp_config` is "auto"; others as they are.

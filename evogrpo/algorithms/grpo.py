@@ -18,21 +18,21 @@ from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
 from evogrpo.algorithms.factory import (
     Options,
-    checked_size,
-    chosen_founders,
-    founders_samples,
-    open_members,
-    with_space,
+    build_policy_set,
+    check_founders,
+    check_size,
+    founder_samples,
+    resolve_search_space,
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.devices import check_one_process
-from evogrpo.algorithms.members.policy_set import Members, TextRequest
-from evogrpo.algorithms.members.settings import LanguageSettings, NetworkSettings
-from evogrpo.algorithms.members.spread_members import check_together, places_of, spread_out
+from evogrpo.algorithms.policies.devices import check_accelerator
+from evogrpo.algorithms.policies.distributed import check_single_rank, distribute, placement_of
+from evogrpo.algorithms.policies.policy_set import PolicySet, TextRequest
+from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.collecting import commonly_scored, evaluate
-from evogrpo.algorithms.rollout.testing import tested_in
+from evogrpo.algorithms.rollout.collect import common_scores, evaluate
+from evogrpo.algorithms.rollout.testing import open_test_environment
 from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown, unknown_name_error
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
@@ -169,8 +169,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         **options: Unpack[Options],
     ) -> None:
         self._check_class(options)
-        check_one_process(options.get("accelerator"))
-        members, first = open_members(1, observation_space, action_space, actor_network, pad_token_id, options)
+        check_accelerator(options.get("accelerator"))
+        members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, options)
         super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
@@ -212,17 +212,17 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        size = checked_size(size, options)
+        size = check_size(size, options)
         flag("spread", spread)
         words = isinstance(actor_network, PreTrainedModel)
-        options = with_space(options, samples_per_step, words=words, unused=cls.unused_options)
+        options = resolve_search_space(options, samples_per_step, words=words, unused=cls.unused_options)
         cls._check_class(options)
-        samples = founders_samples(options, samples_per_step)
-        places = places_of(size)
+        samples = founder_samples(options, samples_per_step)
+        places = placement_of(size)
         count = places.held
-        members, first = open_members(count, observation_space, action_space, actor_network, pad_token_id, options)
-        members = spread_out(members, places)
-        given = chosen_founders(founders, first, members.hp_config, samples)
+        members, first = build_policy_set(count, observation_space, action_space, actor_network, pad_token_id, options)
+        members = distribute(members, places)
+        given = check_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
@@ -398,14 +398,14 @@ class EvolvableAlgorithm(AgileRLAgent):
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
         refuse_unknown("split", [split], SPLITS)
-        check_together(self.members, "test")  # whose questions are shared out as well: it would wait for the others
+        check_single_rank(self.members, "test")  # whose questions are shared out as well: it would wait for the others
         base = self._evaluated == "base"
-        with tested_in(env, episodes=episodes, render=render) as (shown, count):
+        with open_test_environment(env, episodes=episodes, render=render) as (shown, count):
             self.members.check(shown)
             rounds = [
                 evaluate(self.members, [self.slot], shown, split, questions=count, base=base) for _ in range(loop)
             ]
-        return float(np.mean([commonly_scored(rewards, split).mean() for rewards in rounds]))
+        return float(np.mean([common_scores(rewards, split).mean() for rewards in rounds]))
 
     # ---- the network
 
@@ -517,7 +517,7 @@ class GRPO(EvolvableAlgorithm):
 
     @classmethod
     def learn_together(
-        cls, members: Members, learners: Sequence[Learner], experience: Experience
+        cls, members: PolicySet, learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
         """Take one learning step under the members' objective; see `algorithms.learning.learning_step.learn`."""
         return learn(members, learners, experience)

@@ -5,19 +5,19 @@ from typing import Any, Unpack
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.factory import (
-    TeamOptions,
-    checked_size,
-    chosen_founders,
-    founders_samples,
-    open_team,
-    with_space,
+    MultiAgentOptions,
+    build_joint_policy_set,
+    check_founders,
+    check_size,
+    founder_samples,
+    resolve_search_space,
 )
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.members.settings import TeamSettings
-from evogrpo.algorithms.members.spread_members import places_of, spread_out
+from evogrpo.algorithms.policies.distributed import distribute, placement_of
+from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.collecting import collect
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.config.checks import flag, lists_options
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -37,7 +37,7 @@ class MultiAgentGRPO(GRPO):
     Args:
         observation_spaces: What each agent sees, by its name, as `PettingZooGroups.observation_spaces` has it.
         action_spaces: Where each agent acts, by its name.
-        options: Everything else, with defaults: see `evogrpo.algorithms.factory.TeamOptions`.
+        options: Everything else, with defaults: see `evogrpo.algorithms.factory.MultiAgentOptions`.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
@@ -49,18 +49,18 @@ class MultiAgentGRPO(GRPO):
 
     kinds = ("joint",)
 
-    @lists_options(TeamOptions.__annotations__, Hyperparameters, TeamSettings)
+    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
     def __init__(
         self,
         observation_spaces: AgentSpaces | None = None,
         action_spaces: AgentSpaces | None = None,
-        **options: Unpack[TeamOptions],
+        **options: Unpack[MultiAgentOptions],
     ) -> None:
-        members, first = open_team(1, observation_spaces, action_spaces, options)
+        members, first = build_joint_policy_set(1, observation_spaces, action_spaces, options)
         Agent.__init__(self, members, 0, options.get("index", 0), first)
 
     @classmethod
-    @lists_options(TeamOptions.__annotations__, Hyperparameters, TeamSettings)
+    @lists_options(MultiAgentOptions.__annotations__, Hyperparameters, JointSettings)
     def population(  # type: ignore[override]  # spaces by agent
         cls,
         size: int | None = None,
@@ -72,7 +72,7 @@ class MultiAgentGRPO(GRPO):
         samples_per_step: int | None = None,
         spread: bool = True,
         founders: Sequence[Hyperparameters] | None = None,
-        **options: Unpack[TeamOptions],
+        **options: Unpack[MultiAgentOptions],
     ) -> Population:
         """Make members that play and learn together.
 
@@ -94,14 +94,14 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
-        size = checked_size(size, options)
+        size = check_size(size, options)
         flag("spread", spread)
-        options = with_space(options, samples_per_step, words=False)
-        samples = founders_samples(options, samples_per_step)
-        places = places_of(size)
-        members, first = open_team(places.held, observation_spaces, action_spaces, options)
-        members = spread_out(members, places)
-        given = chosen_founders(founders, first, members.hp_config, samples)
+        options = resolve_search_space(options, samples_per_step, words=False)
+        samples = founder_samples(options, samples_per_step)
+        places = placement_of(size)
+        members, first = build_joint_policy_set(places.held, observation_spaces, action_spaces, options)
+        members = distribute(members, places)
+        given = check_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
@@ -123,7 +123,7 @@ class MultiAgentGRPO(GRPO):
         """
         return super().get_action(states, training, action_mask)
 
-    def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> Collected:
+    def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
         """Play groups of joint episodes on the training starts of the agent's present step, to learn from.
 
         Args:

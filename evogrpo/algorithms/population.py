@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 from torch import Tensor
 
-from evogrpo.algorithms.executor import crew_of
-from evogrpo.algorithms.members.banks import Banks
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.rollout.collecting import check_groups, commonly_scored
-from evogrpo.algorithms.rollout.evaluation import Assessed, answered, assess
-from evogrpo.algorithms.rollout.requests import Asked, Collected
+from evogrpo.algorithms.executor import executor_for
+from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.rollout.collect import check_groups, common_scores
+from evogrpo.algorithms.rollout.evaluation import FitnessResult, evaluate_questions, measure_fitness
+from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment, Split
@@ -124,15 +124,15 @@ class Population(Sequence[Any]):
         lineage: Every birth so far.
         next_index: The first index that no member has had.
         kept: Earlier learner states that plans may go back to.
-        crew: Lets the members act and learn, in one process or in several.
+        executor: Lets the members act and learn, in one process or in several.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "crew", "kept", "lineage", "members", "next_index")
+    __slots__ = ("__weakref__", "_handed_out", "agents", "executor", "kept", "lineage", "members", "next_index")
 
     def __init__(
         self,
         agents: "Sequence[Agent]",
-        members: Members,
+        members: PolicySet,
         *,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
@@ -142,7 +142,7 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self.kept, self.crew = KeptStates(), crew_of(members)
+        self.kept, self.executor = KeptStates(), executor_for(members)
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
@@ -224,7 +224,7 @@ class Population(Sequence[Any]):
         samples_per_step: int,
         block: int,
         samples: Sequence[int] | None = None,
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Let the healthy members act from their shares of one learning step's starts; see `collecting.collect`.
 
         Args:
@@ -239,7 +239,7 @@ class Population(Sequence[Any]):
         if not acting:  # all that were to have failed since: nobody would learn
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
-        return self.crew.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
+        return self.executor.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
 
     def learn(
         self,
@@ -279,7 +279,7 @@ class Population(Sequence[Any]):
             for agent in self.healthy
         ]
         self.members.banks.touch(healthy)
-        reports = self.crew.learn(self.algorithm, learners, experience)
+        reports = self.executor.learn(self.algorithm, learners, experience)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
@@ -294,11 +294,11 @@ class Population(Sequence[Any]):
         """
         self.check(env)
         healthy = [agent.slot for agent in self.healthy]
-        earned = self.assess(env, split, slots=healthy, questions=questions).fitness if healthy else {}
+        earned = self.measure_fitness(env, split, slots=healthy, questions=questions).fitness if healthy else {}
         for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
             agent.fitness = earned.get(agent.slot)
 
-    def assess(
+    def measure_fitness(
         self,
         env: GroupEnvironment,
         split: Split,
@@ -307,15 +307,15 @@ class Population(Sequence[Any]):
         questions: int | None = None,
         config: FitnessConfig = GREEDILY,
         rival: Fitness | None = None,
-    ) -> Assessed:
-        """Return what members earn on held-out questions, and nothing else; see `assessing.assess`."""
-        return assess(self.members, slots, env, split, config=config, questions=questions, rival=rival)
+    ) -> FitnessResult:
+        """Return what members earn on held-out questions, and nothing else; see `assessing.measure_fitness`."""
+        return measure_fitness(self.members, slots, env, split, config=config, questions=questions, rival=rival)
 
     def baseline(
         self, env: GroupEnvironment, split: Split, *, questions: int | None = None, config: FitnessConfig = GREEDILY
-    ) -> Assessed:
+    ) -> FitnessResult:
         """Return the fitness of the untrained base, as that of slot 0."""
-        return assess(self.members, [0], env, split, config=config, questions=questions, base=True)
+        return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True)
 
     def compare(
         self,
@@ -327,16 +327,16 @@ class Population(Sequence[Any]):
         config: FitnessConfig = GREEDILY,
     ) -> tuple[Fitness, Fitness, int]:
         """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
-        alone = self.crew.examinee()
+        alone = self.executor.evaluation_member()
         alone.banks.load_state(0, state)
         count = env.size(split) if questions is None else min(questions, env.size(split))
         answers = config.answers if config.sampled else None
         asked = [
-            Asked(split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers)
+            EvaluationRequest(split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers)
             for base in (True, False)
         ]
-        both = [answered(alone, env, each) for each in asked]
-        before, after = commonly_scored(np.concatenate([rewards for rewards, _ in both]), split).tolist()
+        both = [evaluate_questions(alone, env, each) for each in asked]
+        before, after = common_scores(np.concatenate([rewards for rewards, _ in both]), split).tolist()
         return Fitness.from_scores(before), Fitness.from_scores(after), sum(tokens for _, (tokens,) in both)
 
     def earned_by(
@@ -349,16 +349,16 @@ class Population(Sequence[Any]):
         config: FitnessConfig = GREEDILY,
     ) -> tuple[list[Fitness], int]:
         """Return what learner states earn on questions of a split, and the tokens that this took."""
-        alone, found, tokens = self.crew.examinee(), [], 0
+        alone, found, tokens = self.executor.evaluation_member(), [], 0
         for state in states:
             alone.banks.load_state(0, state)
             answers = config.answers if config.sampled else None
-            rewards, spent = answered(
-                alone, env, Asked(split=split, questions=tuple(questions), slots=(0,), answers=answers)
+            rewards, spent = evaluate_questions(
+                alone, env, EvaluationRequest(split=split, questions=tuple(questions), slots=(0,), answers=answers)
             )
             found.append(rewards)
             tokens += sum(spent)
-        scores = commonly_scored(np.concatenate(found), split).tolist()
+        scores = common_scores(np.concatenate(found), split).tolist()
         return [Fitness.from_scores(row) for row in scores], tokens
 
     def sample_with(self, sampler: Sampler) -> None:
@@ -426,7 +426,7 @@ class Population(Sequence[Any]):
             raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
         lineage = self.lineage.extended(plan.children, generation=plan.generation)
         went_back = self._keep_and_drop(plan)
-        self.crew.inherit(plan.parents, plan.vacant)
+        self.executor.inherit(plan.parents, plan.vacant)
         for slot, state in went_back.items():
             self.members.banks.load_state(slot, state)
         self.lineage = lineage
@@ -462,7 +462,7 @@ class Population(Sequence[Any]):
         }
         self.kept.drop(plan.drop)
         for slot, each in kept.items():
-            self.kept.keep(each, self.members.banks.everywhere(slot))
+            self.kept.keep(each, self.members.banks.broadcast_state(slot))
         return states
 
 

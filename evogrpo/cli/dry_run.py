@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.algorithms.members.places import Places
+from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
@@ -52,7 +52,7 @@ def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
     """
     if count == 1:
         return {}
-    places = Places(members, count, 0)
+    places = Placement(members, count, 0)
     squads = Counter(len(ranks) for ranks in places.squads)
     if count <= members:
         told = f"{count}, {_told(Counter(len(own) for own in places.shares), _with_members)}"

@@ -64,14 +64,14 @@ def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
     console = make_console()
     with working(console, "reading and checking the adapter"):
-        from evogrpo.algorithms.factory import MEMBERS
+        from evogrpo.algorithms.factory import POLICY_SETS
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import read_checkpoint
         from evogrpo.storage.manifest import readable
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with readable(best):
-            index, kind = int(record["member"]["index"]), MEMBERS[record["shared"]["kind"]]
+            index, kind = int(record["member"]["index"]), POLICY_SETS[record["shared"]["kind"]]
             base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
             loading = f"{kind.agent_class}.load({str(best)!r})"

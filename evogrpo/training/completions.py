@@ -13,7 +13,7 @@ from evogrpo.reporting.step_records import Example
 from evogrpo.storage.atomic_files import make_folder, replace_file
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
-    from evogrpo.algorithms.rollout.requests import Collected
+    from evogrpo.algorithms.rollout.requests import RolloutBatch
     from evogrpo.data import LearnReport
 
 COMPLETIONS = "completions"
@@ -21,7 +21,7 @@ CompletionsFormat = Literal["jsonl", "parquet"]
 
 
 def examples_of(
-    collected: "Collected", indices: Mapping[int, int], learned: "Mapping[int, LearnReport]", *, step: int, most: int
+    collected: "RolloutBatch", indices: Mapping[int, int], learned: "Mapping[int, LearnReport]", *, step: int, most: int
 ) -> tuple[Example, ...]:
     """Pick completions of a learning step to look at: each member's first ones, as many of each.
 

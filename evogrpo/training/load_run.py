@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import learnt, restore_population
-from evogrpo.algorithms.factory import MEMBERS
+from evogrpo.algorithms.factory import POLICY_SETS
 from evogrpo.algorithms.multi_agent import algorithm_class
 from evogrpo.algorithms.population import KeptStates, Population
 from evogrpo.config.checks import declared_fields, unknown_name_error
@@ -135,7 +135,7 @@ class StoredRun:
             progress.finalists = KeptStates.restored(
                 self.record["progress"]["finalists"],
                 {name.removeprefix(FINALIST): value for name, value in finalists.items()},
-                population.crew.members.banks,
+                population.executor.members.banks,
             )
             if self.best is not None:
                 progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))
@@ -227,8 +227,8 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
 
 def _check_settings(record: Mapping[str, Any]) -> None:
     """Read, once and before anything is built, what the properties of `StoredRun` read."""
-    if (kind := record["population"]["shared"]["kind"]) not in MEMBERS:
-        raise unknown_name_error("kind of members", kind, MEMBERS)
+    if (kind := record["population"]["shared"]["kind"]) not in POLICY_SETS:
+        raise unknown_name_error("kind of members", kind, POLICY_SETS)
     Schedule(**record["schedule"])
     FitnessConfig(**record["fitness"])
     shared_experience(record["experience"])

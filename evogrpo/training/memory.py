@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Self
 
-from evogrpo.algorithms.members.places import Places
+from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.models.devices import device_memory
@@ -50,7 +50,7 @@ def kept_size(strategy: Strategy, members: int, state: int) -> int:
 
 def largest_share(members: int) -> int:
     """Return the number of members of the process that holds most, at least 1."""
-    return max(1, len(Places(members, processes().size, 0).shares[0]))
+    return max(1, len(Placement(members, processes().size, 0).shares[0]))
 
 
 def sharing(device: str) -> int:

@@ -7,8 +7,8 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.members.language_batches import PENALTY
-from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.algorithms.policies.language_batches import PENALTY
+from evogrpo.algorithms.rollout.collect import collect
 from tests.rounding import assert_gradients_agree
 from tests.tiny_models import EOS
 from tests.tiny_training import (

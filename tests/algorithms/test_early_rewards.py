@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.algorithms.rollout.requests import Wanted
+from evogrpo.algorithms.rollout.requests import SamplingRequest
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.progress import heard_by
 from tests.envs import verifier_functions
@@ -138,7 +138,7 @@ def test_each_process_of_a_squad_begins_whole_groups_of_its_own_part():
     env, population, parts = tiny_env(reward_funcs=beside), writers(), []
     starts = env.deal(0, 4, 4)
     numbers = torch.arange(4).repeat_interleave(2)
-    wanted = Wanted(
+    wanted = SamplingRequest(
         learners=(population[0].learner(0),), counts=(8,), start_ids=numbers, group_ids=numbers, purpose="sample"
     )
     for part in (None, torch.arange(6), torch.arange(6, 8)):

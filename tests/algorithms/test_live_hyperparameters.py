@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.learning_step import minibatches
-from evogrpo.algorithms.members.language_batches import as_batch
-from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.algorithms.policies.language_batches import as_batch
+from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, answered, same

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evogrpo import Objective, StepRewards
-from evogrpo.algorithms.rollout.collecting import collect, idle_groups
+from evogrpo.algorithms.rollout.collect import collect, groups_without_signal
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
 from tests.tiny_training import scatter, shared_tokenizer, tiny_env, tiny_population, variety
@@ -186,15 +186,15 @@ def test_what_teaches_depends_on_the_kind_of_advantage():
     steps = [[1.0, 0.0], [0.0, 1.0], [1.0, nan], [nan, 1.0], [0.5, 0.5], [0.5, 0.5]]  # totals are all 1
     components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
     batch = replace(pairs(3), step_rewards=torch.tensor(steps), reward_components=torch.tensor(components))
-    assert idle_groups(batch, {0: "outcome"}) == {0: [10, 11, 12]}
-    assert idle_groups(batch, {0: "process"}) == {0: [11, 12]}
-    assert idle_groups(batch, {0: "gdpo"}) == {0: [10, 12]}
-    assert idle_groups(replace(batch, step_rewards=None), {0: "process"}) == {0: [10, 11, 12]}
+    assert groups_without_signal(batch, {0: "outcome"}) == {0: [10, 11, 12]}
+    assert groups_without_signal(batch, {0: "process"}) == {0: [11, 12]}
+    assert groups_without_signal(batch, {0: "gdpo"}) == {0: [10, 12]}
+    assert groups_without_signal(replace(batch, step_rewards=None), {0: "process"}) == {0: [10, 11, 12]}
 
 
 def test_a_group_with_a_single_reward_that_applies_teaches_nothing():
     batch = replace(pairs(2), rewards=torch.tensor([1.0, torch.nan, 1.0, 2.0]))
-    assert idle_groups(batch, {0: "outcome"}) == {0: [10]}
+    assert groups_without_signal(batch, {0: "outcome"}) == {0: [10]}
 
 
 def test_step_rewards_that_only_some_rounds_have_are_completed():

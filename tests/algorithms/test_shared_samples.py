@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.algorithms.learning.training_rows import lessons_of
+from evogrpo.algorithms.learning.training_rows import select_training_rows
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import loss_weights, policy_loss
 from tests.rounding import assert_states_agree
@@ -105,7 +105,7 @@ def test_a_shared_row_is_one_row():
     population, env = prompts()
     (batch,) = collected(population, env).values()
     learners = {agent.slot: replace(agent.learner(0), sources=(0, 1, 2)) for agent in population}
-    lessons = lessons_of(batch, learners)
+    lessons = select_training_rows(batch, learners)
     assert len(lessons.outcomes) == 3 * len(batch)
     assert lessons.batch.inputs is batch.inputs
     assert lessons.batch.actions is batch.actions

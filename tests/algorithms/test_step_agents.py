@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
-from evogrpo.algorithms.members.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator

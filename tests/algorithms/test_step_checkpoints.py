@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from evogrpo import GRPO
 from evogrpo.algorithms.checkpointing import population_state, restore_population
-from evogrpo.algorithms.members.network_members import space_from_json, space_to_json
+from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.randomness import generator

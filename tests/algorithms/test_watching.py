@@ -88,7 +88,7 @@ def test_learning_is_never_drawn(display, log):
 
 
 def agent_experience(agent, env):
-    from evogrpo.algorithms.rollout.collecting import collect
+    from evogrpo.algorithms.rollout.collect import collect
 
     return collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2).experience
 

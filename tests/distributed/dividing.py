@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evogrpo import GRPO
-from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import processes

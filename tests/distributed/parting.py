@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.distributed import Errands, processes
 from evogrpo.models.language.fsdp import layers_of, sharded_layers, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base

@@ -209,7 +209,7 @@ def lending(folder: str) -> None:
     objective = Objective(importance_correction="token_truncate")
     population = tiny_population(2, objective=objective, update_epochs=2)
     found = population.collect(tiny_env(), step=0, samples_per_step=8, block=2)
-    bank: Any = population.crew.members.policies["default"].bank
+    bank: Any = population.executor.members.policies["default"].bank
     whole, sources = bank.autocast, {0: [0, 1], 1: [0, 1]}
 
     def broken() -> AbstractContextManager[None]:
@@ -225,7 +225,7 @@ def lending(folder: str) -> None:
             print(f"not learnt: {error}")
         bank.autocast = whole
     print(f"learnt from {[report.samples for report in reports.values()]} samples")
-    states = [population.members.banks.everywhere(slot) for slot in (0, 1)]
+    states = [population.members.banks.broadcast_state(slot) for slot in (0, 1)]
     if processes().is_rank_zero:
         save_file(
             {f"{slot}.{name}": value for slot, state in enumerate(states) for name, value in state.items()}, folder

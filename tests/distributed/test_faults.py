@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 from evogrpo import GRPO
-from evogrpo.algorithms.members.places import Places
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.members.spread_members import SpreadMembers
+from evogrpo.algorithms.policies.distributed import DistributedPolicySet
+from evogrpo.algorithms.policies.placement import Placement
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.distributed import ProcessError, Processes, agree_on_prefix, processes
 from evogrpo.storage.journal import read_journal
 from tests.distributed.comparing import assert_same, by_slot
@@ -117,7 +117,7 @@ def test_one_process_talks_to_itself() -> None:
 def test_a_member_that_others_hold_too_is_not_tested_alone(slot: int) -> None:
     """It would wait for processes that ask nothing; nor is the base, whose questions are shared out."""
     population = step_population(1)
-    members = cast(Members, SpreadMembers(population.members, Places(2, 2, 0), Processes(0, 2)))
+    members = cast(PolicySet, DistributedPolicySet(population.members, Placement(2, 2, 0), Processes(0, 2)))
     agent = GRPO._member(members, slot, slot, population[0].hyperparameters)
     for asked in (agent.test, lambda env: agent.test(env, split="test", episodes=1)):
         with pytest.raises(ValueError, match=r"2 processes share out .* but test asks one alone: ask the run's best"):
@@ -127,7 +127,7 @@ def test_a_member_that_others_hold_too_is_not_tested_alone(slot: int) -> None:
 def test_who_has_left_is_nowhere() -> None:
     """Its slot has the state of somebody who has not begun, in every process, and no policy."""
     population = step_population(2)
-    members = SpreadMembers(population.members, Places(4, 2, 0).without([1]), Processes(0, 2))
+    members = DistributedPolicySet(population.members, Placement(4, 2, 0).without([1]), Processes(0, 2))
     alone = step_population(1)
     assert equal_states(members.banks.state(1), alone[0].state())
     for ask in (members.policy, lambda slot: members.files(slot, include_base=False)):

@@ -4,14 +4,14 @@ from itertools import combinations
 
 import pytest
 
-from evogrpo.algorithms.members.places import Places
+from evogrpo.algorithms.policies.placement import Placement
 
 
 @pytest.mark.parametrize("processes", range(1, 8))
 @pytest.mark.parametrize("size", range(1, 6))
 def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes: int) -> None:
     """Each slot has somebody to speak for it; nobody has two where somebody has none; squads have the same slot."""
-    everybody = [Places(size, processes, rank) for rank in range(processes)]
+    everybody = [Placement(size, processes, rank) for rank in range(processes)]
     first, loads = everybody[0], [len(each.own) for each in everybody]
     holders = [first.holders(slot) for slot in range(size)]
     assert [rank for ranks in first.squads for rank in ranks] == list(range(processes))
@@ -35,9 +35,9 @@ def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes:
 @pytest.mark.parametrize("size", range(1, 6))
 def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int) -> None:
     """Whoever leaves: nobody needs more places than at first, and nobody moves who need not."""
-    before = Places(size, processes, 0)
+    before = Placement(size, processes, 0)
     for vacant in (set(leaving) for count in range(size) for leaving in combinations(range(size), count)):
-        everybody = [Places(size, processes, rank).without(vacant) for rank in range(processes)]
+        everybody = [Placement(size, processes, rank).without(vacant) for rank in range(processes)]
         after, remaining = everybody[0], [slot for slot in range(size) if slot not in vacant]
         loads = [len(own) for own in after.shares]
         assert all(load <= each.held for load, each in zip(loads, everybody, strict=True))

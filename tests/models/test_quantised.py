@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from evogrpo import GRPO
-from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.models.language import quantised
 from evogrpo.models.language.adapter_files import check_export
 from evogrpo.models.language.fsdp import base_bytes

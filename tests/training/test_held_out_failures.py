@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo import evolve
-from evogrpo.algorithms.rollout.collecting import commonly_scored, evaluate
+from evogrpo.algorithms.rollout.collect import common_scores, evaluate
 from evogrpo.storage.journal import read_journal
 from tests.tiny_training import scatter, tiny_env, tiny_population, variety
 
@@ -91,7 +91,7 @@ def test_less_than_half_of_the_questions_are_not_enough(missing, refused):
     table[1, missing - 1] = np.nan
     if refused:
         with pytest.raises(ValueError, match="only 1 of 4: mend the reward function"):
-            commonly_scored(table, "validation")
+            common_scores(table, "validation")
     else:
         with pytest.warns(UserWarning, match="2 of 4 validation questions are left out"):
-            assert commonly_scored(table, "validation").shape == (2, 2)
+            assert common_scores(table, "validation").shape == (2, 2)

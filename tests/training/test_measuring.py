@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
-from evogrpo.algorithms.rollout.evaluation import answered, assess
-from evogrpo.algorithms.rollout.requests import Asked
+from evogrpo.algorithms.rollout.evaluation import answered, measure_fitness
+from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.history import Kept
 from evogrpo.reporting.descent import winner_of
@@ -65,7 +65,7 @@ KINDS = {"language": language, "networks": networks, "teams": teams}
 
 
 def validation(questions, slots, answers=None):
-    return Asked(split="validation", questions=tuple(questions), slots=slots, answers=answers)
+    return EvaluationRequest(split="validation", questions=tuple(questions), slots=slots, answers=answers)
 
 
 @pytest.fixture(params=list(KINDS))
@@ -164,8 +164,8 @@ def test_a_race_asks_prefixes_and_its_leader_everything_unless_it_is_behind_the_
     members, env = unequal
     best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
     config = FitnessConfig(sampled=True, racing=True)
-    found = assess(members, [0, 1, 2], env, "validation", config=config, rival=best)
-    whole = assess(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
+    found = measure_fitness(members, [0, 1, 2], env, "validation", config=config, rival=best)
+    whole = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
     asked = {slot: len(fitness.scores) for slot, fitness in found.fitness.items()}
     for slot, fitness in found.fitness.items():
         assert fitness.scores == whole.fitness[slot].scores[: asked[slot]]
@@ -406,7 +406,7 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     expected = {(index, -generation) for _, generation, index in sorted(bests)[-2:]}
     assert {(each.index, each.generation) for each in finals.finalists} == expected
     agent, answers = as_agent(run.population, run.run_state.best), 1 if way.get("sampled") else None
-    asked = Asked(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
+    asked = EvaluationRequest(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
     again = answered(agent.members, env, asked)[0][0]
     assert run.result.best.second.mean == pytest.approx(again.mean())
     assert (run.result.best.index, run.result.best.generation) == (finals.index, finals.generation)

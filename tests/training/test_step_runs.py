@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.algorithms.members.settings import STEPWISE
+from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.evolution import Fixed
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.step_records import StepReport

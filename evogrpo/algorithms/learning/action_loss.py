@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import KnownLogProbs, Learner
+from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
 from evogrpo.config.objective import Objective
 from evogrpo.data import some_rows
 from evogrpo.functional.corrections import importance_weights
@@ -15,7 +15,7 @@ from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, loss_w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class RowHyperparameters:
     """The members' own numbers and kinds, row by row; numbers are `[n, 1]`, flags `[n]`.
 
     Attributes:
@@ -39,12 +39,12 @@ class Coefficients:
     advantages: Mapping[str, Tensor]
 
 
-def row_coefficients(
+def row_hyperparameters(
     learners: Mapping[int, Learner],
     objectives: Mapping[int, Objective],
     kl_factors: Tensor,
     member_ids: Tensor,
-) -> Coefficients:
+) -> RowHyperparameters:
     """Look up every row's coefficients.
 
     Args:
@@ -67,7 +67,7 @@ def row_coefficients(
         }
 
     own = {slot: learner.hyperparameters for slot, learner in learners.items()}
-    return Coefficients(
+    return RowHyperparameters(
         clip_low=column({slot: h.clip_bounds[0] for slot, h in own.items()}),
         clip_high=column({slot: h.clip_bounds[1] for slot, h in own.items()}),
         beta=column({slot: h.beta * float(kl_factors[slot]) if h.beta else 0.0 for slot, h in own.items()}),
@@ -110,9 +110,9 @@ class ActionLosses:
         transitions: Whether rows are single actions; only then is it measured how far the policy has moved.
     """
 
-    known: KnownLogProbs
+    known: CachedLogProbs
     objectives: Mapping[str, Objective]
-    coefficients: Coefficients
+    coefficients: RowHyperparameters
     advantages: Tensor
     kl_in_loss: bool
     transitions: bool

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.action_loss import Coefficients
+from evogrpo.algorithms.learning.action_loss import RowHyperparameters
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
@@ -23,7 +23,7 @@ from evogrpo.interruption import before_changes
 from evogrpo.warnings import warn
 
 
-def refuse_whole_completions(objective: Objective) -> None:
+def check_action_objective(objective: Objective) -> None:
     """Refuse an objective that cannot learn from single transitions.
 
     Raises:
@@ -49,7 +49,7 @@ def refuse_whole_completions(objective: Objective) -> None:
     )
 
 
-def check_usable(
+def check_hyperparameters(
     objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, of_transitions: bool
 ) -> None:
     """Refuse hyperparameters with which a member, or what evolution makes of it, could not learn.
@@ -61,16 +61,16 @@ def check_usable(
         of_transitions: Whether members learn from single transitions.
 
     Raises:
-        ValueError: See `Objective.check_member` and `refuse_whole_completions`.
+        ValueError: See `Objective.check_member` and `check_action_objective`.
     """
     objective.check_member(hyperparameters, space)
     if of_transitions:
         for name in ("loss_type", "advantage"):
             for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):
-                refuse_whole_completions(objective.with_types(**{name: kind}))
+                check_action_objective(objective.with_types(**{name: kind}))
 
 
-def without_groups(batch: Batch, objective: Objective) -> Batch:
+def filter_groups(batch: Batch, objective: Objective) -> Batch:
     """Return the batch with the groups left out of the loss that are too hard or too easy by their mean reward."""
     low, high = objective.min_group_reward, objective.max_group_reward
     if low is None and high is None:
@@ -79,7 +79,7 @@ def without_groups(batch: Batch, objective: Objective) -> Batch:
     return replace(batch, action_mask=batch.action_mask & inside[:, None], acted=batch.chosen)
 
 
-def refuse_infinite(batch: Batch) -> None:
+def check_finite_rewards(batch: Batch) -> None:
     """Refuse rewards that are infinite: their group would compare as equal, and nothing would be learnt from it.
 
     Raises:
@@ -95,8 +95,8 @@ def refuse_infinite(batch: Batch) -> None:
             )
 
 
-def shaped_advantages(
-    batch: Batch, objective: Objective, coefficients: Coefficients, carried: Tensor, kl_penalty: Tensor | None
+def compute_advantages(
+    batch: Batch, objective: Objective, coefficients: RowHyperparameters, carried: Tensor, kl_penalty: Tensor | None
 ) -> Tensor:
     """Return the advantage of every action.
 

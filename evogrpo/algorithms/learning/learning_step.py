@@ -7,23 +7,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, Coefficients, row_coefficients
+from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters, row_hyperparameters
 from evogrpo.algorithms.learning.advantages import (
-    refuse_infinite,
-    refuse_whole_completions,
-    shaped_advantages,
-    without_groups,
+    check_action_objective,
+    check_finite_rewards,
+    compute_advantages,
+    filter_groups,
 )
 from evogrpo.algorithms.learning.metrics import (
     length_metrics,
     measured,
-    merged,
+    merge_reports,
     reward_metrics,
     sampling_metrics,
     update_metrics,
 )
-from evogrpo.algorithms.learning.training_rows import KnownLogProbs, Learner, lessons_of, near_enough, trusts_sampler
-from evogrpo.algorithms.members.banks import Banks
+from evogrpo.algorithms.learning.training_rows import (
+    CachedLogProbs,
+    Learner,
+    filter_by_sample_size,
+    select_training_rows,
+    uses_sampler_log_probs,
+)
+from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
@@ -104,19 +110,19 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     by_slot = {learner.slot: learner for learner in learners}
     present = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
     everyone = set[int]().union(*present.values())
-    wanted = {source for each in learners for source in each.taught_by}
+    wanted = {source for each in learners for source in each.source_slots}
     if not wanted <= everyone <= wanted | set(by_slot):
         raise ValueError(
             f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
         )
     for batch in experience.values():
-        refuse_infinite(batch)
+        check_finite_rewards(batch)
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     ends_with = list(experience)[-1]
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
         own = batch if acting == present[policy] else batch.of_members(sorted(acting))
-        taught = {slot: each for slot, each in by_slot.items() if acting & set(each.taught_by)}
+        taught = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
         if not taught:
             continue
         step = _LearningStep(policies[policy], taught, own)
@@ -128,7 +134,7 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
             step.take(dealt, counter, first=number == 0, last=last)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
-    return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
+    return {slot: merge_reports(own, several=len(policies) > 1) for slot, own in reports.items()}
 
 
 def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
@@ -172,13 +178,15 @@ class _LearningStep:
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._check(batch)
-        self._borrowed = near_enough(self._bank, lessons_of(without_groups(batch, objective), learners), learners)
+        self._borrowed = filter_by_sample_size(
+            self._bank, select_training_rows(filter_groups(batch, objective), learners), learners
+        )
         lessons = self._borrowed.lessons
         self._episodes = episodes = lessons.outcomes
         self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
         self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
-        self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusts_sampler(batch, objective))
+        self._known = CachedLogProbs(self._bank, lessons, trust_sampler=uses_sampler_log_probs(batch, objective))
         self._known.tokens |= self._borrowed.tokens
         coefficients = self._coefficients(episodes)
         held = ((coefficients.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
@@ -187,7 +195,7 @@ class _LearningStep:
         elif objective.reference != "old":
             self._known.find_reference(held)
         penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
-        self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.running_stats, penalty)
+        self._worth = compute_advantages(self._episodes, objective, coefficients, self._bank.running_stats, penalty)
         advantages = self._worth
         if self._bank.rows_are_transitions:
             advantages = advantages.flatten()[episodes.counted()[0]][:, None]
@@ -208,17 +216,17 @@ class _LearningStep:
         """Refuse an objective that this bank or batch cannot serve."""
         if self._bank.rows_are_transitions:
             for objective in self._objectives.values():
-                refuse_whole_completions(objective)
+                check_action_objective(objective)
         if self._objective.importance_correction is not None and batch.sampler_log_probs is None:
             raise ValueError(
                 "importance_correction compares the sampler's log-probabilities with the trainer's, but this batch has "
                 "none: give sampler_log_probs, or leave importance_correction out"
             )
 
-    def _coefficients(self, batch: Batch) -> Coefficients:
-        return row_coefficients(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
+    def _coefficients(self, batch: Batch) -> RowHyperparameters:
+        return row_hyperparameters(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
 
-    def _kl_penalty(self, held: Tensor, coefficients: Coefficients) -> Tensor:
+    def _kl_penalty(self, held: Tensor, coefficients: RowHyperparameters) -> Tensor:
         """Return `[n, t]` beta times the estimate of KL under the policy that acted, for KL in rewards."""
         known, batch = self._known, self._known.lessons.outcomes
         known.find_old(held)

@@ -131,7 +131,7 @@ APART = ("reward", "loss", "kl", "entropy", "grad_norm")
 """Metrics that are also reported policy by policy, as "policy/metric", where a member has several policies."""
 
 
-def merged(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
+def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
     """Return one report of a member's policies: costs added up, metrics averaged.
 
     Args:

@@ -36,13 +36,13 @@ class Learner:
     shared: SharedExperience | None = None
 
     @property
-    def taught_by(self) -> tuple[int, ...]:
+    def source_slots(self) -> tuple[int, ...]:
         """Slots of the members whose samples it learns from."""
         return (self.slot,) if self.sources is None else self.sources
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class TrainingRows:
     """Rows of a batch, each for one member that learns from it.
 
     Attributes:
@@ -67,23 +67,23 @@ class Lessons:
         sampled_by, learners = self.outcomes.sampled_by, self.outcomes.member_ids
         return torch.zeros_like(learners, dtype=torch.bool) if sampled_by is None else sampled_by != learners
 
-    def only(self, numbers: Tensor) -> "Lessons":
+    def only(self, numbers: Tensor) -> "TrainingRows":
         """Return some of the lessons, in that order."""
         rows = numbers if self.rows is None else self.rows[numbers]
-        return Lessons(batch=self.batch, rows=rows, outcomes=self.outcomes.select(numbers))
+        return TrainingRows(batch=self.batch, rows=rows, outcomes=self.outcomes.select(numbers))
 
     def as_sampled(self, numbers: Tensor) -> Batch:
         """Return the rows of some lessons as a batch of the members that acted."""
         part = self.select(numbers)
         return part if part.sampled_by is None else replace(part, member_ids=part.sampled_by)
 
-    def taken_apart(self) -> "Lessons":
+    def taken_apart(self) -> "TrainingRows":
         """Return one lesson for each action that counts, in order."""
         mask = self.outcomes.action_mask
         places = mask.flatten().nonzero()[:, 0]
         batch = self.batch.flattened()
         if self.rows is None:
-            return Lessons(batch=batch, rows=None, outcomes=batch.outcomes())
+            return TrainingRows(batch=batch, rows=None, outcomes=batch.outcomes())
         # Where a row's first action stands among all of the batch's, then each of its lesson's actions from there.
         counts = self.batch.action_mask.sum(1)
         first = counts.cumsum(0) - counts
@@ -92,10 +92,10 @@ class Lessons:
         place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[lesson]
         rows = first[self.rows[lesson]] + place
         own = replace(batch.outcomes().select(rows), member_ids=self.outcomes.member_ids[lesson])
-        return Lessons(batch=batch, rows=rows, outcomes=own)
+        return TrainingRows(batch=batch, rows=rows, outcomes=own)
 
 
-def lessons_of(batch: Batch, learners: Mapping[int, Learner]) -> Lessons:
+def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> TrainingRows:
     """Return what each member is to learn from.
 
     Args:
@@ -106,7 +106,7 @@ def lessons_of(batch: Batch, learners: Mapping[int, Learner]) -> Lessons:
         ValueError: If a member is to learn from others in a batch that does not know how likely its actions were.
     """
     if all(learner.sources is None for learner in learners.values()):
-        return Lessons(batch=batch, rows=None, outcomes=batch.outcomes())
+        return TrainingRows(batch=batch, rows=None, outcomes=batch.outcomes())
     if batch.sampler_log_probs is None:
         raise ValueError(
             "members learn from each other's samples by how likely these were when they were sampled, but this batch "
@@ -115,7 +115,7 @@ def lessons_of(batch: Batch, learners: Mapping[int, Learner]) -> Lessons:
     acted = batch.member_ids
     rows, owners = [], []
     for slot in sorted(learners):
-        sources = torch.tensor(learners[slot].taught_by, device=acted.device, dtype=acted.dtype)
+        sources = torch.tensor(learners[slot].source_slots, device=acted.device, dtype=acted.dtype)
         rows.append(torch.isin(acted, sources).nonzero()[:, 0])
         owners.append(torch.full_like(rows[-1], slot))
     row, owner = torch.cat(rows), torch.cat(owners)
@@ -126,10 +126,10 @@ def lessons_of(batch: Batch, learners: Mapping[int, Learner]) -> Lessons:
         # A group stays one group for each member that learns from it.
         group_ids=batch.group_ids[row] * (1 + max(learners)) + owner,
     )
-    return Lessons(batch=known, rows=row, outcomes=outcomes)
+    return TrainingRows(batch=known, rows=row, outcomes=outcomes)
 
 
-class KnownLogProbs:
+class CachedLogProbs:
     """Log-probabilities of lessons' actions under the policies that sampled them and under the reference.
 
     Args:
@@ -147,7 +147,7 @@ class KnownLogProbs:
         tokens: How many tokens the passes have processed, by slot.
     """
 
-    def __init__(self, bank: PolicyBank, lessons: Lessons, *, trust_sampler: bool) -> None:
+    def __init__(self, bank: PolicyBank, lessons: TrainingRows, *, trust_sampler: bool) -> None:
         outcomes = lessons.outcomes
         mask = outcomes.action_mask
         self._bank, self.lessons = bank, lessons
@@ -241,13 +241,13 @@ class KnownLogProbs:
             self.tokens[slot] = self.tokens.get(slot, 0) + tokens
 
 
-def trusts_sampler(batch: Batch, objective: Objective) -> bool:
+def uses_sampler_log_probs(batch: Batch, objective: Objective) -> bool:
     """Return whether the old log-probabilities of a batch's actions are those that its sampler has told."""
     return batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Borrowed:
+class FilteredRows:
     """Lessons without those of sources that are too far away.
 
     Attributes:
@@ -256,12 +256,12 @@ class Borrowed:
         metrics: What was found of a member's sources, by slot: see `metrics.NAMES`.
     """
 
-    lessons: Lessons
+    lessons: TrainingRows
     tokens: dict[int, int] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def near_enough(bank: PolicyBank, lessons: Lessons, learners: Mapping[int, Learner]) -> Borrowed:
+def filter_by_sample_size(bank: PolicyBank, lessons: TrainingRows, learners: Mapping[int, Learner]) -> FilteredRows:
     """Leave out what members would learn from sources whose effective sample size is below their `least_ess`.
 
     Args:
@@ -293,12 +293,12 @@ def near_enough(bank: PolicyBank, lessons: Lessons, learners: Mapping[int, Learn
         theirs = kept[of_others & (outcomes.member_ids == slot)]
         if len(theirs):
             values["shared_share"] = float(theirs.double().mean())
-    return Borrowed(lessons=lessons, tokens=tokens, metrics=found)
+    return FilteredRows(lessons=lessons, tokens=tokens, metrics=found)
 
 
 def _log_ratios(bank: PolicyBank, part: Batch) -> Tensor:
     """Return `[k, t]` the log-probabilities under who learns less those under who acted, 0 where either is unknown."""
-    assert part.sampler_log_probs is not None  # `lessons_of` refuses others' samples without
+    assert part.sampler_log_probs is not None  # `select_training_rows` refuses others' samples without
     return torch.where(part.action_mask, bank.log_probs(part) - part.sampler_log_probs, 0.0).nan_to_num(0.0)
 
 

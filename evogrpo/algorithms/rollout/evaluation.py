@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.rollout.requests import Asked
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.envs.protocol import Excluding, GroupEnvironment, Split
 from evogrpo.evolution.fitness import (
     Fitness,
@@ -22,7 +22,7 @@ from evogrpo.warnings import warn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assessed:
+class FitnessResult:
     """What members earned on held-out questions.
 
     Attributes:
@@ -34,7 +34,9 @@ class Assessed:
     tokens: dict[int, int]
 
 
-def answered(members: Members, env: GroupEnvironment, asked: Asked) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+def evaluate_questions(
+    members: PolicySet, env: GroupEnvironment, asked: EvaluationRequest
+) -> tuple[NDArray[np.float64], tuple[int, ...]]:
     """Answer held-out questions.
 
     Returns:
@@ -59,8 +61,8 @@ def answered(members: Members, env: GroupEnvironment, asked: Asked) -> tuple[NDA
     return means, found.tokens
 
 
-def assess(
-    members: Members,
+def measure_fitness(
+    members: PolicySet,
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -69,7 +71,7 @@ def assess(
     questions: int | None = None,
     rival: Fitness | None = None,
     base: bool = False,
-) -> Assessed:
+) -> FitnessResult:
     """Measure what members earn on the first questions of a split, in rounds where the settings say so.
 
     A race is over when the leader is the only one that is still asked; it answers all the same, unless it is clearly
@@ -96,14 +98,14 @@ def assess(
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
     for first, last in rounds(count, racing=config.racing and not base):
-        wanted = Asked(
+        wanted = EvaluationRequest(
             split=split,
             questions=tuple(range(first, last)),
             slots=tuple(slots[row] for row in running),
             base=base,
             answers=config.answers if config.sampled else None,
         )
-        table[running, first:last], spent = answered(members, env, wanted)
+        table[running, first:last], spent = evaluate_questions(members, env, wanted)
         asked[running, first:last] = True
         for slot, amount in zip(wanted.slots, spent, strict=True):
             tokens[slot] += amount
@@ -111,14 +113,14 @@ def assess(
             running = [running[row] for row in still_racing(table[running, :last], error)]
             if len(running) == 1 and rival is not None and _is_behind(table[running[0]], rival, error):
                 break
-    kept = commonly_answered(table, asked, split)
+    kept = common_questions(table, asked, split)
     every = [
         Fitness.from_scores(row[own].tolist(), np.flatnonzero(own).tolist())
         for row, own in zip(table, kept & asked, strict=True)
     ]
     leader = max((every[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in every]
-    return Assessed(fitness=dict(zip(slots, fitness, strict=True)), tokens=tokens)
+    return FitnessResult(fitness=dict(zip(slots, fitness, strict=True)), tokens=tokens)
 
 
 def _is_behind(scores: NDArray[np.float64], rival: Fitness, error: float) -> bool:
@@ -129,7 +131,7 @@ def _is_behind(scores: NDArray[np.float64], rival: Fitness, error: float) -> boo
     return clearly_behind(theirs, scores, error)
 
 
-def commonly_answered(rewards: NDArray[np.float64], asked: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
+def common_questions(rewards: NDArray[np.float64], asked: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
     """Return `[questions]` which questions have a reward for all that were asked, so that all are compared alike.
 
     Args:

@@ -42,7 +42,7 @@ class Handover:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversed:
+class MultiTurnRollout:
     """PromptBatch in the order of their rows.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Talk:
         return tuple(token for part in parts for token in part)
 
 
-def converse(
+def sample_conversations(
     sampler: Sampler,
     opened: PromptBatch,
     rows: SamplingBatch,
@@ -88,7 +88,7 @@ def converse(
     room: int | None,
     device: torch.device,
     base: bool = False,
-) -> Conversed:
+) -> MultiTurnRollout:
     """Hold one conversation for each row.
 
     Members say at most `rows.max_new_tokens` tokens a turn. The environment is asked for a reply wherever a turn ended
@@ -113,7 +113,7 @@ def converse(
     if not several:
         lengths = said.present.sum(1, keepdim=True)
         starts = rows.prompt_ids.tolist()
-        return Conversed(
+        return MultiTurnRollout(
             rollout=said, transcripts=single_turn_conversations(starts, _tokens(said)), turn_lengths=lengths
         )
     talks = [_Talk() for _ in range(len(rows))]
@@ -200,7 +200,7 @@ def _transcript(rows: SamplingBatch, talk: _Talk, row: int) -> Conversation:
     )
 
 
-def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact: bool) -> Conversed:
+def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact: bool) -> MultiTurnRollout:
     """Put the turns of each conversation next to each other."""
     device, width = like.actions.device, max(talk.length for talk in talks)
     actions = torch.zeros((len(talks), width), dtype=torch.long)
@@ -230,6 +230,6 @@ def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact:
         action_mask=counted.to(device),
     )
     transcripts = tuple(_transcript(rows, talk, row) for row, talk in enumerate(talks))
-    return Conversed(
+    return MultiTurnRollout(
         rollout=rollout, transcripts=transcripts, turn_lengths=lengths.to(device), turn_places=places.to(device)
     )

@@ -17,7 +17,7 @@ from evogrpo.text import short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SamplingRequest:
     """Samples that members are to make, the rows of a member next to each other.
 
     Attributes:
@@ -54,10 +54,10 @@ class Wanted:
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
-    def rows(self, part: Tensor | None = None) -> "WantedRows":
+    def rows(self, part: Tensor | None = None) -> "RequestedRows":
         """Return the rows, or the given ones of them."""
         chosen = torch.arange(len(self.start_ids)) if part is None else part
-        return WantedRows(
+        return RequestedRows(
             chosen=chosen,
             member_ids=self.member_ids[chosen],
             start_ids=self.start_ids[chosen],
@@ -70,7 +70,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WantedRows:
+class RequestedRows:
     """Rows that are sampled at once, of all that are wanted.
 
     Attributes:
@@ -90,12 +90,12 @@ class WantedRows:
     __repr__ = short_repr
 
 
-Observed = Mapping[str, ObservationStatistics]
+ObservedStatistics = Mapping[str, ObservationStatistics]
 """What samples add to the running statistics of observations, by policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class RolloutBatch:
     """Rewarded samples, the rows of a member next to each other, and so those of a group.
 
     Attributes:
@@ -120,7 +120,7 @@ class Collected:
     tokens: dict[int, int]
     starts: tuple[int, ...] = ()
     questions: tuple[str, ...] = ()
-    observed: tuple[Observed, ...] = field(default=())
+    observed: tuple[ObservedStatistics, ...] = field(default=())
     earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     __repr__ = short_repr
@@ -143,7 +143,7 @@ HELD_OUT = "held-out answers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EvaluationRequest:
     """Held-out questions that members are to answer: each slot all of them, each question as often as wanted.
 
     Attributes:
@@ -192,11 +192,11 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answered:
+class EvaluationResult:
     """Answers to held-out questions.
 
     Attributes:
-        rewards: `[n]` raw task rewards in the order of `Asked.start_ids`, float64; NaN where there is none.
+        rewards: `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN where there is none.
         tokens: For each of the slots asked, tokens that were read and written, or steps in the environment.
     """
 

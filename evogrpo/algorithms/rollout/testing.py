@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import gymnasium
 from gymnasium.wrappers import TimeLimit
 
-from evogrpo.algorithms.rollout.collecting import check_groups
+from evogrpo.algorithms.rollout.collect import check_groups
 from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
@@ -19,7 +19,7 @@ from evogrpo.envs.control.vector_env import ONLY, SerialLanes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 
 
-class GivenEnvironment:
+class SingleEnvironment:
     """Plays in an environment that is there already, and leaves it open.
 
     Its starts, the same for every split, are the reset seeds 0, 1, 2 and so on. Episodes of an environment without a
@@ -84,7 +84,9 @@ class _Drawable(Protocol):
 
 
 @contextmanager
-def tested_in(env: Any, *, episodes: int | None, render: bool) -> Iterator[tuple[GroupEnvironment, int | None]]:
+def open_test_environment(
+    env: Any, *, episodes: int | None, render: bool
+) -> Iterator[tuple[GroupEnvironment, int | None]]:
     """Yield what to be tested in, and on how many starts; None = all.
 
     Args:
@@ -105,7 +107,7 @@ def tested_in(env: Any, *, episodes: int | None, render: bool) -> Iterator[tuple
                 f"an environment shows itself in a window if it was made with render_mode={WINDOW!r}, got "
                 f"{type(env.unwrapped).__name__} with render_mode={env.render_mode!r}: make it so, or leave out render"
             )
-        yield GivenEnvironment(env, episodes or 1), episodes or 1
+        yield SingleEnvironment(env, episodes or 1), episodes or 1
         return
     check_groups(env)
     if not render and not getattr(env, "windowed", False):

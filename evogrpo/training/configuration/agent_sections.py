@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from evogrpo.algorithms.members.settings import STEPWISE, LanguageSettings, NetworkSettings
+from evogrpo.algorithms.policies.settings import STEPWISE, LanguageSettings, NetworkSettings
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig

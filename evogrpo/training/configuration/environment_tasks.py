@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from evogrpo.algorithms.members.settings import Credit
+from evogrpo.algorithms.policies.settings import Credit
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import Wrap, check_wrapper, registered

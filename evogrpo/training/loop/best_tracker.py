@@ -85,11 +85,11 @@ class BestTracker:
         standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
         slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
         agent, fitness, run_state = self._population.agents[slot], standing[slot], self._run_state
-        state = self._population.members.banks.everywhere(slot)
+        state = self._population.members.banks.broadcast_state(slot)
         if run_state.best is None or ahead(fitness, run_state.best.fitness):
             digest = None
             if self._run_dir is not None:
-                savable = self._population.crew.savable(agent, state)
+                savable = self._population.executor.checkpoint_agent(agent, state)
                 digest = self._run_dir.save_best(savable, run_state.generation, fitness)
             run_state.best = Best(
                 index=agent.index, generation=run_state.generation, fitness=fitness, state=state, digest=digest
@@ -148,7 +148,7 @@ class BestTracker:
 def as_agent(population: Population, best: Best) -> Any:
     """Return the best member as an agent of its own, which has learnt what it had when it earned its fitness."""
     birth = population.lineage.path(best.index)[-1]
-    agent = population.agents[0].twin(best.state, index=best.index)
+    agent = population.agents[0].copy_with_state(best.state, index=best.index)
     agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters
     agent.fitness, agent.failed, agent.retired = best.fitness, None, False
     return agent

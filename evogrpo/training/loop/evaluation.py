@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import Assessed
+from evogrpo.algorithms.rollout.evaluation import FitnessResult
 from evogrpo.config.search_space import MOST_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
@@ -115,11 +115,13 @@ def measure(
         lacking = min(earned.keys() - rollouts.keys())
         raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
     slots = _asked(config, rollouts, list(earned))
-    began, assessed = population.crew.processes.now(), Assessed(fitness={}, tokens={})
+    began, assessed = population.executor.processes.now(), FitnessResult(fitness={}, tokens={})
     if slots:
         rival = None if run_state.best is None else run_state.best.fitness
-        assessed = population.assess(env, "validation", slots=slots, questions=questions, config=config, rival=rival)
-    costs = shared_out(assessed.tokens, population.crew.processes.now() - began)
+        assessed = population.measure_fitness(
+            env, "validation", slots=slots, questions=questions, config=config, rival=rival
+        )
+    costs = shared_out(assessed.tokens, population.executor.processes.now() - began)
     measured = {}
     for slot in earned:
         answers = {config.asking: assessed.fitness[slot]} if slot in slots else {}

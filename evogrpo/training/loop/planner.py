@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, sampling_by_rank
 from evogrpo.evolution.strategies import Strategy
@@ -37,7 +37,7 @@ def check_shared(population: Population) -> None:
 
 
 def sources_of(
-    experience: SharedExperience, population: Population, collected: Collected
+    experience: SharedExperience, population: Population, collected: RolloutBatch
 ) -> Mapping[int, tuple[int, ...]]:
     """Return from whose samples each healthy member learns, by slot."""
     rewards, acted = collected.scores.rewards, collected.member_ids.numpy()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
@@ -35,7 +35,7 @@ class ClosedStep:
 def close_step(
     population: Population,
     run_state: RunState,
-    collected: Collected,
+    collected: RolloutBatch,
     learned: Mapping[int, LearnReport],
     seconds: float,
     completions: int,
@@ -125,11 +125,11 @@ class RunLogger:
         self._population, self._run_state, self._stages = stages.population, stages.run_state, stages
         self._strategy, self._data, self._experience = strategy, data, experience
         self.known = run_dir
-        self.folder = run_dir if self._population.crew.processes.is_rank_zero else None
+        self.folder = run_dir if self._population.executor.processes.is_rank_zero else None
 
     def create(self) -> None:
         """Make the folder and claim it; where that is refused, all processes stop."""
-        self._population.crew.processes.run_section(lambda: None if self.folder is None else self.folder.create())
+        self._population.executor.processes.run_section(lambda: None if self.folder is None else self.folder.create())
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.multi_agent import own_algorithm
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
@@ -74,7 +74,7 @@ class Stages:
         self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
-        crew = population.crew.processes
+        crew = population.executor.processes
         self.stopping, self.clock = Stopping(crew), Clock(schedule.max_seconds, run_state, crew.now)
 
     def baseline(self) -> Fitness:
@@ -101,7 +101,7 @@ class Stages:
             self._ask_fewer(kept, f"all {asked} would take too much of max_seconds {self.schedule.max_seconds:g}")
         return Fitness.from_scores(fitness.scores[:kept])
 
-    def collect(self) -> Collected:
+    def collect(self) -> RolloutBatch:
         """Let the members sample what they learn from next."""
         run_state, began = self.run_state, self.clock.now()
         self._tell_pace()
@@ -116,7 +116,7 @@ class Stages:
         self.clock.took_samples(self.clock.now() - began, len(collected.member_ids))
         return collected
 
-    def learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
+    def learn(self, collected: RolloutBatch, *, collecting: float) -> dict[int, LearnReport]:
         """Let the members learn from what they sampled, within so many seconds.
 
         Where this takes long it can be abandoned, and nobody has learnt anything then.
@@ -127,7 +127,7 @@ class Stages:
         banks, before = self.population.members.banks, dict[int, TrainState]()
         slots = [agent.slot for agent in self.population.healthy]
         undo = Undo(lambda: before.update(banks.snapshot(slots)), self.stopping.settle)
-        if own_algorithm(self.population.algorithm) is not None or self.population.crew.processes.size > 1:
+        if own_algorithm(self.population.algorithm) is not None or self.population.executor.processes.size > 1:
             undo.keep()  # ours say when they change something, but not what has been changed in another process
         try:
             with undoing_with(undo), self._abandonable(leaving=self.closing()):
@@ -250,7 +250,7 @@ class Stages:
                 raise OutOfTime from None
             raise
 
-    def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
+    def _timed_learning(self, collected: RolloutBatch) -> dict[int, LearnReport]:
         began = self.clock.now()
         shared = self._experience
         sources = None if shared is None else sources_of(shared, self.population, collected)

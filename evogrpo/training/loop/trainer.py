@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.requests import Collected
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment
@@ -352,7 +352,7 @@ class Trainer:
             return f"{reached} before training"
         return self.stages.overstepped() if reached is None else reached
 
-    def _collect(self) -> Collected:
+    def _collect(self) -> RolloutBatch:
         """Let the members act; if that fails, what they have learnt so far is kept."""
         self._require_healthy()
         try:
@@ -363,7 +363,7 @@ class Trainer:
             self._book.save(f"{type(error).__name__} while collecting step {self.run_state.step}")
             raise
 
-    def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
+    def _close_step(self, collected: RolloutBatch, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
         self.stages.clock.tick()
         seconds, most = self.stages.clock.now() - began, self._book.completions

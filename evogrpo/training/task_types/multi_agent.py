@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from gymnasium import spaces
 
-from evogrpo.algorithms.members.settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.algorithms.members.stacked_policy import PolicyWords
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.algorithms.policies.stacked_policy import PolicyDescription
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
@@ -98,7 +98,7 @@ class PreparedTeam:
     assignment: Assignment
     device: str
     parameters: int
-    words: PolicyWords
+    words: PolicyDescription
 
     @property
     def one_thread(self) -> bool:
@@ -190,7 +190,7 @@ class MultiAgentTask:
     def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedTeam:
         """Check a configuration against the agents, their spaces and the device."""
         task, env = config.task, config.task.environment(seed=config.task_seed)
-        example: Any = _members(config, env, processes().size, "cpu").crew.members  # one in each process
+        example: Any = _members(config, env, processes().size, "cpu").executor.members  # one in each process
         return PreparedTeam(
             config=config,
             env=env,
@@ -208,7 +208,7 @@ class MultiAgentTask:
             members=len(population),
             samples=schedule.samples_per_step,
             validation=limited(env.size("validation"), schedule.validation_questions),
-            parameters=parameters_of(population.crew.members.banks.state(0)),
+            parameters=parameters_of(population.executor.members.banks.state(0)),
             others=others_at_most(experience, len(population)),
         )
 

@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.members.settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.algorithms.members.stacked_policy import PolicyWords, StackedPolicy
+from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.algorithms.policies.stacked_policy import PolicyDescription, StackedPolicy
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
@@ -156,7 +156,7 @@ class PreparedNetworks:
     env: GymnasiumGroups
     device: str
     parameters: int
-    words: PolicyWords
+    words: PolicyDescription
     sizes: str | None
 
     @property
@@ -236,7 +236,9 @@ class NetworkTask:
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        return _need(schedule, env, len(population), parameters_of(population.crew.members.banks.state(0)), experience)
+        return _need(
+            schedule, env, len(population), parameters_of(population.executor.members.banks.state(0)), experience
+        )
 
     def film(
         self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
@@ -263,7 +265,7 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         ValueError: If something does not fit.
     """
     device = device_of(config)
-    example: Any = _members(config, env, processes().size, "cpu").crew.members  # one in each process
+    example: Any = _members(config, env, processes().size, "cpu").executor.members  # one in each process
     parameters = parameters_of(example.banks.state(0))
     sized = choose_sizes(
         config,
@@ -347,7 +349,7 @@ def small(device: str, parameters: int, observations: Sequence[spaces.Space[Any]
     return torch.device(device).type == "cpu" and parameters <= ONE_THREAD and not images
 
 
-def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyWords:
+def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyDescription:
     """Say what the networks of a member are made of: once where its policies are alike, else policy by policy."""
     own = {name: policy.words for name, policy in policies.items()}
 
@@ -356,7 +358,7 @@ def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyWords:
         alike = len(set(words.values())) == 1
         return next(iter(words.values())) if alike else "; ".join(f"{name}: {each}" for name, each in words.items())
 
-    return PolicyWords(observations=told("observations"), network=told("network"), actions=told("actions"))
+    return PolicyDescription(observations=told("observations"), network=told("network"), actions=told("actions"))
 
 
 def normalised_text(agent: NetworkAgent) -> str:

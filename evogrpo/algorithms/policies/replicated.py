@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.members.language_members import LanguageMembers
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.rollout.collecting import groups_apart, in_one, merged
-from evogrpo.algorithms.rollout.requests import Answered, Asked, Collected, Wanted
+from evogrpo.algorithms.policies.language import LanguagePolicySet
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.rollout.collect import concatenate_batches, merge_ranks, with_unique_groups
+from evogrpo.algorithms.rollout.requests import EvaluationRequest, EvaluationResult, RolloutBatch, SamplingRequest
 from evogrpo.data import Batch, moved
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
@@ -37,7 +37,7 @@ class _Share(NamedTuple):
     short: str | None
 
 
-class SharedPasses(ForwardPasses):
+class ReplicatedPasses(ForwardPasses):
     """Scores batches of completions and finds gradients together with other processes that hold the same members.
 
     All of them call with the same batch, plan the same micro-batches as one process would, and do every so manieth of
@@ -141,8 +141,8 @@ def _all_scores(shares: Sequence[_Share]) -> dict[int, Scores]:
     return {number: scores for share in shares for number, scores in share.scores.items()}
 
 
-class SharedMembers:
-    """Members of several processes; see `evogrpo.algorithms.members.policy_set.Members`, whose methods it has.
+class ReplicatedPolicySet:
+    """Members of several processes; see `evogrpo.algorithms.policies.policy_set.PolicySet`, whose methods it has.
 
     All processes of the squad call the same methods. Each acts in whole groups and has them rewarded, and answers some
     of the held-out questions; all of them know what came of it, and learn the same.
@@ -157,7 +157,7 @@ class SharedMembers:
 
     shares_learning: ClassVar[bool] = False
 
-    def __init__(self, local: Members, squad: Processes) -> None:
+    def __init__(self, local: PolicySet, squad: Processes) -> None:
         self._local, self._squad = local, squad
 
     def regroup(self, squad: Processes) -> None:
@@ -167,29 +167,31 @@ class SharedMembers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
-    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest) -> RolloutBatch:
         """Sample whole groups in each process, and return those of all."""
         if self._squad.size == 1:
             return self._local.sample(env, starts, wanted)
         own = _groups_dealt(wanted.group_ids, self._squad.size)[self._squad.rank]
 
-        def share() -> Collected | None:
+        def share() -> RolloutBatch | None:
             return _moved(self._local.sample(env, starts, wanted, own), "cpu") if len(own) else None
 
         parts = [part for part in self._squad.run_section(share) if part is not None]
         rows = {name: [each.experience[name] for each in parts if name in each.experience] for name in self.policies}
-        experience = {name: in_one(groups_apart(batches)) for name, batches in rows.items() if batches}
+        experience = {
+            name: concatenate_batches(with_unique_groups(batches)) for name, batches in rows.items() if batches
+        }
         observed = tuple(each for part in parts for each in part.observed)
-        return _moved(replace(merged(parts), experience=experience, observed=observed), self._local.device)
+        return _moved(replace(merge_ranks(parts), experience=experience, observed=observed), self._local.device)
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
         """Answer some of the questions in each process; the base answers what this one is asked."""
         if asked.base or self._squad.size == 1:
             return self._local.evaluate(env, asked)
-        return answered_together(self._local, self._squad, env, asked)
+        return evaluate_split(self._local, self._squad, env, asked)
 
 
-class SharedLanguageMembers(SharedMembers):
+class ReplicatedLanguagePolicySet(ReplicatedPolicySet):
     """Language models of several processes, each of which does some micro-batches of what is learnt.
 
     All of them take the same optimizer steps. Small networks are not so: a step of theirs takes less time than telling
@@ -202,7 +204,7 @@ class SharedLanguageMembers(SharedMembers):
 
     shares_learning = True
 
-    def __init__(self, local: LanguageMembers, squad: Processes) -> None:
+    def __init__(self, local: LanguagePolicySet, squad: Processes) -> None:
         self._bank, self._alone = local.bank, local.bank.passes
         super().__init__(local, Processes())
         self.regroup(squad)
@@ -214,16 +216,18 @@ class SharedLanguageMembers(SharedMembers):
         super().regroup(squad)
         # Micro-batches are planned alike in all of them, and memory may have run out in one only.
         self._alone.micro_batch_tokens = min(squad.all_gather(self._bank.micro_batch_tokens))
-        self._bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
+        self._bank.passes = self._alone if squad.size == 1 else ReplicatedPasses(self._alone, squad)
 
 
-def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
+def evaluate_split(
+    members: PolicySet, processes: Processes, env: GroupEnvironment, asked: EvaluationRequest
+) -> EvaluationResult:
     """Let each process ask what all of them have, one policy, a part of the questions."""
     parts = np.array_split(np.asarray(asked.questions), processes.size)
     own = tuple(parts[processes.rank].tolist())
     found = processes.run_section(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
     answers = [part for part in found if part is not None]
-    return Answered(
+    return EvaluationResult(
         rewards=np.concatenate([part.rewards for part in answers]),
         tokens=(sum(part.tokens[0] for part in answers),),
     )
@@ -239,7 +243,7 @@ def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
     return [torch.arange(begin, end) for begin, end in pairwise(bounds)]
 
 
-def _moved(collected: Collected, device: torch.device | str) -> Collected:
+def _moved(collected: RolloutBatch, device: torch.device | str) -> RolloutBatch:
     """Return samples whose tensors are on a device: between processes they travel on the CPU."""
     experience = {policy: moved(batch, device) for policy, batch in collected.experience.items()}
     return replace(collected, experience=experience, truncated=collected.truncated.to(device))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.rollout.evaluation import answered, commonly_answered
-from evogrpo.algorithms.rollout.requests import Asked, Collected, Wanted
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.rollout.evaluation import common_questions, evaluate_questions
+from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch, SamplingRequest
 from evogrpo.config.search_space import check_group_size
 from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment, Scores, Split
@@ -19,7 +19,7 @@ from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
 
 
-def merged(parts: Sequence[Collected]) -> Collected:
+def merge_ranks(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return what all processes sampled in a learning step, but for the experience, which stays where it is.
 
     Args:
@@ -27,7 +27,7 @@ def merged(parts: Sequence[Collected]) -> Collected:
     """
     slots = dict.fromkeys(slot for part in parts for slot in part.tokens)
     longest = max(parts, key=lambda part: len(part.starts))
-    return Collected(
+    return RolloutBatch(
         experience={},
         scores=_scores([part.scores for part in parts]),
         member_ids=torch.cat([part.member_ids for part in parts]),
@@ -59,7 +59,7 @@ def _scores(parts: Sequence[Scores]) -> Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class GroupRequest:
     """The groups that one member is to sample.
 
     Attributes:
@@ -74,8 +74,14 @@ class Groups:
 
 
 def sample_groups(
-    members: Members, env: GroupEnvironment, groups: Sequence[Groups], *, block: int, purpose: str, number: int = 0
-) -> Collected:
+    members: PolicySet,
+    env: GroupEnvironment,
+    groups: Sequence[GroupRequest],
+    *,
+    block: int,
+    purpose: str,
+    number: int = 0,
+) -> RolloutBatch:
     """Sample and reward groups.
 
     Row r, action t of a member is drawn with number `[r, t]` of the stream (seed, purpose, step, index, number), so
@@ -99,7 +105,7 @@ def sample_groups(
         ]
     )
     owners = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
-    wanted = Wanted(
+    wanted = SamplingRequest(
         learners=tuple(each.learner for each in groups),
         counts=tuple(counts),
         start_ids=start_ids,
@@ -110,7 +116,7 @@ def sample_groups(
     return replace(members.sample(env, starts, wanted), starts=starts)
 
 
-def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
+def combine_rows(one: RolloutBatch, other: RolloutBatch, order: Tensor) -> RolloutBatch:
     """Return rows of two samplings of one learning step, by one policy.
 
     Args:
@@ -122,11 +128,11 @@ def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
         As many rows as `one` has, and the costs of both.
     """
     ((policy, first),) = one.experience.items()
-    batch = in_one([first, other.experience[policy]]).select(order.to(first.actions.device))
+    batch = concatenate_batches([first, other.experience[policy]]).select(order.to(first.actions.device))
     rows = order.cpu()
     longer = max(one, other, key=lambda each: len(each.starts))
     slots = [*one.tokens, *(slot for slot in other.tokens if slot not in one.tokens)]
-    return Collected(
+    return RolloutBatch(
         experience={policy: replace(batch, group_ids=first.group_ids)},
         scores=_joined_scores(one.scores, other.scores, order),
         member_ids=one.member_ids,
@@ -139,7 +145,7 @@ def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
     )
 
 
-def in_one(batches: Sequence[Batch]) -> Batch:
+def concatenate_batches(batches: Sequence[Batch]) -> Batch:
     """Return the rows of all batches, one after another."""
     if len({batch.step_rewards is None for batch in batches}) > 1:
         # Reward functions looked inside the completions of some only.
@@ -147,7 +153,7 @@ def in_one(batches: Sequence[Batch]) -> Batch:
     return reduce(Batch.joined, batches)
 
 
-def groups_apart(batches: Sequence[Batch]) -> list[Batch]:
+def with_unique_groups(batches: Sequence[Batch]) -> list[Batch]:
     """Return batches in which no two groups have the same number, in their order; numbers that do not meet stay."""
     found, first = [], 0
     for batch in batches:
@@ -181,9 +187,15 @@ def _joined_scores(one: Scores, other: Scores, order: Tensor) -> Scores:
     )
 
 
-def refill(
-    members: Members, env: GroupEnvironment, learners: Sequence[Learner], sampled: Collected, *, block: int, most: int
-) -> Collected:
+def resample_groups(
+    members: PolicySet,
+    env: GroupEnvironment,
+    learners: Sequence[Learner],
+    sampled: RolloutBatch,
+    *,
+    block: int,
+    most: int,
+) -> RolloutBatch:
     """Replace groups that teach nothing, as often as allowed.
 
     Each time every member samples as many new groups as it still has idle ones, on the questions of the step's block
@@ -208,9 +220,9 @@ def refill(
     asked = {slot: len(own.group_ids.unique()) for slot, own in _members(sampled.experience[policy]).items()}
     for number in range(1, most + 1):
         batch = sampled.experience[policy]
-        idle = idle_groups(batch, kinds)
+        idle = groups_without_signal(batch, kinds)
         wanted = [
-            Groups(learner=learner, first=asked[learner.slot], count=len(idle[learner.slot]))
+            GroupRequest(learner=learner, first=asked[learner.slot], count=len(idle[learner.slot]))
             for learner in learners
             if idle[learner.slot]
         ]
@@ -218,7 +230,7 @@ def refill(
             break
         drawn = sample_groups(members, env, wanted, block=block, purpose="refill", number=number)
         fresh_batch = drawn.experience[policy]
-        useless = idle_groups(fresh_batch, kinds)
+        useless = groups_without_signal(fresh_batch, kinds)
         order = torch.arange(len(batch), device=batch.group_ids.device)
         for each in wanted:
             slot = each.learner.slot
@@ -227,11 +239,11 @@ def refill(
             fresh = [group for group in own.group_ids.unique().tolist() if group not in useless[slot]]
             for old, new in zip(idle[slot], fresh, strict=False):
                 order[_rows_of(batch, slot, old)] = len(order) + _rows_of(fresh_batch, slot, new)
-        sampled = joined(sampled, drawn, order)
+        sampled = combine_rows(sampled, drawn, order)
     return sampled
 
 
-def idle_groups(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
+def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
     """Return each member's groups that teach nothing: whatever its advantages are made from is equal throughout.
 
     Args:
@@ -271,19 +283,19 @@ def check_groups(env: object) -> None:
 
 
 def collect(
-    members: Members,
+    members: PolicySet,
     learners: Sequence[Learner],
     env: GroupEnvironment,
     *,
     samples_per_step: int,
     block: int,
     samples: Mapping[int, int] | None = None,
-) -> Collected:
+) -> RolloutBatch:
     """Let every member act from its share of the step's starts, all in one batch.
 
     Each member spends `samples_per_step` completions (or episodes): `samples_per_step / group_size` groups, on a prefix
     of the step's block of starts. With `Objective.dynamic_sampling` the block is longer, and groups that teach nothing
-    are replaced by groups on the starts that follow; see `refilling.refill`.
+    are replaced by groups on the starts that follow; see `refilling.resample_groups`.
 
     Args:
         members: Who acts.
@@ -302,19 +314,19 @@ def collect(
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
     groups = [
-        Groups(learner=learner, first=0, count=counts[learner.slot] // learner.hyperparameters.group_size)
+        GroupRequest(learner=learner, first=0, count=counts[learner.slot] // learner.hyperparameters.group_size)
         for learner in learners
     ]
     sampled = sample_groups(members, env, groups, block=whole, purpose="sample")
     earned = sampled.by_start()
     if refills:
-        sampled = refill(members, env, learners, sampled, block=whole, most=refills)
-    members.absorb(sampled.observed)
+        sampled = resample_groups(members, env, learners, sampled, block=whole, most=refills)
+    members.update_statistics(sampled.observed)
     return replace(sampled, earned=earned)
 
 
 def evaluate(
-    members: Members,
+    members: PolicySet,
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -345,10 +357,12 @@ def evaluate(
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
-    asked = Asked(split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers)
-    return answered(members, env, asked)[0]
+    asked = EvaluationRequest(
+        split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers
+    )
+    return evaluate_questions(members, env, asked)[0]
 
 
-def commonly_scored(rewards: np.ndarray, split: Split) -> np.ndarray:
-    """Return `[members, k]` the rewards for the questions that have one for everybody; see `commonly_answered`."""
-    return rewards[:, commonly_answered(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]
+def common_scores(rewards: np.ndarray, split: Split) -> np.ndarray:
+    """Return `[members, k]` the rewards for the questions that have one for everybody; see `common_questions`."""
+    return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.learning_step import LearningSettings, Policy
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.banks import Banks
-from evogrpo.algorithms.rollout.requests import Answered, Asked, Collected, Observed, Wanted
+from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.rollout.requests import (
+    EvaluationRequest,
+    EvaluationResult,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+)
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience
 from evogrpo.envs.protocol import GroupEnvironment
@@ -54,7 +60,7 @@ class TextRequest:
     base: bool
 
 
-class Members(Protocol):
+class PolicySet(Protocol):
     """All members of one population: chosen when it is made; nobody above asks of which kind they are.
 
     Attributes:
@@ -116,19 +122,19 @@ class Members(Protocol):
         ...
 
     def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
-    ) -> Collected:
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+    ) -> RolloutBatch:
         """Act from training starts, sampling; only the rows `part` `[k]` of what is wanted, in whole groups, if given.
 
         What comes of a row does not depend on which others are sampled.
         """
         ...
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
         """Answer held-out questions; training streams and cursors stay where they are."""
         ...
 
-    def absorb(self, observed: Sequence[Observed]) -> None:
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add to the members' running statistics what a learning step's samples observed."""
         ...
 

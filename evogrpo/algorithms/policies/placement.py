@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Places:
+class Placement:
     """Slots shared out among processes, in order: the first processes have one more where it does not come out even.
 
     Slots that hold nobody are nowhere. Where one process would have two members more than another without them, the
@@ -42,7 +42,7 @@ class Places:
     def _at_first(self) -> tuple[tuple[int, ...], ...]:
         return _dealt(range(self.size), self.processes)
 
-    def without(self, vacant: Collection[int]) -> "Places":
+    def without(self, vacant: Collection[int]) -> "Placement":
         """Return where slots are while these hold nobody."""
         return replace(self, vacant=frozenset(vacant))
 

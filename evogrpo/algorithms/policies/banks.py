@@ -76,7 +76,7 @@ class Banks(Mapping[str, PolicyBank]):
             for name, value in bank.state(slot).items()
         }
 
-    def everywhere(self, slot: int) -> TrainState:
+    def broadcast_state(self, slot: int) -> TrainState:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
         return self.state(slot)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
-from evogrpo.algorithms.learning.advantages import refuse_whole_completions
+from evogrpo.algorithms.learning.advantages import check_action_objective
 from evogrpo.config.checks import MOST_COUNTED, MOST_SEED, finite_number, flag, instance, refuse_unknown, whole_between
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
@@ -61,7 +61,7 @@ class NetworkSettings:
         instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
         if self.objective.overlong_buffer is not None:
             raise ValueError("overlong_buffer is for completions of tokens: leave it out for small networks")
-        refuse_whole_completions(self.objective)
+        check_action_objective(self.objective)
         if self.evolve_network is not None:
             instance("evolve_network", self.evolve_network, ArchitectureLimits, "ArchitectureLimits(max_layers=2)")
             mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # refuses empty limits
@@ -87,7 +87,7 @@ Credit = Literal["team", "agent"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeamSettings(NetworkSettings):
+class JointSettings(NetworkSettings):
     """Settings of a multi-agent population that do not evolve and that a checkpoint stores; every policy has the rest.
 
     Attributes:

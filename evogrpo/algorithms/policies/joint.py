@@ -11,14 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.banks import Banks, state_key
-from evogrpo.algorithms.members.devices import device_of
-from evogrpo.algorithms.members.network_members import space_from_json, space_to_json
-from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
-from evogrpo.algorithms.members.settings import TeamSettings
-from evogrpo.algorithms.members.stacked_policy import StackedPolicy
-from evogrpo.algorithms.members.step_batches import tensors_of
-from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.algorithms.policies.banks import Banks, state_key
+from evogrpo.algorithms.policies.devices import choose_device
+from evogrpo.algorithms.policies.network_batches import to_tensors
+from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.settings import JointSettings
+from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
+from evogrpo.algorithms.rollout.requests import (
+    HELD_OUT,
+    EvaluationRequest,
+    EvaluationResult,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+)
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch, Experience, ObservationInputs
 from evogrpo.envs.control.action_noise import AgentDraws, AgentUniforms
@@ -41,8 +48,8 @@ from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 
 
-def team_batch(
-    settings: TeamSettings,
+def joint_batch(
+    settings: JointSettings,
     policy: StackedPolicy,
     episodes: AgentEpisodes,
     members: NDArray[np.int64],
@@ -60,7 +67,7 @@ def team_batch(
     shown, summary = _shown(policy, episodes, owners)
     batch = Batch(
         inputs=ObservationInputs(
-            observations=tensors_of(shown),
+            observations=to_tensors(shown),
             temperature=torch.from_numpy(temperature[episodes.rows]),
             action_masks=None if episodes.action_masks is None else torch.from_numpy(episodes.action_masks),
         ),
@@ -94,8 +101,8 @@ def _shown(
     return unflatten(space, shown), summary
 
 
-class TeamMembers:
-    """One or several policies of small networks for the agents of a joint environment; see `Members`.
+class JointPolicySet:
+    """One or several policies of small networks for the agents of a joint environment; see `PolicySet`.
 
     Args:
         observation_spaces: What each agent sees.
@@ -129,7 +136,7 @@ class TeamMembers:
         observation_spaces: AgentSpaces,
         action_spaces: AgentSpaces,
         size: int,
-        settings: TeamSettings,
+        settings: JointSettings,
         hp_config: HyperparameterConfig | None = None,
         *,
         device: torch.device | str = "cpu",
@@ -157,10 +164,10 @@ class TeamMembers:
         """The parts of a learner state that make up the policies."""
         return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
 
-    def alone(self, *, wrap: bool = True) -> "TeamMembers":
+    def alone(self, *, wrap: bool = True) -> "JointPolicySet":
         """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_spaces, self.action_spaces
-        return TeamMembers(*spaces_, 1, self.settings, self.hp_config, device=self.device)
+        return JointPolicySet(*spaces_, 1, self.settings, self.hp_config, device=self.device)
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not among the settings."""
@@ -184,7 +191,9 @@ class TeamMembers:
             if given != own:
                 raise ValueError(f"these members' {name} are {own}, but those of {env.name} are {given}")
 
-    def sample(self, env: Any, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None) -> Collected:
+    def sample(
+        self, env: Any, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+    ) -> RolloutBatch:
         """Play one joint episode for each row, or for each row of a part.
 
         Member i's agent a draws at step t of its joint episode r with numbers `[r, t]` of the stream
@@ -217,12 +226,12 @@ class TeamMembers:
         for name, episodes in played.episodes.items():
             steps += np.bincount(member_ids[episodes.rows], weights=episodes.present.sum(axis=1), minlength=len(steps))
             truncated[episodes.rows[episodes.truncated]] = True
-            experience[name], summary = team_batch(
+            experience[name], summary = joint_batch(
                 self.settings, self.policies[name], episodes, member_ids, temperature
             )
             if summary is not None:
                 seen[name] = summary
-        return Collected(
+        return RolloutBatch(
             experience=experience,
             scores=Scores(rewards=env.scores(played), components={}, completions=(), weights=()),
             member_ids=asked.member_ids,
@@ -232,7 +241,7 @@ class TeamMembers:
             observed=(seen,),
         )
 
-    def evaluate(self, env: Any, asked: Asked) -> Answered:
+    def evaluate(self, env: Any, asked: EvaluationRequest) -> EvaluationResult:
         """Play held-out starts, sampled at temperature 1 or greedily; rewards are what each start is worth."""
         self.check(env)
         member_ids = asked.member_ids.numpy()
@@ -248,12 +257,12 @@ class TeamMembers:
         steps = np.zeros(len(member_ids), dtype=np.int64)
         for episodes in played.episodes.values():
             np.add.at(steps, episodes.rows, episodes.present.sum(axis=1))
-        return Answered(
+        return EvaluationResult(
             rewards=env.scores(played),
             tokens=tuple(steps.reshape(len(asked.slots), asked.per_slot).sum(axis=1).tolist()),
         )
 
-    def _held_out_draws(self, asked: Asked) -> AgentUniforms:
+    def _held_out_draws(self, asked: EvaluationRequest) -> AgentUniforms:
         draws = AgentDraws(
             self.settings.seed,
             HELD_OUT,
@@ -267,11 +276,11 @@ class TeamMembers:
         """Return how many random numbers an agent's action takes."""
         return self.policies[self.assignment.policy_of(agent)].bank.uniforms_per_action
 
-    def absorb(self, observed: Sequence[Observed]) -> None:
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add what each policy's agents have observed to its running statistics."""
         for by_policy in observed:
             for name, summary in by_policy.items():
-                self.policies[name].absorb(summary)
+                self.policies[name].update_statistics(summary)
 
     # ---- in a caller's own loop
 
@@ -398,8 +407,8 @@ class TeamMembers:
         if accelerator is not None or actor_network is not None:
             raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
         seen, done = ({agent: space_from_json(space) for agent, space in record[name]} for name in _SPACES)
-        settings = TeamSettings.from_json(record["settings"])
-        return cls(seen, done, size, settings, hp_config, device=device_of(None, device) or "cpu")
+        settings = JointSettings.from_json(record["settings"])
+        return cls(seen, done, size, settings, hp_config, device=choose_device(None, device) or "cpu")
 
 
 class _Modules(nn.Module):

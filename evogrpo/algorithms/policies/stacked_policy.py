@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
-from evogrpo.algorithms.members.settings import NetworkSettings
+from evogrpo.algorithms.policies.settings import NetworkSettings
 from evogrpo.data import Acted
 from evogrpo.envs.control.observations import ObservationStatistics, flatten, normalised_leaves, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange
@@ -21,7 +21,7 @@ from evogrpo.models.networks.networks import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyWords:
+class PolicyDescription:
     """What a small network is made of, in words.
 
     Attributes:
@@ -89,9 +89,9 @@ class StackedPolicy:
         )
 
     @property
-    def words(self) -> PolicyWords:
+    def words(self) -> PolicyDescription:
         """What the first member is made of, for people."""
-        return PolicyWords(
+        return PolicyDescription(
             observations=Encoding(self.observation_space).words,
             network=self.bank.words(0),
             actions=self.bank.distribution.words,
@@ -120,7 +120,7 @@ class StackedPolicy:
         count, mean, m2 = np.split(self.bank.statistics.numpy(), [1, 1 + self._width], axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
-    def absorb(self, observed: ObservationStatistics) -> None:
+    def update_statistics(self, observed: ObservationStatistics) -> None:
         """Add what members have observed to their statistics."""
         before = self.statistics
         if before is not None:

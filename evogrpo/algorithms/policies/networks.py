@@ -12,13 +12,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.banks import DEFAULT, Banks
-from evogrpo.algorithms.members.devices import device_of
-from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
-from evogrpo.algorithms.members.settings import NetworkSettings
-from evogrpo.algorithms.members.stacked_policy import StackedPolicy
-from evogrpo.algorithms.members.step_batches import StepExperiences, as_arrays, as_step_batch, tensors_of
-from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted, WantedRows
+from evogrpo.algorithms.policies.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.devices import choose_device
+from evogrpo.algorithms.policies.network_batches import StepExperiences, as_step_batch, check_observations, to_tensors
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.settings import NetworkSettings
+from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
+from evogrpo.algorithms.rollout.requests import (
+    HELD_OUT,
+    EvaluationRequest,
+    EvaluationResult,
+    ObservedStatistics,
+    RequestedRows,
+    RolloutBatch,
+    SamplingRequest,
+)
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Acted, Batch, Experience, ObservationInputs
 from evogrpo.envs.control.action_noise import StepDraws, StepUniforms
@@ -97,8 +105,8 @@ def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]
     return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
 
 
-class NetworkMembers:
-    """Small networks in a Gymnasium environment; see `evogrpo.algorithms.members.policy_set.Members`.
+class NetworkPolicySet:
+    """Small networks in a Gymnasium environment; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
 
     Args:
         networks: The policy of all members.
@@ -129,11 +137,11 @@ class NetworkMembers:
         """Where the networks are."""
         return self.networks.bank.device
 
-    def alone(self, *, wrap: bool = True) -> "NetworkMembers":
+    def alone(self, *, wrap: bool = True) -> "NetworkPolicySet":
         """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_space, self.action_space
         policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
-        alone = NetworkMembers(policy, self.hp_config)
+        alone = NetworkPolicySet(policy, self.hp_config)
         alone.masked = self.masked
         return alone
 
@@ -166,8 +174,8 @@ class NetworkMembers:
                 )
 
     def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
-    ) -> Collected:
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+    ) -> RolloutBatch:
         """Play one episode for each row, or for each row of a part."""
         self.check(env)
         bank, rows = self.networks.bank, wanted.rows(part)
@@ -188,7 +196,7 @@ class NetworkMembers:
             statistics=self.networks.statistics,
         )
         steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
-        return Collected(
+        return RolloutBatch(
             experience={DEFAULT: self._batch(played, rows)},
             scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
             member_ids=member_ids,
@@ -198,12 +206,12 @@ class NetworkMembers:
             observed=() if played.observed is None else ({DEFAULT: played.observed},),
         )
 
-    def _batch(self, played: Played, rows: WantedRows) -> Batch:
+    def _batch(self, played: Played, rows: RequestedRows) -> Batch:
         present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
         self.masked = self.masked or played.action_masks is not None
         return Batch(
             inputs=ObservationInputs(
-                observations=tensors_of(played.observations),
+                observations=to_tensors(played.observations),
                 temperature=rows.temperature,
                 action_masks=None if played.action_masks is None else torch.from_numpy(played.action_masks),
             ),
@@ -218,7 +226,7 @@ class NetworkMembers:
             truncated=truncated,
         )
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
         """Play held-out starts, sampled at temperature 1 or greedily; rewards are undiscounted returns."""
         self.check(env)
         bank = self.networks.bank
@@ -232,18 +240,18 @@ class NetworkMembers:
             base=asked.base,
         )
         steps = played.lengths.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
-        return Answered(rewards=played.rewards, tokens=tuple(steps.tolist()))
+        return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))
 
-    def _held_out_draws(self, asked: Asked, width: int) -> StepUniforms:
+    def _held_out_draws(self, asked: EvaluationRequest, width: int) -> StepUniforms:
         draws = StepDraws(
             self.settings.seed, HELD_OUT, streams=asked.streams, rows=[asked.each] * len(asked.questions), width=width
         )
         return lambda rows, t: draws(rows % asked.per_slot, t)
 
-    def absorb(self, observed: Sequence[Observed]) -> None:
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add what a learning step's episodes observed to the members' running statistics."""
         for each in observed:
-            self.networks.absorb(each[DEFAULT])
+            self.networks.update_statistics(each[DEFAULT])
 
     # ---- in a caller's own loop
 
@@ -270,7 +278,7 @@ class NetworkMembers:
         self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
     ) -> tuple[Acted, bool]:
         """Return actions for one observation, or for a batch of them, and whether it was one."""
-        arrays, count = as_arrays(self.observation_space, seen)
+        arrays, count = check_observations(self.observation_space, seen)
         m = count or 1
         masks = None
         if action_mask is not None:
@@ -393,7 +401,7 @@ class NetworkMembers:
             size,
             NetworkSettings.from_json(record["settings"]),
             module=actor_network,
-            device=device_of(accelerator, device) or "cpu",
+            device=choose_device(accelerator, device) or "cpu",
         )
         members = cls(networks, hp_config)
         members.masked = bool(record["masked"])

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.learning_step import Policy
-from evogrpo.algorithms.learning.training_rows import Learner, trusts_sampler
-from evogrpo.algorithms.members.places import Places
-from evogrpo.algorithms.members.policy_set import Members
-from evogrpo.algorithms.rollout.collecting import groups_apart, in_one
+from evogrpo.algorithms.learning.training_rows import Learner, uses_sampler_log_probs
+from evogrpo.algorithms.policies.placement import Placement
+from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.rollout.collect import concatenate_batches, with_unique_groups
 from evogrpo.data import Batch, Experience, moved
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import FullDistributionBank
 
 
-def lent_slots(places: Places, learners: Sequence[Learner]) -> list[int]:
+def lent_slots(places: Placement, learners: Sequence[Learner]) -> list[int]:
     """Return the slots whose samples somebody in another process learns from.
 
     Args:
@@ -27,13 +27,13 @@ def lent_slots(places: Places, learners: Sequence[Learner]) -> list[int]:
         {
             source
             for learner in learners
-            for source in learner.taught_by
+            for source in learner.source_slots
             if places.owner(source) != places.owner(learner.slot)
         }
     )
 
 
-def lend(members: Members, places: Places, experience: Experience, lent: Sequence[int]) -> dict[str, Batch]:
+def lend(members: PolicySet, places: Placement, experience: Experience, lent: Sequence[int]) -> dict[str, Batch]:
     """Return the rows of members that are lent, by slot and on the CPU, with what only their own bank can tell.
 
     Args:
@@ -53,8 +53,8 @@ def lend(members: Members, places: Places, experience: Experience, lent: Sequenc
 
 
 def borrow(
-    members: Members,
-    places: Places,
+    members: PolicySet,
+    places: Placement,
     experience: Experience,
     learners: Sequence[Learner],
     lent: Mapping[int, Mapping[str, Batch]],
@@ -67,10 +67,10 @@ def borrow(
         members: Of this process.
         places: Which slots they are in.
         experience: What they have sampled, by place.
-        learners: Those of them that learn; their sources by `Places.number`.
+        learners: Those of them that learn; their sources by `Placement.number`.
         lent: What processes have lent, by rank.
     """
-    wanted = {source for learner in learners for source in learner.taught_by}
+    wanted = {source for learner in learners for source in learner.source_slots}
     numbers = torch.tensor([places.number(slot) for slot in range(places.size)])
     speaker = places.owner(places.own[0]) if places.own else places.rank
     found = {}
@@ -84,7 +84,7 @@ def borrow(
             if part is not None and len(part):
                 parts.append(part)
         if parts:
-            found[name] = in_one(groups_apart(parts))
+            found[name] = concatenate_batches(with_unique_groups(parts))
     return found
 
 
@@ -99,7 +99,7 @@ def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device
 def _as_acted(policy: Policy, rows: Batch) -> Batch:
     """Add what a learner has to know of the policies that acted, where their samples do not say so themselves."""
     objective = policy.settings.objective
-    if not trusts_sampler(rows, objective):
+    if not uses_sampler_log_probs(rows, objective):
         rows = replace(rows, acted_log_probs=policy.bank.log_probs(rows))
     if objective.kl_estimator in FULL_KLS and objective.reference == "old":
         assert isinstance(policy.bank, FullDistributionBank)  # others have no such objective

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.policy_set import TextRequest
-from evogrpo.algorithms.members.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import Conversed
+from evogrpo.algorithms.policies.policy_set import TextRequest
+from evogrpo.algorithms.policies.settings import LanguageSettings
+from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.envs.protocol import Scores
@@ -47,7 +47,7 @@ def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ..
     return prompts
 
 
-def asked_rows(
+def prompt_rows(
     prompts: "Sequence[tuple[int, ...]]", learner: Learner, settings: LanguageSettings, *, training: bool
 ) -> SamplingBatch:
     """Return rows in which a member answers prompts: whole groups that sample, or each once what is most likely."""
@@ -204,7 +204,7 @@ def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settin
     )
 
 
-def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+def decode_texts(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """Return the texts of a rollout's rows, special tokens left out."""
     return [
         str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
@@ -215,8 +215,8 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
 PENALTY = "overlong_penalty"
 
 
-def token_batch(
-    settings: LanguageSettings, rows: SamplingBatch, conversed: Conversed, scores: Scores, group_ids: Tensor
+def rewarded_batch(
+    settings: LanguageSettings, rows: SamplingBatch, conversed: MultiTurnRollout, scores: Scores, group_ids: Tensor
 ) -> Batch:
     """Put together what members learn from; the overlong penalty joins the rewards here and nowhere else.
 
@@ -267,7 +267,7 @@ def token_batch(
     )
 
 
-def _at_ends_of_turns(penalties: Tensor, conversed: Conversed) -> Tensor:
+def _at_ends_of_turns(penalties: Tensor, conversed: MultiTurnRollout) -> Tensor:
     """Place `[n, k]` numbers of turns at their last tokens `[n, t]`; NaN elsewhere, and where there was no turn."""
     said = conversed.rollout.action_mask
     ends = said & ~torch.nn.functional.pad(said, (0, 1))[:, 1:]  # a reply holds at least one token

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from evogrpo.models.devices import check_device
 
 
-def device_of(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
+def choose_device(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
     """Return the device that is wanted, or that an accelerator chooses; None = no wish.
 
     Raises:
@@ -27,7 +27,7 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
     return chosen
 
 
-def autocast_of(accelerator: Accelerator | None) -> Callable[[], AbstractContextManager[None]]:
+def autocast_context(accelerator: Accelerator | None) -> Callable[[], AbstractContextManager[None]]:
     """Return what makes the context that passes run in: none where an accelerator leaves the precision alone."""
     if accelerator is None or accelerator.mixed_precision == "no":
         return nullcontext
@@ -35,7 +35,7 @@ def autocast_of(accelerator: Accelerator | None) -> Callable[[], AbstractContext
     return autocast
 
 
-def check_one_process(accelerator: Accelerator | None) -> None:
+def check_accelerator(accelerator: Accelerator | None) -> None:
     """Refuse with a ValueError to train one agent in several processes: each would train a copy of it."""
     if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
         raise ValueError(

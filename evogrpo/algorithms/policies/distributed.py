@@ -8,19 +8,19 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from evogrpo.algorithms.members.banks import Banks
-from evogrpo.algorithms.members.language_members import LanguageMembers
-from evogrpo.algorithms.members.places import Places
-from evogrpo.algorithms.members.policy_set import CheckpointFiles, Members
-from evogrpo.algorithms.members.shared_members import SharedLanguageMembers, SharedMembers, answered_together
-from evogrpo.algorithms.rollout.requests import Answered, Asked
+from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.policies.language import LanguagePolicySet
+from evogrpo.algorithms.policies.placement import Placement
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles, PolicySet
+from evogrpo.algorithms.policies.replicated import ReplicatedLanguagePolicySet, ReplicatedPolicySet, evaluate_split
+from evogrpo.algorithms.rollout.requests import EvaluationRequest, EvaluationResult
 from evogrpo.distributed import Processes, processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import TrainState
 
 
-class SpreadBanks(Banks):
+class DistributedBanks(Banks):
     """The weights of all members, those of this process's slots in banks of its own.
 
     Methods that name slots are called by all processes alike, as learner states travel between them.
@@ -34,7 +34,7 @@ class SpreadBanks(Banks):
         places: Which slots they hold.
     """
 
-    def __init__(self, local: Banks, places: Places, processes: Processes) -> None:
+    def __init__(self, local: Banks, places: Placement, processes: Processes) -> None:
         self._local, self.places, self._processes = local, places, processes
         self._gathered: dict[int, TrainState] = {}
         self._banks = dict(local)  # who has changed is asked of the local ones
@@ -59,7 +59,7 @@ class SpreadBanks(Banks):
         self._take_over(parents, after)
         self.places = after
 
-    def _take_over(self, parents: Sequence[int | None], after: Places) -> None:
+    def _take_over(self, parents: Sequence[int | None], after: Placement) -> None:
         """Give slot i, where it is to be, everything that slot parents[i] has learnt where it is now."""
         places, received = self.places, dict[int, TrainState]()
         wanted = sorted(
@@ -120,7 +120,7 @@ class SpreadBanks(Banks):
         self._local.load_state(0, held)
         return fresh
 
-    def everywhere(self, slot: int) -> TrainState:
+    def broadcast_state(self, slot: int) -> TrainState:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
         owner = self.places.owner(slot)
         own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
@@ -164,8 +164,8 @@ _IN_A_LOOP = ("act", "predict", "generate", "experience", "sample")
 """What a caller's own loop asks of one member: it runs in one process."""
 
 
-class SpreadMembers:
-    """All members of a population; see `evogrpo.algorithms.members.policy_set.Members`, whose methods it has.
+class DistributedPolicySet:
+    """All members of a population; see `evogrpo.algorithms.policies.policy_set.PolicySet`, whose methods it has.
 
     What does not name slots is that of this process's own members.
 
@@ -180,24 +180,24 @@ class SpreadMembers:
         banks: The weights of all.
     """
 
-    def __init__(self, local: Members, places: Places, processes: Processes) -> None:
+    def __init__(self, local: PolicySet, places: Placement, processes: Processes) -> None:
         self.local, self.processes = local, processes
-        self.banks = SpreadBanks(local.banks, places, processes)
+        self.banks = DistributedBanks(local.banks, places, processes)
 
     @property
-    def places(self) -> Places:
+    def places(self) -> Placement:
         """Which slots the members of this process are in."""
         return self.banks.places
 
     def __getattr__(self, name: str) -> Any:
         if name in _IN_A_LOOP:
-            check_together(self, name)
+            check_single_rank(self, name)
         return getattr(self.local, name)
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
         """Let every process's members answer; the untrained base answers some questions in each."""
         if asked.base:
-            return answered_together(self.local, self.processes, env, asked)
+            return evaluate_split(self.local, self.processes, env, asked)
         here = self.places.here(asked.slots)
         own = replace(asked, slots=tuple(self.places.place(slot) for slot in here))
         parts = self.processes.run_section(
@@ -209,7 +209,7 @@ class SpreadMembers:
             if part is not None and slots:
                 rows = part.rewards.reshape(len(slots), asked.per_slot)
                 by_slot.update(zip(slots, zip(rows, part.tokens, strict=True), strict=True))
-        return Answered(
+        return EvaluationResult(
             rewards=np.concatenate([by_slot[slot][0] for slot in asked.slots]),
             tokens=tuple(by_slot[slot][1] for slot in asked.slots),
         )
@@ -249,7 +249,7 @@ class SpreadMembers:
             raise ValueError(f"nobody is in slot {slot} any more, so there is no policy: ask those in slots {living}")
 
 
-class Examinee:
+class SplitEvaluator:
     """One member of its own, in every process alike, of whom each asks a part of the questions.
 
     Args:
@@ -257,20 +257,20 @@ class Examinee:
         processes: Who asks.
     """
 
-    def __init__(self, local: Members, processes: Processes) -> None:
+    def __init__(self, local: PolicySet, processes: Processes) -> None:
         self._local, self._processes = local, processes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
-        """Answer together; see `answered_together`."""
-        return answered_together(self._local, self._processes, env, asked)
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
+        """Answer together; see `evaluate_split`."""
+        return evaluate_split(self._local, self._processes, env, asked)
 
 
-def check_together(members: object, what: str) -> None:
+def check_single_rank(members: object, what: str) -> None:
     """Refuse with a ValueError to ask something of one member alone, if several processes share out the members."""
-    if isinstance(members, SpreadMembers):
+    if isinstance(members, DistributedPolicySet):
         raise ValueError(
             f"members that {members.processes.size} processes share out learn in evogrpo.evolve, but {what} asks one "
             "alone: ask the run's best, which every process has, or do it in a program of one process, with the agent "
@@ -278,13 +278,13 @@ def check_together(members: object, what: str) -> None:
         )
 
 
-def places_of(size: int) -> Places:
+def placement_of(size: int) -> Placement:
     """Return which of so many slots are in this process, if it is one of several."""
     crew = processes()
-    return Places(size, crew.size, crew.rank)
+    return Placement(size, crew.size, crew.rank)
 
 
-def spread_out(members: Members, places: Places) -> Members:
+def distribute(members: PolicySet, places: Placement) -> PolicySet:
     """Return the members of all processes, of whom these are the ones in this process.
 
     Of more processes than members, be it that these are few or that many have left, several share the work of one.
@@ -293,9 +293,9 @@ def spread_out(members: Members, places: Places) -> Members:
         return members
     crew = processes()
     squad = crew.squad(places.squads)
-    shared: SharedMembers
-    if isinstance(members, LanguageMembers):
-        shared = SharedLanguageMembers(members, squad)
+    shared: ReplicatedPolicySet
+    if isinstance(members, LanguagePolicySet):
+        shared = ReplicatedLanguagePolicySet(members, squad)
     else:
-        shared = SharedMembers(members, squad)
-    return cast(Members, SpreadMembers(cast(Members, shared), places, crew))
+        shared = ReplicatedPolicySet(members, squad)
+    return cast(PolicySet, DistributedPolicySet(cast(PolicySet, shared), places, crew))

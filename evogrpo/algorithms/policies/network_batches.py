@@ -9,7 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.stacked_policy import StackedPolicy
+from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import flatten, leaf_spaces, normalised_leaves, observed, unflatten
@@ -22,7 +22,7 @@ StepExperiences = tuple[Any, ...]
 a MultiDiscrete action side by side."""
 
 
-def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
+def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
     """Return one observation, or a batch of them, as arrays `[m, ...]` in the form and the dtypes of the space.
 
     Returns:
@@ -67,12 +67,12 @@ def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
-def tensors_of(tree: Any) -> Any:
+def to_tensors(tree: Any) -> Any:
     """Return arrays, or dicts and tuples of them, as tensors that share their memory."""
     if isinstance(tree, Mapping):
-        return {key: tensors_of(value) for key, value in tree.items()}
+        return {key: to_tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(tensors_of(value) for value in tree)
+        return tuple(to_tensors(value) for value in tree)
     return torch.from_numpy(np.ascontiguousarray(tree))
 
 
@@ -117,7 +117,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     n = len(present)
     return Batch(
         inputs=ObservationInputs(
-            observations=tensors_of(_shown(observations, taken, learner, networks)),
+            observations=to_tensors(_shown(observations, taken, learner, networks)),
             temperature=torch.full((n,), learner.hyperparameters.temperature),
             action_masks=None if legal is None else torch.from_numpy(legal),
         ),
@@ -161,5 +161,7 @@ def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networ
     shown = flatten(space, networks.shown(flat, np.full(n * t, learner.slot)))
     if networks.statistics is not None:
         members = np.full(n, learner.slot)
-        networks.absorb(observed(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members))
+        networks.update_statistics(
+            observed(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members)
+        )
     return unflatten(space, [leaf.reshape(n, t, *leaf.shape[1:]) for leaf in shown])

@@ -18,22 +18,29 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.members.banks import DEFAULT, Banks
-from evogrpo.algorithms.members.devices import autocast_of, device_of
-from evogrpo.algorithms.members.language_batches import (
+from evogrpo.algorithms.policies.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.devices import autocast_context, choose_device
+from evogrpo.algorithms.policies.language_batches import (
     Experiences,
     as_batch,
     as_completions,
-    asked_rows,
+    decode_texts,
+    prompt_rows,
     prompt_tokens,
+    rewarded_batch,
     text_rows,
-    texts_of,
-    token_batch,
 )
-from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
-from evogrpo.algorithms.members.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import Conversed, converse
-from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.settings import LanguageSettings
+from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout, sample_conversations
+from evogrpo.algorithms.rollout.requests import (
+    HELD_OUT,
+    EvaluationRequest,
+    EvaluationResult,
+    ObservedStatistics,
+    RolloutBatch,
+    SamplingRequest,
+)
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
@@ -53,8 +60,8 @@ from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 
 
-class LanguageMembers:
-    """Adapters over one frozen base model; see `evogrpo.algorithms.members.policy_set.Members`.
+class LanguagePolicySet:
+    """Adapters over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
 
     Args:
         model: The base; placed on the device, if one is given.
@@ -148,9 +155,9 @@ class LanguageMembers:
         """Where the base model is."""
         return self.bank.base.device
 
-    def alone(self, *, wrap: bool = True) -> "LanguageMembers":
+    def alone(self, *, wrap: bool = True) -> "LanguagePolicySet":
         """Return one fresh member over the same base, which samples for itself."""
-        return LanguageMembers(
+        return LanguagePolicySet(
             self.bank.base.model,
             1,
             self.settings,
@@ -199,8 +206,8 @@ class LanguageMembers:
         return opened
 
     def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
-    ) -> Collected:
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+    ) -> RolloutBatch:
         """Sample one completion for each row, or hold one conversation, and have it rewarded.
 
         Row r, token t of a member's turn k is drawn with number `[r, t]` of the stream (seed, purpose, step, index),
@@ -225,10 +232,12 @@ class LanguageMembers:
             return torch.from_numpy(np.concatenate(parts))[asked.chosen]
 
         rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, draws(0))
-        conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
+        conversed = sample_conversations(
+            self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device
+        )
         scores = self._scored(opened, conversed)
-        batch = token_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)
-        return Collected(
+        batch = rewarded_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)
+        return RolloutBatch(
             experience={DEFAULT: batch},
             scores=replace(scores, step_rewards=None),
             member_ids=asked.member_ids,
@@ -238,7 +247,7 @@ class LanguageMembers:
             questions=tuple(opened.questions),
         )
 
-    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
         """Answer held-out questions, sampled at temperature 1 or greedily.
 
         Token t of a question's answer a is drawn with number `[a, t]` of the stream (seed, purpose, question), from the
@@ -247,7 +256,7 @@ class LanguageMembers:
         """
         opened = self._open(env, asked.split, asked.questions)
         rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, self._held_out_draws(asked, 0))
-        conversed = converse(
+        conversed = sample_conversations(
             self._engine(),
             opened,
             rows,
@@ -259,9 +268,9 @@ class LanguageMembers:
         lengths = conversed.rollout.present.sum(1).tolist()
         costs = self.bank.tokens_of(rows.prompts, asked.start_ids, asked.member_ids, lengths)
         tokens = tuple(costs[slot] for slot in asked.slots)
-        return Answered(rewards=self._scored(opened, conversed).rewards, tokens=tokens)
+        return EvaluationResult(rewards=self._scored(opened, conversed).rewards, tokens=tokens)
 
-    def _held_out_draws(self, asked: Asked, turn: int) -> Tensor:
+    def _held_out_draws(self, asked: EvaluationRequest, turn: int) -> Tensor:
         """Return `[n, t]` uniforms of all rows for a turn of held-out conversations; zeros where nothing is drawn."""
         length = self.settings.max_output_tokens
         if asked.answers is None:
@@ -273,7 +282,7 @@ class LanguageMembers:
         ]
         return torch.from_numpy(np.concatenate(parts)).repeat(len(asked.slots), 1)
 
-    def _scored(self, opened: PromptBatch, conversed: Conversed) -> Scores:
+    def _scored(self, opened: PromptBatch, conversed: MultiTurnRollout) -> Scores:
         """Let the environment reward what was said."""
         ProgressCounter("rewarding", len(conversed.transcripts), "completions")
         return opened.score(conversed.transcripts)
@@ -285,7 +294,7 @@ class LanguageMembers:
             bounds.append(self.bank.base.context - max(map(len, opened.prompts)))
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def absorb(self, observed: Sequence[Observed]) -> None:
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Do nothing: prompts have no running statistics."""
 
     def _engine(self) -> Sampler:
@@ -315,7 +324,7 @@ class LanguageMembers:
         """Answer prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
             raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
-        rows = asked_rows(prompt_tokens(seen), learner, self.settings, training=training)
+        rows = prompt_rows(prompt_tokens(seen), learner, self.settings, training=training)
         return as_completions(rows.prompts, self._engine().sample(rows), self.settings.pad_token_id)
 
     def predict(
@@ -332,7 +341,7 @@ class LanguageMembers:
             return []
         tokenizer = asked.tokenizer or self._tokenizer
         rows = text_rows(asked, tokenizer, learner, self.settings)
-        return texts_of(self._engine().sample(rows, base=asked.base), tokenizer)
+        return decode_texts(self._engine().sample(rows, base=asked.base), tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -444,8 +453,8 @@ class LanguageMembers:
             lora_config=None if constants else lora,
             start=StoredAdapter(lora_config=lora, tensors=constants) if constants else None,
             source=record["source"],
-            device=device_of(accelerator, device),
-            autocast=autocast_of(accelerator),
+            device=choose_device(accelerator, device),
+            autocast=autocast_context(accelerator),
         )
         members.bank.micro_batch_tokens = record["micro_batch_tokens"]
         return members
