@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import Acted
-from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.action_noise import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import Assignment, Role, assign
+from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec, map_policies
 from evogrpo.randomness import generator
 
 CYCLES = 25
@@ -91,8 +91,8 @@ GAMES = {
 class Random:
     """Acts uniformly at random."""
 
-    def __init__(self, role: Role) -> None:
-        self._count = role.action_space.n  # type: ignore[attr-defined]  # all of these are Discrete
+    def __init__(self, spec: PolicySpec) -> None:
+        self._count = spec.action_space.n  # type: ignore[attr-defined]  # all of these are Discrete
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
         """Choose an action for each observation; see `evogrpo.data.Actor`."""
@@ -120,9 +120,9 @@ def make_env(game: Game, seed: int) -> PettingZooGroups:
     )
 
 
-def assignment_of(env: PettingZooGroups) -> Assignment:
+def mapping_of(env: PettingZooGroups) -> PolicyMapping:
     """Return one policy for every kind of agent."""
-    return assign(env.observation_spaces, env.action_spaces, "prefix")
+    return map_policies(env.observation_spaces, env.action_spaces, "prefix")
 
 
 def train_grpo(game: Game, seed: int, path: Path) -> None:
@@ -146,41 +146,41 @@ class Rollouts:
         make = import_module(f"mpe2.{game.module}").parallel_env
         self._envs = [make(max_cycles=CYCLES) for _ in range(PPO_ENVS)]
         self._seeds: Iterator[int] = (env.reset_seed("train", start) for start in range(env.size("train")))
-        self._roles = assignment_of(env).roles
+        self._roles = mapping_of(env).specs
         self._shown = [each.reset(seed=next(self._seeds))[0] for each in self._envs]
 
-    def seen(self, role: str) -> NDArray[np.float32]:
-        """Return what the role's agents see in all environments, `[environments x agents, ...]`."""
-        return np.stack([shown[agent] for shown in self._shown for agent in self._roles[role].agents])
+    def seen(self, spec: str) -> NDArray[np.float32]:
+        """Return what the spec's agents see in all environments, `[environments x agents, ...]`."""
+        return np.stack([shown[agent] for shown in self._shown for agent in self._roles[spec].agents])
 
     def step(self, actions: Mapping[str, NDArray[np.int64]]) -> dict[str, tuple[NDArray[np.float32], ...]]:
-        """Step all environments; return rewards and whether the episode was over, for each role's rows."""
-        brought: dict[str, list[tuple[float, float]]] = {role: [] for role in self._roles}
-        rows = {role: chosen.reshape(PPO_ENVS, -1) for role, chosen in actions.items()}
+        """Step all environments; return rewards and whether the episode was over, for each spec's rows."""
+        brought: dict[str, list[tuple[float, float]]] = {spec: [] for spec in self._roles}
+        rows = {spec: chosen.reshape(PPO_ENVS, -1) for spec, chosen in actions.items()}
         for place, env in enumerate(self._envs):
             chosen = {
                 agent: int(rows[name][place, number])
-                for name, role in self._roles.items()
-                for number, agent in enumerate(role.agents)
+                for name, spec in self._roles.items()
+                for number, agent in enumerate(spec.agents)
             }
             shown, earned, *_ = env.step(chosen)
-            for name, role in self._roles.items():
-                brought[name] += [(earned[agent], float(not env.agents)) for agent in role.agents]
+            for name, spec in self._roles.items():
+                brought[name] += [(earned[agent], float(not env.agents)) for agent in spec.agents]
             self._shown[place] = shown if env.agents else env.reset(seed=next(self._seeds))[0]
-        return {role: tuple(np.array(own, np.float32).T.copy()) for role, own in brought.items()}
+        return {spec: tuple(np.array(own, np.float32).T.copy()) for spec, own in brought.items()}
 
 
 def train_ppo(game: Game, seed: int, path: Path) -> None:
     """Train independent PPO, every kind of agent with weights of its own, and store it."""
     env = make_env(game, seed)
-    rollouts, roles = Rollouts(game, env), assignment_of(env).roles
-    models = actor_critics(roles, seed)
+    rollouts, specs = Rollouts(game, env), mapping_of(env).specs
+    models = actor_critics(specs, seed)
     optimizers = {
         name: torch.optim.Adam(model.parameters(), lr=PPO_SETTINGS["lr"], eps=1e-5) for name, model in models.items()
     }
     rng, updates = generator(seed, "ppo"), game.joint_steps // (PPO_ENVS * PPO_STEPS)
     for update in range(updates):
-        columns: dict[str, dict[str, list[Tensor]]] = {name: {} for name in roles}
+        columns: dict[str, dict[str, list[Tensor]]] = {name: {} for name in specs}
         for _ in range(PPO_STEPS):
             actions = {}
             for name, model in models.items():
@@ -199,11 +199,11 @@ def train_ppo(game: Game, seed: int, path: Path) -> None:
     save_file(weights, path)
 
 
-def actor_critics(roles: Mapping[str, Role], seed: int) -> dict[str, ActorCritic]:
-    """Make the networks of PPO, by role."""
+def actor_critics(specs: Mapping[str, PolicySpec], seed: int) -> dict[str, ActorCritic]:
+    """Make the networks of PPO, by spec."""
     return {
-        name: ActorCritic(role.observation_space.shape[0], int(role.action_space.n), seed + 1000 * number)  # type: ignore[index,attr-defined]
-        for number, (name, role) in enumerate(roles.items())
+        name: ActorCritic(spec.observation_space.shape[0], int(spec.action_space.n), seed + 1000 * number)  # type: ignore[index,attr-defined]
+        for number, (name, spec) in enumerate(specs.items())
     }
 
 
@@ -234,13 +234,13 @@ def _learn(
 
 def actors(method: str, env: PettingZooGroups, path: Path) -> dict[str, Any]:
     """Return who acts for every kind of agent."""
-    roles = assignment_of(env).roles
+    specs = mapping_of(env).specs
     if method == "random":
-        return {name: Random(role) for name, role in roles.items()}
+        return {name: Random(spec) for name, spec in specs.items()}
     if method == "grpo":
         policies = MultiAgentGRPO.load(path).members.policies
-        return {name: Greedy(policies[name]) for name in roles}
-    models = actor_critics(roles, 0)
+        return {name: Greedy(policies[name]) for name in specs}
+    models = actor_critics(specs, 0)
     weights = load_file(path)
     for name, model in models.items():
         model.load_state_dict({part: weights[f"{name}/{part}"] for part in model.state_dict()})
@@ -253,12 +253,12 @@ def measure(game: Game, seed: int, paths: Mapping[str, Path]) -> dict[str, float
     acting = {method: actors(method, env, path) for method, path in paths.items()}
     found = {}
     for one, other in product(acting, acting) if game.rivals else zip(acting, acting, strict=True):
-        draws = AgentDraws(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
+        draws = AgentActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
         playing = acting[one]
         if game.rivals:
             playing = {game.rivals[0]: acting[one][game.rivals[0]], game.rivals[1]: acting[other][game.rivals[1]]}
         played = env.open("test", range(TEST_STARTS)).play(
-            playing, assignment_of(env), range(TEST_STARTS), [0] * TEST_STARTS, uniforms=draws
+            playing, mapping_of(env), range(TEST_STARTS), [0] * TEST_STARTS, uniforms=draws
         )
         found[f"{one} against {other}" if game.rivals else one] = float(env.scores(played).mean())
     return found

@@ -35,7 +35,7 @@ from intervals import interquartile_mean, stratified_bootstrap
 SECONDS = 60
 EPISODES = 100
 FIRST_SEED = 2**30  # beyond every training seed of either arm
-CUT_OFF = 1000  # steps, where the environment has no limit of its own
+DEFAULT_MAX_EPISODE_STEPS = 1000  # steps, where the environment has no limit of its own
 ARMS = ("evogrpo", "sb3-ppo", "random")
 GRID = ("minigrid.wrappers:ImgObsWrapper", "gymnasium.wrappers:FlattenObservation")
 PICTURE = ("minigrid.wrappers:RGBImgPartialObsWrapper", "minigrid.wrappers:ImgObsWrapper")
@@ -72,7 +72,7 @@ class Task:
         limited = env.spec is not None and env.spec.max_episode_steps is not None
         if limited or getattr(env.unwrapped, "max_steps", None) is not None:
             return env
-        return gymnasium.wrappers.TimeLimit(env, CUT_OFF)
+        return gymnasium.wrappers.TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS)
 
 
 TASKS = {

@@ -30,9 +30,9 @@ from torch.distributions import Categorical
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import Acted
-from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.action_noise import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import Assignment, assign
+from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.randomness import generator
 
 ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False, "dynamic_rescaling": True}
@@ -89,18 +89,18 @@ def make_env(seed: int) -> PettingZooGroups:
     return PettingZooGroups(simple_spread_v3.parallel_env, env_kwargs=ENV_KWARGS, test_size=TEST_STARTS, seed=seed)
 
 
-def assignment_of(env: PettingZooGroups) -> Assignment:
-    return assign(env.observation_spaces, env.action_spaces, "shared", agent_ids=True)
+def mapping_of(env: PettingZooGroups) -> PolicyMapping:
+    return map_policies(env.observation_spaces, env.action_spaces, "shared", agent_ids=True)
 
 
 def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
     """Return the mean sum of rewards on the held-out starts, greedily and by sampling."""
     found = {}
     for way in ("greedy", "sampled"):
-        draws = AgentDraws(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
+        draws = AgentActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
         played = env.open("test", range(TEST_STARTS)).play(
             {"shared": actor},
-            assignment_of(env),
+            mapping_of(env),
             range(TEST_STARTS),
             [0] * TEST_STARTS,
             uniforms=draws if way == "sampled" else None,

@@ -14,7 +14,7 @@ from tasks import Task
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
-from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.evolve import evolve
 
@@ -30,7 +30,7 @@ class CountedGroups(GymnasiumGroups):
 
     steps = 0
 
-    def _play(self, *arguments: Any) -> Played:
+    def _play(self, *arguments: Any) -> Episodes:
         played = super()._play(*arguments)
         self.steps += int(played.lengths.sum())
         return played

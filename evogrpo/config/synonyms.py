@@ -72,7 +72,7 @@ _SYNONYMS: Mapping[str, str] = {
     "validation": "val valid dev eval evaluation",
     "n": "num_return_sequences num_generations num_samples n_samples",
     "env": "env_id environment",
-    "lanes": "n_envs num_envs",
+    "num_envs": "n_envs",
     "vectorization": "vec_env_cls vec_env_class",
     "max_episode_steps": "max_episode_length episode_length time_limit horizon",
     "env_kwargs": "env_config env_args make_kwargs",
@@ -109,7 +109,7 @@ _TAKEN_BY: Mapping[str, str] = {
     "HuggingFaceGym": "train_dataset validation_dataset test_dataset tokenizer reward_fn reward_funcs reward_weights "
     "max_prompt_length data_batch_size",
     "MultiTurnGym": "reply max_turns",
-    "GymnasiumGroups": "env env_kwargs wrappers lanes vectorization max_episode_steps",
+    "GymnasiumGroups": "env env_kwargs wrappers num_envs vectorization max_episode_steps",
     "evolve": "generations steps_per_generation samples_per_step max_timesteps max_tokens max_seconds target_fitness "
     "run_dir checkpoint_steps keep_checkpoints completions progress strategy experience fitness",
     "evogrpo.train": "total_timesteps reward_threshold",
@@ -155,7 +155,7 @@ _ADVICE: Mapping[str, str] = {
     "recorded",
     "verbose progress_bar": "give progress to evolve, resume or train",
     "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train; it contains TensorBoard's logs",
-    "n_envs num_envs": "leave it out; episodes run side by side (see lanes of GymnasiumGroups)",
+    "n_envs num_envs": "leave it out; episodes run side by side (see num_envs of GymnasiumGroups)",
     "max_steps MAX_STEPS num_train_epochs total_episodes num_episodes": "give generations and steps_per_generation; a "
     "run takes their product in learning steps",
     "logging_steps logging_strategy logging_first_step report_to run_name log_completions": "leave it out; every "

@@ -142,7 +142,7 @@ class GroupEnvironment(Protocol):
 
         Returns:
             `PromptBatch`, or for environments that are played step by step something with their `play`, such as
-            `evogrpo.envs.control.gymnasium_groups.StepEpisodes`.
+            `evogrpo.envs.control.gymnasium_groups.StartBatch`.
         """
 
 

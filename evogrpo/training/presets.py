@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.envs.control.making import registered
+from evogrpo.envs.control.making import env_spec
 from evogrpo.training.configuration.strict_yaml import read_yaml
 
 _FOLDER = files("evogrpo.training") / "presets"
@@ -27,7 +27,7 @@ def preset(env: str) -> dict[str, Any]:
         ValueError: If it has none, or is no environment.
     """
     try:
-        name = registered(env).id
+        name = env_spec(env).id
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error
     if name not in preset_ids():

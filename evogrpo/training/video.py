@@ -21,9 +21,9 @@ from gymnasium.wrappers import RecordVideo
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.making import EnvMaker
+from evogrpo.envs.control.making import EnvFactory
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.rendering import REWARDS
+from evogrpo.envs.control.rendering import AGENT_REWARDS
 from evogrpo.envs.control.reset_seeds import SeededGroups
 from evogrpo.installing import extra_command
 from evogrpo.text import shorten
@@ -127,9 +127,9 @@ def drawn(
     if isinstance(env, GymnasiumGroups):
         base, name = env._make, env.name
     elif isinstance(env, PettingZooGroups):
-        base, name = EnvMaker(env=env.stage, env_kwargs={}, max_episode_steps=None, noise_seed=None), env.name
+        base, name = EnvFactory(env=env.gym_env, env_kwargs={}, max_episode_steps=None, noise_seed=None), env.name
     else:
-        base = EnvMaker(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
+        base = EnvFactory(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
         name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
     maker = replace(
         base,
@@ -149,7 +149,7 @@ def drawn(
     return film
 
 
-def _made(maker: EnvMaker, name: str) -> "gymnasium.Env[Any, Any]":
+def _made(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
     try:
         with _drawing(name):
             return maker()
@@ -325,7 +325,7 @@ def _play(agent: GRPO, film: "RecordVideo[Any, Any]", seed: int, deterministic: 
             raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
         seen, reward, terminated, truncated, info = film.step(action_of(agent, seen, info, deterministic))
         total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
-        for name, own in info.get(REWARDS, {}).items():
+        for name, own in info.get(AGENT_REWARDS, {}).items():
             returns[name] = returns.get(name, 0.0) + own
     # Before it writes them; declared as an int, but a float is what it is used as.
     film.frames_per_sec = keeping_all(film.frames_per_sec, len(film.recorded_frames))  # type: ignore[assignment]

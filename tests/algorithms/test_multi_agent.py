@@ -240,7 +240,7 @@ DIFFERENT = (
 @pytest.mark.parametrize("make", [joint_probes.Lives, lambda: joint_probes.Calls(steps=3)], ids=["lives", "calls"])
 @pytest.mark.parametrize("policies", ["shared", "independent"])
 def test_members_trained_together_equal_members_trained_alone(make, policies):
-    env = groups(make, lanes=11)
+    env = groups(make, num_envs=11)
     together = population_for(env, 3, policies=policies)
     for agent, values in zip(together, DIFFERENT, strict=True):
         for name, value in values.items():

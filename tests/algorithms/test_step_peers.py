@@ -25,8 +25,8 @@ def monitored(make):
     return lambda: Monitor(make())
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_evaluate_policy_gives_the_mean_return(lanes):
+@pytest.mark.parametrize("num_envs", [0, 3])
+def test_evaluate_policy_gives_the_mean_return(num_envs):
     """Greedy returns from the same reset seeds, counted by Stable-Baselines3 and by ourselves."""
     env, agent = cart_pole(), step_agent(seed=2)
     seeds = [env.reset_seed("validation", start) for start in range(6)]
@@ -38,9 +38,9 @@ def test_evaluate_policy_gives_the_mean_return(lanes):
     def make():
         return Monitor(Seeded(gymnasium.make("CartPole-v1", max_episode_steps=40)))
 
-    given = DummyVecEnv([make] * lanes) if lanes else make()
+    given = DummyVecEnv([make] * num_envs) if num_envs else make()
     mean, _ = evaluate_policy(agent, given, n_eval_episodes=6, deterministic=True)
-    if not lanes:  # lanes that run ahead take other seeds
+    if not num_envs:  # environments that run ahead take other seeds
         assert mean == agent.test(env)
     drawn, _ = evaluate_policy(agent, given, n_eval_episodes=6, deterministic=False)
     assert 8 <= min(mean, drawn) <= max(mean, drawn) <= 40

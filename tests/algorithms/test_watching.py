@@ -67,11 +67,11 @@ def test_groups_are_watched_one_episode_at_a_time_and_score_the_same(display, lo
     """Either when that is asked for, or where the environment is to have a window."""
     agent = shown_agent()
     plain = GymnasiumGroups(Shown, max_episode_steps=10)
-    windowed = plain if how else GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
+    render_tests = plain if how else GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
     assert not [entry for entry in log if entry[0] == "human"]  # what looks at the environment needs no window
-    assert windowed.fingerprint() == plain.fingerprint()
+    assert render_tests.fingerprint() == plain.fingerprint()
     log.clear()
-    watched = agent.test(windowed, episodes=3, **how)
+    watched = agent.test(render_tests, episodes=3, **how)
     whole = [(what, value) for mode, what, value in log if mode == "human" and what != "close"]
     seeds = [plain.reset_seed("validation", start) for start in range(3)]
     assert [value for what, value in whole if what == "reset"] == seeds

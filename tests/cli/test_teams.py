@@ -223,7 +223,7 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         ([FAVOURS, "task.env_kwargs={bad: 1}"], "cannot be made"),
         ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
         ([FAVOURS, "task.policies=all"], "unknown value of task.policies"),
-        ([FAVOURS, "task.lanes=0"], "lanes must be at least 1"),
+        ([FAVOURS, "task.num_envs=0"], "num_envs must be at least 1"),
         ([FAVOURS, "task.score=green"], "groups of agents named alike but for their number (red, blue), got 'green'"),
         ([FAVOURS, "task.score=[]"], "score must be one of 'sum', 'min', 'mean'"),
         ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),

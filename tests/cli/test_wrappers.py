@@ -50,7 +50,7 @@ def own(here, monkeypatch):
 
 def test_a_run_in_wrappers_goes_on_and_works_in_processes(own):
     words = ["--env", "HalvesPole-v0", "--wrapper", "mywrappers:Halves", "--wrapper", "TimeAwareObservation", *SHORT]
-    process = program("train", *words, "task.vectorization=processes", "task.lanes=2", cwd=own)
+    process = program("train", *words, "task.vectorization=processes", "task.num_envs=2", cwd=own)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert errors == ""  # whatever workers have to say when they end

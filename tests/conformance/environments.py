@@ -2,7 +2,7 @@
 
 `AskedEnvironmentTestCase` is for environments that open `PromptBatch`, which language models hold;
 `PlayedEnvironmentTestCase` for those that are played step by step, with `SoloEnvironmentTestCase` where `play` returns
-`Played` and `JointEnvironmentTestCase` where it returns `JointPlayed`.
+`Episodes` and `JointEnvironmentTestCase` where it returns `JointEpisodes`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from evogrpo.data import Conversation
-from evogrpo.envs.control.action_noise import AgentDraws, StepDraws
+from evogrpo.envs.control.action_noise import ActionNoise, AgentActionNoise
 from evogrpo.envs.control.actions import mask_sizes
 from evogrpo.envs.control.observations import flatten
-from evogrpo.envs.control.policy_mapping import assign
+from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
 from tests.envs.actors import Scrambler
@@ -321,7 +321,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
 
 class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium_groups.StepEpisodes`."""
+    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium_groups.StartBatch`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
@@ -329,7 +329,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
         """See `PlayedEnvironmentTestCase`."""
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        draws = StepDraws(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
+        draws = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
         played = env.open("train", starts).play(
             Scrambler(env.action_space), start_of_row, members, uniforms=None if greedy else draws
         )
@@ -354,7 +354,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
 
 
 class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo_groups.JointEpisodes`."""
+    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo_groups.JointStartBatch`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
@@ -362,18 +362,20 @@ class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
         """See `PlayedEnvironmentTestCase`."""
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        draws = AgentDraws(0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1)
-        assignment = assign(env.observation_spaces, env.action_spaces, "independent")
-        actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+        draws = AgentActionNoise(
+            0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
+        )
+        mapping = map_policies(env.observation_spaces, env.action_spaces, "independent")
+        actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
         played = env.open("train", starts).play(
-            actors, assignment, start_of_row, members, uniforms=None if greedy else draws
+            actors, mapping, start_of_row, members, uniforms=None if greedy else draws
         )
         parts: list[list[Any]] = [[] for _ in members]
         begins: list[list[Any]] = [[] for _ in members]
         lawful = [True] * len(members)
         for policy, own in played.episodes.items():
-            role = assignment.roles[policy]
-            leaves = flatten(role.observation_space, own.observations)
+            spec = mapping.specs[policy]
+            leaves = flatten(spec.observation_space, own.observations)
             for number, row in enumerate(own.rows.tolist()):
                 here = own.present[number]
                 if not here.any():
@@ -391,7 +393,7 @@ class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
                 )
                 if here[0]:
                     begins[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
-                lawful[row] &= legal(role.action_space, own.actions[number][here], masks)
+                lawful[row] &= legal(spec.action_space, own.actions[number][here], masks)
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
         return [
             PlayedRow(begins=tuple(begins[row]), steps=(*parts[row], earned[row]), legal=lawful[row])

@@ -96,17 +96,17 @@ class TestNative(SoloEnvironmentTestCase):
 
 class TestFewNativeLanes(SoloEnvironmentTestCase):
     def make_env(self, seed=0):
-        return GymnasiumGroups("Pendulum-v1", lanes=5, max_episode_steps=30, seed=seed)
+        return GymnasiumGroups("Pendulum-v1", num_envs=5, max_episode_steps=30, seed=seed)
 
 
 class TestSerial(SoloEnvironmentTestCase):
     def make_env(self, seed=0):
-        return GymnasiumGroups("CartPole-v1", vectorization="serial", lanes=5, max_episode_steps=40, seed=seed)
+        return GymnasiumGroups("CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40, seed=seed)
 
 
 class TestProcesses(SoloEnvironmentTestCase):
     def make_env(self, seed=0):
-        return GymnasiumGroups("CartPole-v1", vectorization="processes", lanes=2, max_episode_steps=15, seed=seed)
+        return GymnasiumGroups("CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15, seed=seed)
 
 
 class TestMasked(SoloEnvironmentTestCase):
@@ -116,12 +116,12 @@ class TestMasked(SoloEnvironmentTestCase):
 
 class TestNoise(SoloEnvironmentTestCase):
     def make_env(self, seed=0):
-        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, recreate_env=True, lanes=7, seed=seed)
+        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7, seed=seed)
 
 
 class TestBirthsAndEnds(JointEnvironmentTestCase):
     def make_env(self, seed=0):
-        return PettingZooGroups(joint_probes.Lives, lanes=5, seed=seed)
+        return PettingZooGroups(joint_probes.Lives, num_envs=5, seed=seed)
 
 
 class TestJointMasks(JointEnvironmentTestCase):

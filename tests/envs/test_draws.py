@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.action_noise import StepDraws
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.randomness import generator
 
 
@@ -12,21 +12,21 @@ def table(draws, rows, t):
 
 
 def test_a_draw_is_the_generators_number_at_row_and_step():
-    draws = StepDraws(5, "sample", streams=[(3, 0), (3, 1)], rows=[2, 4], width=2)
+    draws = ActionNoise(5, "sample", streams=[(3, 0), (3, 1)], rows=[2, 4], width=2)
     got = table(draws, 6, 64)
     expected = [generator(5, "sample", 3, i, 0).random((n, 64, 2), dtype=np.float32) for i, n in ((0, 2), (1, 4))]
     assert np.array_equal(got, np.concatenate(expected))
 
 
 def test_order_repetition_and_company_change_nothing():
-    alone = table(StepDraws(0, "x", streams=[(7,)], rows=[3], width=1), 3, 300)
-    draws = StepDraws(0, "x", streams=[(2,), (7,)], rows=[5, 3], width=1)
+    alone = table(ActionNoise(0, "x", streams=[(7,)], rows=[3], width=1), 3, 300)
+    draws = ActionNoise(0, "x", streams=[(2,), (7,)], rows=[5, 3], width=1)
     for rows, t in (([7, 5, 6], [299, 0, 150]), ([6], [1]), ([5, 5], [64, 63]), ([7, 5, 6], [299, 0, 150])):
         assert np.array_equal(draws(np.array(rows), np.array(t)), alone[np.array(rows) - 5, t])
 
 
 def test_draws_are_uniform_and_all_different():
-    got = table(StepDraws(1, "x", streams=[(0,), (1,)], rows=[20, 20], width=2), 40, 500)
+    got = table(ActionNoise(1, "x", streams=[(0,), (1,)], rows=[20, 20], width=2), 40, 500)
     assert got.dtype == np.float32
     assert ((got >= 0) & (got < 1)).all()
     counts = np.histogram(got, 10, (0, 1))[0]
@@ -36,4 +36,4 @@ def test_draws_are_uniform_and_all_different():
 
 def test_streams_and_rows_must_match():
     with pytest.raises(ValueError, match="got 1 for 2 streams"):
-        StepDraws(0, "x", streams=[(0,), (1,)], rows=[3], width=1)
+        ActionNoise(0, "x", streams=[(0,), (1,)], rows=[3], width=1)

@@ -194,7 +194,7 @@ def test_conversations_tell_who_replies_and_how_long(tokenizer):
         ({"seed": 4}, "seed"),
         ({"test_size": 9}, "test starts"),
         ({"vectorization": "serial"}, None),
-        ({"lanes": 3}, None),
+        ({"num_envs": 3}, None),
     ],
 )
 def test_arguments_of_environments_are_told_apart_by_name(options, name):

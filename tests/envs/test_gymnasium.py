@@ -4,8 +4,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.action_noise import StepDraws
-from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import SPLITS
 from tests.envs import probes
@@ -15,7 +15,7 @@ CLASSIC = ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous
 
 
 def draws(rows, width=1, seed=0):
-    return StepDraws(seed, "sample", streams=[()], rows=[rows], width=width)
+    return ActionNoise(seed, "sample", streams=[()], rows=[rows], width=width)
 
 
 def leaves(tree):
@@ -24,7 +24,7 @@ def leaves(tree):
     return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple) else [tree]
 
 
-def episodes(played: Played):
+def episodes(played: Episodes):
     """Return each row's episode as bytes and numbers, without padding."""
     columns = [*leaves(played.observations), played.actions, played.log_probs, played.step_rewards]
     if played.action_masks is not None:
@@ -46,7 +46,7 @@ def play(env, starts=3, group_size=4, members=(0, 1), *, uniforms=True, **kwargs
     member_ids = [member for member in members for _ in range(starts * group_size)]
     actor = Scrambler(env.action_space)
     per_member = starts * group_size
-    table = StepDraws(0, "sample", streams=[(m,) for m in members], rows=[per_member] * len(members), width=1)
+    table = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[per_member] * len(members), width=1)
     played = env.play(actor, range(starts), start_of_row, member_ids, uniforms=table if uniforms else None, **kwargs)
     return played, actor
 
@@ -54,7 +54,7 @@ def play(env, starts=3, group_size=4, members=(0, 1), *, uniforms=True, **kwargs
 @pytest.mark.parametrize("name", CLASSIC)
 def test_native_and_gymnasium_environments_play_the_same_episodes(name):
     native = GymnasiumGroups(name, max_episode_steps=60)
-    serial = GymnasiumGroups(name, max_episode_steps=60, vectorization="serial", lanes=5)
+    serial = GymnasiumGroups(name, max_episode_steps=60, vectorization="serial", num_envs=5)
     assert native.native
     assert not serial.native
     first, _ = play(native)
@@ -71,24 +71,24 @@ def test_native_and_gymnasium_environments_play_the_same_episodes(name):
 def test_processes_play_the_same_episodes(probe, reseed_noise):
     serial = GymnasiumGroups(probe, reseed_noise=reseed_noise)
     assert not serial.native
-    with GymnasiumGroups(probe, vectorization="processes", lanes=3, reseed_noise=reseed_noise) as processes:
+    with GymnasiumGroups(probe, vectorization="processes", num_envs=3, reseed_noise=reseed_noise) as processes:
         for _ in range(2):  # the second time in the same processes
             assert episodes(play(serial)[0]) == episodes(play(processes)[0])
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 7, 100])
+@pytest.mark.parametrize("num_envs", [1, 2, 7, 100])
 @pytest.mark.parametrize("make", [*probes.PROBES, "CartPole-v1"])
-def test_the_number_of_lanes_changes_nothing(make, lanes):
+def test_the_number_of_lanes_changes_nothing(make, num_envs):
     many, _ = play(GymnasiumGroups(make))
-    some, actor = play(GymnasiumGroups(make, lanes=lanes))
+    some, actor = play(GymnasiumGroups(make, num_envs=num_envs))
     assert episodes(some) == episodes(many)
-    assert max(actor.rows) == min(lanes, 24)
+    assert max(actor.rows) == min(num_envs, 24)
     assert sum(actor.rows) == some.present.sum()  # nothing computed for episodes that had ended
 
 
 @pytest.mark.parametrize("make", [*probes.PROBES, "CartPole-v1", "Acrobot-v1"])
 def test_a_member_plays_the_same_alone_and_in_a_population(make):
-    env = GymnasiumGroups(make, lanes=10, max_episode_steps=50)
+    env = GymnasiumGroups(make, num_envs=10, max_episode_steps=50)
     together = episodes(play(env, members=(0, 3, 5))[0])
     for number, member in enumerate((0, 3, 5)):
         assert episodes(play(env, members=(member,))[0]) == together[12 * number : 12 * number + 12]
@@ -96,7 +96,7 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
 
 @pytest.mark.parametrize("vectorization", ["native", "serial"])
 def test_the_order_of_rows_changes_nothing_but_the_order(vectorization):
-    env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, lanes=4)
+    env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, num_envs=4)
     members, starts = np.repeat([2, 0, 1], 4), np.tile([0, 1, 2, 3], 3)
     actor = Scrambler(env.action_space)
     table = draws(12)
@@ -193,8 +193,8 @@ def test_noise_is_common_unless_it_is_reseeded():
     def still(seen):
         return np.zeros(len(seen), np.int64)
 
-    def noise(reseed, lanes=None, members=(0, 0, 0)):
-        env = GymnasiumGroups(probes.NoisyWalk, reseed_noise=reseed, lanes=lanes)
+    def noise(reseed, num_envs=None, members=(0, 0, 0)):
+        env = GymnasiumGroups(probes.NoisyWalk, reseed_noise=reseed, num_envs=num_envs)
         return env.play(Rule(still), [5], [0] * len(members), members)
 
     common = noise(False)
@@ -202,7 +202,7 @@ def test_noise_is_common_unless_it_is_reseeded():
     own = noise(True)
     assert len(set(episodes(own))) == 3
     assert (own.observations[:, 0] == common.observations[:, 0]).all()  # the start stays common
-    assert episodes(noise(True, lanes=1)) == episodes(own)
+    assert episodes(noise(True, num_envs=1)) == episodes(own)
     # Each member's first, second, ... episode from a start meets the same noise: members are compared fairly.
     both = episodes(noise(True, members=(0, 1, 0, 1)))
     assert both[0] == both[1] == episodes(own)[0]
@@ -225,7 +225,7 @@ def test_a_failure_leaves_nothing_behind():
 
 
 def test_members_take_turns_at_scarce_lanes():
-    env = GymnasiumGroups(probes.ConstantReward, lanes=6)
+    env = GymnasiumGroups(probes.ConstantReward, num_envs=6)
     company = []
 
     class Watching(Scrambler):
@@ -238,7 +238,7 @@ def test_members_take_turns_at_scarce_lanes():
 
 
 def test_temperature_and_base_reach_the_actor():
-    env = GymnasiumGroups("CartPole-v1", lanes=2)
+    env = GymnasiumGroups("CartPole-v1", num_envs=2)
 
     class Watching(Scrambler):
         def act(self, observations, member_ids, *, temperature, base, **rest):

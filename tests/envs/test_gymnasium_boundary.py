@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from evogrpo.envs.control.action_noise import StepDraws
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
@@ -79,10 +79,10 @@ def test_images_stay_bytes_and_composite_observations_keep_their_structure():
     assert {name: leaf.shape for name, leaf in named.items()} == {"number": (ROWS, 1, 1), "which": (ROWS, 1)}
 
 
-@pytest.mark.parametrize("lanes", [3, 64])
-def test_masks_reach_the_policy_and_the_record(lanes):
-    env = GymnasiumGroups(probes.Masked, lanes=lanes)
-    draws = StepDraws(0, "sample", streams=[()], rows=[ROWS], width=1)
+@pytest.mark.parametrize("num_envs", [3, 64])
+def test_masks_reach_the_policy_and_the_record(num_envs):
+    env = GymnasiumGroups(probes.Masked, num_envs=num_envs)
+    draws = ActionNoise(0, "sample", streams=[()], rows=[ROWS], width=1)
     played = env.play(Scrambler(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
     assert played.lengths.tolist() == [3] * ROWS  # no illegal action, or the probe would have raised
     assert np.array_equal(played.action_masks, played.observations.astype(bool))
@@ -105,7 +105,7 @@ class Occasional(probes.ConstantReward):
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
 def test_where_no_mask_is_given_everything_is_legal(vectorization):
-    with GymnasiumGroups(Occasional, vectorization=vectorization, lanes=2) as env:
+    with GymnasiumGroups(Occasional, vectorization=vectorization, num_envs=2) as env:
         played = env.play(Rule(lambda seen: np.ones(len(seen), int)), range(ROWS), range(ROWS), [0] * ROWS)
         odd = np.array(env.open("train", range(ROWS)).seeds) % 2 == 1
     assert 0 < odd.sum() < ROWS
@@ -205,8 +205,8 @@ class Endless(Odd):
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
 def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
-    env = GymnasiumGroups(Endless, vectorization=vectorization, lanes=2)
-    assert (env.max_episode_steps, env.cut_off) == (1000, True)
+    env = GymnasiumGroups(Endless, vectorization=vectorization, num_envs=2)
+    assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with env:
         with pytest.warns(UserWarning, match="cut off after 1,000 steps.*set max_episode_steps"):
             played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
@@ -232,7 +232,7 @@ def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, 
             setattr(self, name, declared)
 
     env = GymnasiumGroups(Declares)
-    assert (env.max_episode_steps, env.cut_off) == (declared, False)
+    assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
     played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
     assert played.lengths.tolist() == [max(1000, declared)]  # it does not do as it says
 
@@ -241,7 +241,7 @@ def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, 
     ("kwargs", "message"),
     [
         ({"train_size": 0}, r"train_size must lie in \[1, "),
-        ({"lanes": 0}, "lanes must be at least 1"),
+        ({"num_envs": 0}, "num_envs must be at least 1"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
     ],

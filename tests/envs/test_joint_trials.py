@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import assign
+from evogrpo.envs.control.policy_mapping import map_policies
 from tests.envs import joint_probes
 from tests.envs.actors import Scrambler
 
@@ -28,14 +28,14 @@ OPPOSED = {
 def said_of(env, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        env.warn_of_opposed(**{"team_credit": True} | options)
+        env.warn_opposed_rewards(**{"team_credit": True} | options)
     return [str(warning.message) for warning in caught]
 
 
 def lengths(env):
-    assignment = assign(env.observation_spaces, env.action_spaces, "shared")
-    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
-    return env.open("train", [0]).play(actors, assignment, [0, 0], [0, 0]).lengths.tolist()
+    mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
+    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+    return env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).lengths.tolist()
 
 
 # ---- opposed agents
@@ -137,7 +137,7 @@ class Endless(joint_probes.Favours):
 
 def test_an_endless_game_is_cut_off_and_said_to_be():
     env = PettingZooGroups(Endless)
-    assert (env.max_episode_steps, env.cut_off) == (1000, True)
+    assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with pytest.warns(UserWarning, match=r"was cut off after 1,000 steps, .*: set max_episode_steps"):
         assert lengths(env) == [1000, 1000]
     assert lengths(env) == [1000, 1000]  # said once
@@ -145,7 +145,7 @@ def test_an_endless_game_is_cut_off_and_said_to_be():
 
 def test_a_limit_that_a_game_names_is_believed_and_made_sure_of():
     env = PettingZooGroups(Endless, env_kwargs={"max_cycles": 20})
-    assert (env.max_episode_steps, env.cut_off) == (20, False)
+    assert (env.max_episode_steps, env.uses_default_limit) == (20, False)
     with pytest.warns(UserWarning, match="cut off after 1,000 steps"):
         assert lengths(env) == [1000, 1000]
     assert PettingZooGroups(Endless, env_kwargs={"max_cycles": 3000}).max_episode_steps == 3000
@@ -166,10 +166,10 @@ def test_what_is_carried_over_is_seen_and_mended():
     with pytest.warns(UserWarning, match=r"the reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
         env = PettingZooGroups(joint_probes.Remembering)
     assert env.recreate_env
-    assignment = assign(env.observation_spaces, env.action_spaces, "shared")
+    mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
     actors = {"shared": Scrambler(env.action_spaces["red_0"])}
     for _ in range(2):
-        played = env.open("train", [0, 1]).play(actors, assignment, [0, 0, 1], [0, 0, 0])
+        played = env.open("train", [0, 1]).play(actors, mapping, [0, 0, 1], [0, 0, 0])
         assert all(set(returns.values()) == {1.0} for returns in played.returns)
 
 

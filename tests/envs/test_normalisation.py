@@ -5,7 +5,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from evogrpo.envs.control.action_noise import StepDraws
+from evogrpo.envs.control.action_noise import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import ObservationStatistics
 from tests.envs import probes
@@ -14,7 +14,7 @@ from tests.envs.actors import Scrambler
 
 def play(env, statistics, members=(0, 1)):
     rows = [member for member in members for _ in range(6)]
-    draws = StepDraws(0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width=1)
+    draws = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width=1)
     actor = Scrambler(env.action_space)
     return env.play(actor, range(3), [0, 0, 1, 1, 2, 2] * len(members), rows, uniforms=draws, statistics=statistics)
 
@@ -55,7 +55,7 @@ def test_later_iterations_see_deviations_from_the_frozen_mean():
 
 
 def test_the_policy_is_shown_what_is_recorded():
-    env = GymnasiumGroups("CartPole-v1", lanes=5)
+    env = GymnasiumGroups("CartPole-v1", num_envs=5)
     empty = ObservationStatistics.empty(2, env.observation_space)
     statistics = empty.merged(play(env, empty).observed)
     shown = []
@@ -70,7 +70,7 @@ def test_the_policy_is_shown_what_is_recorded():
 
 
 def test_members_never_see_each_others_statistics():
-    env = GymnasiumGroups("CartPole-v1", lanes=7)
+    env = GymnasiumGroups("CartPole-v1", num_envs=7)
     empty = ObservationStatistics.empty(4, env.observation_space)
     statistics = empty.merged(play(env, empty, members=(1, 3)).observed)
     assert statistics.count[[0, 2]].tolist() == [0, 0]

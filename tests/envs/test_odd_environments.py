@@ -90,12 +90,12 @@ class Remembers(gymnasium.Wrapper):
 
 
 @pytest.mark.parametrize("vectorization", EVERYWHERE)
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_an_environment_that_is_made_anew_forgets(vectorization, lanes):
-    env = GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, lanes=lanes)
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_an_environment_that_is_made_anew_forgets(vectorization, num_envs):
+    env = GymnasiumGroups(Remembers, recreate_env=True, vectorization=vectorization, num_envs=num_envs)
     assert play(env, rows=6).lengths.tolist() == [1] * 6
     with pytest.warns(UserWarning, match="leave out recreate_env=False"):
-        reset = GymnasiumGroups(Remembers, recreate_env=False, vectorization=vectorization, lanes=1)
+        reset = GymnasiumGroups(Remembers, recreate_env=False, vectorization=vectorization, num_envs=1)
     assert play(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -107,7 +107,9 @@ def test_environments_that_are_closed_when_made_anew():
             closed.append(self)
 
     made = []
-    env = GymnasiumGroups(lambda: made.append(Closes()) or made[-1], recreate_env=True, vectorization="serial", lanes=2)
+    env = GymnasiumGroups(
+        lambda: made.append(Closes()) or made[-1], recreate_env=True, vectorization="serial", num_envs=2
+    )
     assert set(closed) == set(made)  # those that were tried
     tried = len(made)
     play(env, rows=5)
@@ -117,8 +119,8 @@ def test_environments_that_are_closed_when_made_anew():
 def test_bipedal_walker_is_made_anew_without_being_asked():
     pytest.importorskip("Box2D", reason="needs the extra gymnasium[box2d]")
 
-    def returns(lanes):
-        env = GymnasiumGroups("BipedalWalker-v3", max_episode_steps=60, lanes=lanes)
+    def returns(num_envs):
+        env = GymnasiumGroups("BipedalWalker-v3", max_episode_steps=60, num_envs=num_envs)
         rule = Rule(lambda seen: np.tile(np.float32([0.9, -0.6, 0.4, 0.7]), (len(seen), 1)))
         with env:
             return env.play(rule, range(2), [0] * 3 + [1] * 3, [0] * 6).rewards
@@ -161,7 +163,7 @@ def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.array(1.0), np.array([1.0]), np.array([[1]])])
 @pytest.mark.parametrize("ends", [bool, np.bool_, lambda over: np.array([over])])
 def test_arrays_of_one_number_are_numbers(vectorization, reward, ends):
-    played = play(GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, lanes=2))
+    played = play(GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2))
     assert played.rewards.tolist() == [3.0] * 4
     assert played.step_rewards.shape == (4, 3)
     assert not played.truncated.any()
@@ -185,7 +187,7 @@ def test_rewards_of_several_numbers_are_refused():
 )
 def test_observations_that_do_not_fit_their_space_are_refused(vectorization, space, sees, message):
     given = [np.zeros(space.shape, space.dtype)]
-    env = GymnasiumGroups(lambda: Odd(space, given[0]), vectorization=vectorization, lanes=2)
+    env = GymnasiumGroups(lambda: Odd(space, given[0]), vectorization=vectorization, num_envs=2)
     given[0] = sees  # only now, as such an environment is refused at once
     with pytest.raises(ValueError, match=message):
         play(env)
@@ -204,7 +206,7 @@ def test_observations_that_do_not_fit_their_space_are_refused(vectorization, spa
     ],
 )
 def test_observations_of_another_type_with_the_same_numbers_are_taken(vectorization, space, sees):
-    played = play(GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, lanes=2))
+    played = play(GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, num_envs=2))
     assert played.observations.dtype == space.dtype
     assert (played.observations == np.asarray(sees, dtype=space.dtype)).all()
 
@@ -219,7 +221,7 @@ def test_observations_of_another_type_with_the_same_numbers_are_taken(vectorizat
     ],
 )
 def test_nothing_in_the_infos_but_the_mask_is_read(vectorization, infos):
-    played = play(GymnasiumGroups(lambda: Odd(infos=infos), vectorization=vectorization, lanes=2), rows=8)
+    played = play(GymnasiumGroups(lambda: Odd(infos=infos), vectorization=vectorization, num_envs=2), rows=8)
     assert played.rewards.tolist() == [3.0] * 8
     if "action_mask" in infos[0]:
         assert not played.action_masks[:, 1:, 1].any()
@@ -264,7 +266,7 @@ def test_every_environment_is_closed_whatever_one_of_them_raises():
 
 def test_a_process_that_dies_is_named_and_leaves_nothing_behind():
     broken = []
-    env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="processes", lanes=2)
+    env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="processes", num_envs=2)
     broken.append("die")  # only now, as a few steps are tried in this process
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a process of the environment has died"):

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.action_noise import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import assign
+from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS
 from tests.envs import joint_probes
 from tests.envs.actors import Rule, Scrambler
@@ -23,21 +23,21 @@ MAKERS = {
 
 
 def draws(rows, *, streams=((),), seed=0):
-    return AgentDraws(seed, "sample", streams=list(streams), rows=list(rows), width_of=lambda agent: 1)
+    return AgentActionNoise(seed, "sample", streams=list(streams), rows=list(rows), width_of=lambda agent: 1)
 
 
-def assignment_of(env, policies="shared", **options):
-    return assign(env.observation_spaces, env.action_spaces, policies, **options)
+def mapping_of(env, policies="shared", **options):
+    return map_policies(env.observation_spaces, env.action_spaces, policies, **options)
 
 
 def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1), greedy=False):
     """Play groups of every member; rows are [member, start, replica]."""
-    assignment = assignment_of(env, policies)
-    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+    mapping = mapping_of(env, policies)
+    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
     rows = starts * group_size
     return env.open("train", range(starts)).play(
         actors,
-        assignment,
+        mapping,
         [start for _ in members for start in range(starts) for _ in range(group_size)],
         [member for member in members for _ in range(rows)],
         uniforms=None if greedy else draws([rows] * len(members), streams=[(member,) for member in members]),
@@ -70,13 +70,13 @@ def test_the_environments_of_these_tests_keep_to_the_parallel_api(make):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_number_of_lanes_changes_nothing(make):
     many = parts(play(PettingZooGroups(make)))
-    for lanes in (1, 5):
-        assert parts(play(PettingZooGroups(make, lanes=lanes))) == many
+    for num_envs in (1, 5):
+        assert parts(play(PettingZooGroups(make, num_envs=num_envs))) == many
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_member_plays_the_same_alone_and_in_a_population(make):
-    env = PettingZooGroups(make, lanes=7)
+    env = PettingZooGroups(make, num_envs=7)
     together = parts(play(env, members=(0, 3, 5)))
     for number, member in enumerate((0, 3, 5)):
         first = 12 * number
@@ -138,10 +138,10 @@ def test_births_ends_and_whose_rewards_an_action_answers_for():
     env = PettingZooGroups(joint_probes.Lives)
     parity = [env.reset_seed("train", start) % 2 for start in range(20)]
     odd, even = parity.index(1), parity.index(0)
-    assignment = assignment_of(env)
+    mapping = mapping_of(env)
     # All choose 0: short_0 ends with its second step.
     still = Rule(lambda seen: np.zeros(len(seen), np.int64))
-    played = env.open("train", [odd, even]).play({"shared": still}, assignment, [0, 1, 0, 1], [0] * 4)
+    played = env.open("train", [odd, even]).play({"shared": still}, mapping, [0, 1, 0, 1], [0] * 4)
     own = played.episodes["shared"]
     rows = dict(zip(zip(own.rows.tolist(), own.agents, strict=True), range(len(own.agents)), strict=True))
     assert list(rows)[:3] == [(0, "late_0"), (0, "old_0"), (0, "short_0")]  # in the environment's own order
@@ -218,7 +218,7 @@ def test_agents_born_by_chance_live_once_and_without_gaps(name):
 @pytest.mark.parametrize("beside", [False, True])
 def test_action_masks_are_found_where_pettingzoo_has_them(beside):
     env = PettingZooGroups(lambda: joint_probes.Masked(beside=beside))
-    assert assignment_of(env).roles["shared"].observation_space.shape == (3,)
+    assert mapping_of(env).specs["shared"].observation_space.shape == (3,)
     own = play(env).episodes["shared"]
     assert (own.own_rewards == 1).all()  # an illegal action costs 99
     assert (own.action_masks == (own.observations == 0)).all()
@@ -247,7 +247,7 @@ def test_who_is_not_to_move_is_not_asked():
 def test_a_time_limit_truncates_whoever_is_alive():
     env = PettingZooGroups(joint_probes.Lives, max_episode_steps=2)
     still = Rule(lambda seen: np.zeros(len(seen), np.int64))
-    played = env.open("train", [0]).play({"shared": still}, assignment_of(env), [0], [0])
+    played = env.open("train", [0]).play({"shared": still}, mapping_of(env), [0], [0])
     own = played.episodes["shared"]
     assert own.agents == ("old_0", "short_0")
     assert own.truncated.tolist() == [True, False]
@@ -257,23 +257,23 @@ def test_a_time_limit_truncates_whoever_is_alive():
 
 def test_policies_are_shared_out_by_name():
     env = PettingZooGroups(joint_probes.Favours)
-    names = {policies: list(assignment_of(env, policies).roles) for policies in ("shared", "prefix", "independent")}
+    names = {policies: list(mapping_of(env, policies).specs) for policies in ("shared", "prefix", "independent")}
     assert names == {"shared": ["shared"], "prefix": ["red", "blue"], "independent": ["red_0", "red_1", "blue_0"]}
     assert play(env, "prefix").episodes["red"].agents[:3] == ("red_0", "red_1", "red_0")
     lone = {"solo": gymnasium.spaces.Discrete(2), "first_second_7": gymnasium.spaces.Discrete(2)}
-    assert list(assign(lone, lone, "prefix").roles) == ["solo", "first_second"]
+    assert list(map_policies(lone, lone, "prefix").specs) == ["solo", "first_second"]
 
 
 def test_a_policy_is_told_whom_it_acts_for_on_request():
     env = PettingZooGroups(joint_probes.Favours)
-    assignment = assignment_of(env, "prefix", agent_ids=True)
-    assert assignment.roles["red"].observation_space.shape == (5,)
-    assert assignment.roles["blue"].observation_space.shape == (3,)  # one agent needs no number
-    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
-    own = env.open("train", [0]).play(actors, assignment, [0, 0], [0, 0]).episodes["red"]
+    mapping = mapping_of(env, "prefix", agent_ids=True)
+    assert mapping.specs["red"].observation_space.shape == (5,)
+    assert mapping.specs["blue"].observation_space.shape == (3,)  # one agent needs no number
+    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+    own = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
     assert own.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
     image = {agent: gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
-    space = assign(image, dict.fromkeys(image, gymnasium.spaces.Discrete(2)), agent_ids=True).roles["shared"]
+    space = map_policies(image, dict.fromkeys(image, gymnasium.spaces.Discrete(2)), agent_ids=True).specs["shared"]
     pictures = np.zeros((2, 8, 8, 3), np.uint8)
     leaves = space.identified([pictures], ["a_1", "a_0"])
     assert leaves[1].tolist() == [[0, 1], [1, 0]]
@@ -316,7 +316,7 @@ def test_a_failure_leaves_nothing_behind():
             return super().act(*args, **kwargs)
 
     with pytest.raises(RuntimeError, match="stop"):
-        env.open("train", [0]).play({"shared": Failing(gymnasium.spaces.Discrete(2))}, assignment_of(env), [0], [0])
+        env.open("train", [0]).play({"shared": Failing(gymnasium.spaces.Discrete(2))}, mapping_of(env), [0], [0])
     assert parts(play(env)) == expected
     env.close()
     assert parts(play(env)) == expected
@@ -468,18 +468,18 @@ def test_whoever_has_no_legal_action_is_not_asked_whatever_the_mask_is_written_a
 
 
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="lanes must be at least 1, got None"):
-        PettingZooGroups(joint_probes.Favours, lanes=None)
+    with pytest.raises(ValueError, match="num_envs must be at least 1, got None"):
+        PettingZooGroups(joint_probes.Favours, num_envs=None)
     with pytest.raises(ValueError, match="must make a pettingzoo ParallelEnv, got CartPoleEnv"):
         PettingZooGroups(lambda: gymnasium.make("CartPole-v1").unwrapped)
-    with pytest.raises(ValueError, match="lanes must be at least 1, got 0"):
-        PettingZooGroups(joint_probes.Lives, lanes=0)
+    with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
+        PettingZooGroups(joint_probes.Lives, num_envs=0)
     with pytest.raises(ValueError, match="validation_size must lie in"):
         PettingZooGroups(joint_probes.Lives, validation_size=0)
     with pytest.raises(ValueError, match="env must make environments"):
         PettingZooGroups(joint_probes.Lives())
     env = PettingZooGroups(joint_probes.Lives)
-    assignment = assignment_of(env)
+    mapping = mapping_of(env)
     actors = {"shared": Scrambler(gymnasium.spaces.Discrete(2))}
     opened = env.open("train", [0])
     for starts, members, options, message in (
@@ -489,9 +489,9 @@ def test_arguments_are_checked():
         ([0], [0], {"temperature": [1.0, 1.0]}, "one number per row"),
     ):
         with pytest.raises(ValueError, match=message):
-            opened.play(actors, assignment, starts, members, **options)
+            opened.play(actors, mapping, starts, members, **options)
     with pytest.raises(ValueError, match=r"an actor is missing for the policies \['shared'\]"):
-        opened.play({}, assignment, [0], [0])
+        opened.play({}, mapping, [0], [0])
 
 
 def test_assignments_that_cannot_be_are_refused():
@@ -499,22 +499,25 @@ def test_assignments_that_cannot_be_are_refused():
     choices = dict.fromkeys(vectors, gymnasium.spaces.Discrete(2))
     for policies in ("shared", "prefix"):
         with pytest.raises(ValueError, match="agents of one policy must have the same spaces"):
-            assign(vectors, choices, policies)
-    assert len(assign(vectors, choices, "independent").roles) == 2
+            map_policies(vectors, choices, policies)
+    assert len(map_policies(vectors, choices, "independent").specs) == 2
     bounded = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 2, (3,))}
-    assert assign(bounded, choices).roles["shared"].agents == ("a_0", "a_1")  # what bounds an observation matters not
+    assert map_policies(bounded, choices).specs["shared"].agents == (
+        "a_0",
+        "a_1",
+    )  # what bounds an observation matters not
     with pytest.raises(ValueError, match=r"a_0 sees .* acts in Discrete\(2\); a_1 sees .* acts in Discrete\(3\)"):
-        assign(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
+        map_policies(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):
-        assign(vectors, choices, "common")
+        map_policies(vectors, choices, "common")
     with pytest.raises(ValueError, match="must name the same agents"):
-        assign(vectors, {"a_0": gymnasium.spaces.Discrete(2)})
+        map_policies(vectors, {"a_0": gymnasium.spaces.Discrete(2)})
     env = PettingZooGroups(MAKERS["generated"])
     with pytest.raises(ValueError, match="has no policy: 'independent' policies were made for"):
         play(env, "independent")
-    assignment = assignment_of(env, agent_ids=True)
+    mapping = mapping_of(env, agent_ids=True)
     with pytest.raises(ValueError, match="agent_ids numbers the agents"):
-        env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, assignment, [0], [0])
+        env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, mapping, [0], [0])
 
 
 @pytest.mark.parametrize(
@@ -536,9 +539,9 @@ def test_agents_that_differ_are_named_with_the_policies_that_fit_them(sizes, pol
     vectors = {agent: gymnasium.spaces.Box(0, 1, (1 if acting else size,)) for agent, size in sizes.items()}
     choices = {agent: gymnasium.spaces.Discrete(size if acting else 2) for agent, size in sizes.items()}
     with pytest.raises(ValueError, match=said) as refused:
-        assign(vectors, choices, policies)
+        map_policies(vectors, choices, policies)
     offered = "prefix" if "'prefix'" in str(refused.value) else "independent"
-    assert len(assign(vectors, choices, offered).roles) > 1
+    assert len(map_policies(vectors, choices, offered).specs) > 1
 
 
 def test_scores_are_what_the_caller_says():
@@ -556,7 +559,7 @@ def test_simple_spread_is_played_as_published():
     parallel_api_test(make(**kwargs), num_cycles=30)
     env = PettingZooGroups(make, env_kwargs=kwargs)
     assert env.agents == ("agent_0", "agent_1", "agent_2")
-    assert list(assignment_of(env, "prefix").roles) == ["agent"]
+    assert list(mapping_of(env, "prefix").specs) == ["agent"]
     played = play(env, starts=2, group_size=2)
     own = played.episodes["shared"]
     assert own.observations.shape == (24, 25, 18)

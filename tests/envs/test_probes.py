@@ -8,7 +8,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
 
-from evogrpo.envs.control.making import Parked, ReseededNoise
+from evogrpo.envs.control.making import PauseAtEnd, ReseededNoise
 from tests.envs import probes
 
 CHANCE = [probe for probe in probes.PROBES if getattr(probe, "chance", None) is not None]
@@ -38,7 +38,9 @@ def mean_return(env, choose, episodes):
     return total / episodes
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), lambda env: Parked(lambda: env)])
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), lambda env: PauseAtEnd(lambda: env)]
+)
 @pytest.mark.parametrize(
     "probe", [*(probe for probe in probes.PROBES if probe is not probes.Masked), probes.Slow, probes.Endless]
 )

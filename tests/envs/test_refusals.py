@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import joint_probes, probes
 
-REMEDY = r"must be one environment, got a vector of \d \(\w+\): give 'CartPole-v1' or a callable .*lanes="
+REMEDY = r"must be one environment, got a vector of \d \(\w+\): give 'CartPole-v1' or a callable .*num_envs="
 
 
 def stable_baselines(kind):

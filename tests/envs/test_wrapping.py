@@ -56,7 +56,7 @@ def returns(**options):
     ],
 )
 def test_wrappers_are_put_on_in_order_wherever_it_runs(wrappers, earned, vectorization):
-    assert returns(wrappers=wrappers, vectorization=vectorization, lanes=2) == [earned] * 3
+    assert returns(wrappers=wrappers, vectorization=vectorization, num_envs=2) == [earned] * 3
 
 
 def test_spaces_are_those_of_the_outermost_and_nothing_native_runs():

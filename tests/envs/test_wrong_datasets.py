@@ -99,7 +99,7 @@ def test_an_unknown_split_is_refused(split):
     [
         (lambda: HuggingFaceGym(QUESTIONS, tokenizer=tiny_tokenizer(), reward_func=variety), "reward_funcs"),
         (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
-        (lambda: GymnasiumGroups("CartPole-v1", num_envs=8), "lanes"),
+        (lambda: GymnasiumGroups("CartPole-v1", n_envs=8), "num_envs"),
         (lambda: GymnasiumGroups("CartPole-v1", time_limit=8), "max_episode_steps"),
         (lambda: tiny_agent().generate(["1+1"], max_new_tokens=4), "max_output_tokens"),
         (lambda: load_base("smollm2-135m", dtyp="float32"), "dtype"),

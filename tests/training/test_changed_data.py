@@ -92,4 +92,4 @@ def test_an_environment_with_other_arguments_is_refused(tmp_path):
     list(evolve(population, env, run_dir=tmp_path, **BRIEF, test_questions=0))
     with pytest.raises(ValueError, match="max_episode_steps: 9 -> 11"):
         resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=11))
-    resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=9, lanes=3))
+    resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=9, num_envs=3))

@@ -28,7 +28,7 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch, Experience, ObservationInputs
-from evogrpo.envs.control.action_noise import AgentDraws, AgentUniforms
+from evogrpo.envs.control.action_noise import AgentActionNoise, AgentUniforms
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.episodes import AgentEpisodes
 from evogrpo.envs.control.observations import (
@@ -40,7 +40,7 @@ from evogrpo.envs.control.observations import (
     unflatten,
 )
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import AgentSpaces, Assignment, assign
+from evogrpo.envs.control.policy_mapping import AgentSpaces, PolicyMapping, map_policies
 from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import Sampler
@@ -118,7 +118,7 @@ class JointPolicySet:
         settings: As given.
         hp_config: As given.
         device: As given.
-        assignment: Which policy acts for which agent.
+        mapping: Which policy acts for which agent.
         policies: By name.
         banks: Theirs.
 
@@ -143,19 +143,19 @@ class JointPolicySet:
     ) -> None:
         self.observation_spaces, self.action_spaces = dict(observation_spaces), dict(action_spaces)
         self.settings, self.hp_config, self.device = settings, hp_config, torch.device(device)
-        self.assignment: Assignment = assign(
+        self.mapping: PolicyMapping = map_policies(
             observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
         )
         self.policies = {
             name: StackedPolicy(
-                role.observation_space,
-                role.action_space,
+                spec.observation_space,
+                spec.action_space,
                 size,
                 # Agents that are alike start with policies that differ: nothing else would tell them apart.
                 replace(settings, seed=int(generator(settings.seed, "policy", number).integers(2**31))),
                 device=device,
             )
-            for number, (name, role) in enumerate(self.assignment.roles.items())
+            for number, (name, spec) in enumerate(self.mapping.specs.items())
         }
         self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
 
@@ -201,10 +201,10 @@ class JointPolicySet:
         """
         self.check(env)
         if any(learner.step == 0 for learner in wanted.learners):  # before anybody has learnt
-            env.warn_of_opposed(team_credit=self.settings.credit == "team")
+            env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
         asked = wanted.rows(part)
         member_ids, temperature, chosen = asked.member_ids.numpy(), asked.temperature.numpy(), asked.chosen.numpy()
-        draws = AgentDraws(
+        draws = AgentActionNoise(
             self.settings.seed,
             wanted.purpose,
             streams=wanted.streams,
@@ -213,7 +213,7 @@ class JointPolicySet:
         )
         played = env.open("train", starts).play(
             self.policies,
-            self.assignment,
+            self.mapping,
             asked.start_ids.tolist(),
             member_ids.tolist(),
             uniforms=lambda agent, rows, t: draws(agent, chosen[rows], t),
@@ -247,7 +247,7 @@ class JointPolicySet:
         member_ids = asked.member_ids.numpy()
         played = env.open(asked.split, asked.questions).play(
             self.policies,
-            self.assignment,
+            self.mapping,
             asked.start_ids.tolist(),
             member_ids.tolist(),
             uniforms=None if asked.answers is None else self._held_out_draws(asked),
@@ -263,7 +263,7 @@ class JointPolicySet:
         )
 
     def _held_out_draws(self, asked: EvaluationRequest) -> AgentUniforms:
-        draws = AgentDraws(
+        draws = AgentActionNoise(
             self.settings.seed,
             HELD_OUT,
             streams=asked.streams,
@@ -274,7 +274,7 @@ class JointPolicySet:
 
     def _width_of(self, agent: str) -> int:
         """Return how many random numbers an agent's action takes."""
-        return self.policies[self.assignment.policy_of(agent)].bank.uniforms_per_action
+        return self.policies[self.mapping.policy_of(agent)].bank.uniforms_per_action
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add what each policy's agents have observed to its running statistics."""
@@ -299,21 +299,21 @@ class JointPolicySet:
     ) -> dict[Any, Any]:
         own: dict[str, list[Any]] = {}
         for agent in seen:
-            own.setdefault(self.assignment.policy_of(str(agent)), []).append(agent)
+            own.setdefault(self.mapping.policy_of(str(agent)), []).append(agent)
         chosen: dict[Any, Any] = {}
         for policy, agents in own.items():
-            role, width = self.assignment.roles[policy], self.policies[policy].bank.uniforms_per_action
-            split = [role.split(seen[agent]) for agent in agents]
+            spec, width = self.mapping.specs[policy], self.policies[policy].bank.uniforms_per_action
+            split = [spec.split(seen[agent]) for agent in agents]
             given = [masks.get(agent) if mask is None else mask for agent, (_, mask) in zip(agents, split, strict=True)]
-            leaves = role.identified(stack(role.parts, [part for part, _ in split]), [str(agent) for agent in agents])
+            leaves = spec.identified(stack(spec.parts, [part for part, _ in split]), [str(agent) for agent in agents])
             acted = self.policies[policy].act(
-                unflatten(role.observation_space, leaves),
+                unflatten(spec.observation_space, leaves),
                 np.full(len(agents), learner.slot),
                 uniforms=None if rng is None else rng.random((len(agents), width), dtype=np.float32),
                 temperature=np.full(len(agents), learner.hyperparameters.temperature, dtype=np.float32),
-                action_mask=legal_actions(role.action_space, given),
+                action_mask=legal_actions(spec.action_space, given),
             )
-            chosen |= dict(zip(agents, to_environment(role.action_space, acted.actions), strict=True))
+            chosen |= dict(zip(agents, to_environment(spec.action_space, acted.actions), strict=True))
         return chosen
 
     def generate(self, learner: Learner, asked: TextRequest) -> list[str]:

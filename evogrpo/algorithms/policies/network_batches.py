@@ -13,7 +13,7 @@ from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import flatten, leaf_spaces, normalised_leaves, observed, unflatten
-from evogrpo.envs.control.rollout import held_by_members
+from evogrpo.envs.control.rollout import fits_float32
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -49,7 +49,7 @@ def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any,
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
-        if array.dtype.kind == "f" and not held_by_members(array).all():
+        if array.dtype.kind == "f" and not fits_float32(array).all():
             raise ValueError(f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}")
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:

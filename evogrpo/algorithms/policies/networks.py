@@ -29,9 +29,9 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Acted, Batch, Experience, ObservationInputs
-from evogrpo.envs.control.action_noise import StepDraws, StepUniforms
+from evogrpo.envs.control.action_noise import ActionNoise, StepUniforms
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.protocol import GroupEnvironment, Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import Sampler
@@ -179,7 +179,7 @@ class NetworkPolicySet:
         """Play one episode for each row, or for each row of a part."""
         self.check(env)
         bank, rows = self.networks.bank, wanted.rows(part)
-        draws = StepDraws(
+        draws = ActionNoise(
             self.settings.seed,
             wanted.purpose,
             streams=wanted.streams,
@@ -206,7 +206,7 @@ class NetworkPolicySet:
             observed=() if played.observed is None else ({DEFAULT: played.observed},),
         )
 
-    def _batch(self, played: Played, rows: RequestedRows) -> Batch:
+    def _batch(self, played: Episodes, rows: RequestedRows) -> Batch:
         present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
         self.masked = self.masked or played.action_masks is not None
         return Batch(
@@ -230,7 +230,7 @@ class NetworkPolicySet:
         """Play held-out starts, sampled at temperature 1 or greedily; rewards are undiscounted returns."""
         self.check(env)
         bank = self.networks.bank
-        played: Played = env.open(asked.split, asked.questions).play(
+        played: Episodes = env.open(asked.split, asked.questions).play(
             bank,
             asked.start_ids.tolist(),
             asked.member_ids.tolist(),
@@ -243,7 +243,7 @@ class NetworkPolicySet:
         return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))
 
     def _held_out_draws(self, asked: EvaluationRequest, width: int) -> StepUniforms:
-        draws = StepDraws(
+        draws = ActionNoise(
             self.settings.seed, HELD_OUT, streams=asked.streams, rows=[asked.each] * len(asked.questions), width=width
         )
         return lambda rows, t: draws(rows % asked.per_slot, t)

@@ -91,7 +91,7 @@ class JointSettings(NetworkSettings):
     """Settings of a multi-agent population that do not evolve and that a checkpoint stores; every policy has the rest.
 
     Attributes:
-        policies: Which agents share a policy; see `evogrpo.envs.control.policy_mapping.Assignment`.
+        policies: Which agents share a policy; see `evogrpo.envs.control.policy_mapping.PolicyMapping`.
         credit: What an agent's action is worth: "team" = what all agents earn from then on, "agent" = what it earns
             itself.
         agent_ids: Whether a policy that acts for several agents is told which of them it acts for.

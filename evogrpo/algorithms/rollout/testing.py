@@ -10,12 +10,12 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.algorithms.rollout.collect import check_groups
 from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
-from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.gymnasium_groups import StepEpisodes
-from evogrpo.envs.control.making import CUT_OFF, declared_limit, time_limit
+from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
+from evogrpo.envs.control.gymnasium_groups import StartBatch
+from evogrpo.envs.control.making import DEFAULT_MAX_EPISODE_STEPS, declared_limit, time_limit
 from evogrpo.envs.control.rendering import WINDOW, window
-from evogrpo.envs.control.rollout import Requested, play_episodes
-from evogrpo.envs.control.vector_env import ONLY, SerialLanes
+from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes
+from evogrpo.envs.control.vector_env import DEFAULT_POLICY, SerialVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 
 
@@ -39,8 +39,8 @@ class SingleEnvironment:
         self.observation_space, self.action_space = env.observation_space, env.action_space
         own = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
         known = next((limit for limit in own if limit is not None), None)
-        self._env = _Borrowed(env if known is not None else TimeLimit(env, CUT_OFF))
-        self.max_episode_steps, self._episodes = known or CUT_OFF, episodes
+        self._env = _Borrowed(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
+        self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
         self._drawn = env.render_mode == WINDOW
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
@@ -51,19 +51,21 @@ class SingleEnvironment:
         """Return the number of starts."""
         return self._episodes
 
-    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
         """Open starts, which are reset seeds."""
-        return StepEpisodes(env=self, seeds=tuple(starts))
+        return StartBatch(env=self, seeds=tuple(starts))
 
-    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
-        """Play one episode after the other; see `StepEpisodes.play`."""
+    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
+        """Play one episode after the other; see `StartBatch.play`."""
         space, action_space = self.observation_space, self.action_space
-        lanes = SerialLanes(
+        lanes = SerialVectorEnv(
             lambda: self._env, recreate_env=False, reseed=False, observation_space=space, action_space=action_space
         )
-        record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
+        record = EpisodeRecorder(space, wanted.member_ids, wanted.statistics)
         with window() if self._drawn else nullcontext():
-            return play_episodes(lanes, 1, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted)
+            return play_episodes(
+                lanes, 1, {DEFAULT_POLICY: (space, action_space)}, {DEFAULT_POLICY: actor}, record, wanted
+            )
 
 
 class _Borrowed(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -75,11 +77,11 @@ class _Borrowed(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @runtime_checkable
 class _Drawable(Protocol):
-    """An environment that can be watched; `windowed` says that it is to be."""
+    """An environment that can be watched; `render_tests` says that it is to be."""
 
-    windowed: bool
+    render_tests: bool
 
-    def drawn(self) -> Any:
+    def rendered(self) -> Any:
         """Return it with a window."""
 
 
@@ -110,10 +112,10 @@ def open_test_environment(
         yield SingleEnvironment(env, episodes or 1), episodes or 1
         return
     check_groups(env)
-    if not render and not getattr(env, "windowed", False):
+    if not render and not getattr(env, "render_tests", False):
         yield env, episodes
     elif not isinstance(env, _Drawable):
         raise ValueError(f"{type(env).__name__} has nothing that could be drawn: leave out render")
     else:
-        with closing(env.drawn()) as shown:
+        with closing(env.rendered()) as shown:
             yield shown, episodes or 1

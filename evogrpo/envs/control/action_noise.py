@@ -16,7 +16,7 @@ AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np
 _FIRST_CHUNK = 64
 
 
-class StepDraws:
+class ActionNoise:
     """Uniforms in [0, 1) for the steps of episodes whose lengths nobody knows beforehand.
 
     Row number r of stream s draws, at its step t, the number [r, t] of the generators (seed, purpose, *streams[s], 0),
@@ -59,8 +59,8 @@ class StepDraws:
         return drawn
 
 
-class AgentDraws:
-    """Uniforms in [0, 1) for every agent's every step: `StepDraws` under each agent's own name.
+class AgentActionNoise:
+    """Uniforms in [0, 1) for every agent's every step: `ActionNoise` under each agent's own name.
 
     Args:
         seed: Root seed of the run.
@@ -81,12 +81,12 @@ class AgentDraws:
     ) -> None:
         self._seed, self._purpose, self._streams, self._rows = seed, purpose, streams, rows
         self._width_of = width_of
-        self._agents: dict[str, StepDraws] = {}
+        self._agents: dict[str, ActionNoise] = {}
 
     def __call__(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the draws `[m, width]` of an agent in the joint episodes `rows` `[m]` at their steps `t` `[m]`."""
         if agent not in self._agents:
-            self._agents[agent] = StepDraws(
+            self._agents[agent] = ActionNoise(
                 self._seed,
                 f"{self._purpose} for {agent}",
                 streams=self._streams,

@@ -100,7 +100,7 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
     return ()
 
 
-def mask_in(info: object) -> Any:
+def mask_from_info(info: object) -> Any:
     """Return the action mask in what an environment tells beside an observation; None where there is none.
 
     Raises:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import random_action, to_environment
-from evogrpo.envs.control.making import misshapen
-from evogrpo.envs.control.rollout import not_finite, refuse_not_finite
-from evogrpo.envs.control.vector_env import ONLY, Seen, SerialLanes, SoloLanes
+from evogrpo.envs.control.making import api_error
+from evogrpo.envs.control.rollout import check_finite, not_finite
+from evogrpo.envs.control.vector_env import DEFAULT_POLICY, PolicyInput, SerialVectorEnv, SingleAgentVectorEnv
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn
 
@@ -55,7 +55,12 @@ class Difference:
 
 
 def replay(
-    lanes: SoloLanes, action_space: "gymnasium.Space[Any]", seeds: Sequence[int], *, most_steps: int, each: int
+    lanes: SingleAgentVectorEnv,
+    action_space: "gymnasium.Space[Any]",
+    seeds: Sequence[int],
+    *,
+    most_steps: int,
+    each: int,
 ) -> Iterator[Moment]:
     """Play an episode from each reset seed, one after the other in one lane, until there were enough steps in all.
 
@@ -74,11 +79,11 @@ def replay(
     for seed in seeds:
         rng = generator(0, "actions of replays", seed)
         lanes.add([seed], [0])
-        seen, steps, over = lanes.seen()[ONLY], 0, False
+        seen, steps, over = lanes.seen()[DEFAULT_POLICY], 0, False
         yield Moment(seed, steps, _shown(seen, seed, steps))
         while left and steps < each and not over:
             action = random_action(action_space, seen.action_masks, rng)
-            stepped = lanes.step({ONLY: to_environment(action_space, action)})
+            stepped = lanes.step({DEFAULT_POLICY: to_environment(action_space, action)})
             for _, _, reward in stepped.not_finite():
                 raise not_finite("reward", reward, "", seed, steps)
             seen, steps, left, over = stepped.seen, steps + 1, left - 1, bool(stepped.ended[0])
@@ -107,8 +112,8 @@ def first_difference(*replays: Iterable[Moment]) -> Difference | None:
     return None
 
 
-def _shown(seen: Seen, seed: int, steps: int) -> dict[str, NDArray[Any]]:
-    refuse_not_finite(seen, np.array([seed]), np.array([steps]))
+def _shown(seen: PolicyInput, seed: int, steps: int) -> dict[str, NDArray[Any]]:
+    check_finite(seen, np.array([seed]), np.array([steps]))
     several = len(seen.observations) > 1
     leaves = enumerate(seen.observations, 1)
     parts = {f"observation (part {number})" if several else "observation": leaf for number, leaf in leaves}
@@ -187,7 +192,7 @@ def choose_conduct(
     except Exception as error:
         wrong = None
         with suppress(Exception):  # it fails likewise
-            wrong = misshapen(name, lambda: make(False))
+            wrong = api_error(name, lambda: make(False))
         if wrong is None:
             raise
         raise wrong from error
@@ -201,14 +206,16 @@ def choose_conduct(
 
 
 def _try(make: MakeToTry, spaces: Spaces, recreate_env: bool, by_turns: bool, name: str) -> _Seen:
-    def lanes(noisy: bool) -> SerialLanes:
+    def lanes(noisy: bool) -> SerialVectorEnv:
         seen, acted = spaces
         made = partial(make, noisy)
-        return SerialLanes(made, recreate_env=recreate_env, reseed=False, observation_space=seen, action_space=acted)
+        return SerialVectorEnv(
+            made, recreate_env=recreate_env, reseed=False, observation_space=seen, action_space=acted
+        )
 
     with closing(lanes(False)) as plain, closing(lanes(True)) as noisy, _global_generators() as reseed:
 
-        def played(lane: SerialLanes) -> Iterator[Moment]:
+        def played(lane: SerialVectorEnv) -> Iterator[Moment]:
             return replay(lane, spaces[1], _STARTS, most_steps=_STEPS, each=_STEPS)
 
         def run(*replays: Iterator[Moment]) -> list[list[Moment]]:
@@ -267,14 +274,11 @@ def _warning(name: str, seen: _Seen, *, mended: bool, given: bool) -> str:
         what = f"{name} plays differently from one reset seed with the same actions"
     if mended and not given:
         remedy = (
-            "every episode gets a new environment, where that does not happen. Set recreate_env=True to keep this, or "
-            "mend what its reset or a wrapper carries over. recreate_env=False keeps one environment; results then "
-            "depend on it"
+            "every episode gets a new environment, where that does not happen. Say recreate_env=True to go on so, or "
+            "mend what its reset or a wrapper carries over; recreate_env=False keeps one environment"
         )
     elif mended:
-        remedy = (
-            "it carries something over from one episode to the next: leave out recreate_env=False, or mend its reset"
-        )
+        remedy = "it carries something over between episodes: leave out recreate_env=False, or mend its reset"
     elif seen.disturbed:
         remedy = (
             "that happens while another one runs in the same process, so they share something: let it draw from its "

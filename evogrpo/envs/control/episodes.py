@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import policy_action_shape
-from evogrpo.envs.control.joint_vector_env import JointStepped
+from evogrpo.envs.control.joint_vector_env import JointVectorStep
 from evogrpo.envs.control.observations import (
     Leaves,
     ObservationStatistics,
@@ -18,16 +18,16 @@ from evogrpo.envs.control.observations import (
     observed,
     unflatten,
 )
-from evogrpo.envs.control.policy_mapping import Assignment, Role
-from evogrpo.envs.control.rollout import Taken
-from evogrpo.envs.control.vector_env import Stepped
+from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
+from evogrpo.envs.control.rollout import PolicyActions
+from evogrpo.envs.control.vector_env import VectorStep
 from evogrpo.text import short_repr
 
 _STEPS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Played:
+class Episodes:
     """Whole episodes, one per row, padded with zeros to the longest.
 
     Attributes:
@@ -69,7 +69,7 @@ class Played:
         return steps
 
 
-class EpisodeRecord:
+class EpisodeRecorder:
     """The steps of n rows of one agent each, in the order they were taken, and the arrays they make up in the end.
 
     Args:
@@ -90,7 +90,7 @@ class EpisodeRecord:
         self._places: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._columns: dict[str, list[NDArray[Any] | None]] = {}
 
-    def act(self, policy: str, taken: Taken) -> None:
+    def act(self, policy: str, taken: PolicyActions) -> None:
         """See `Record`."""
         self._places.append((taken.rows, taken.t))
         self._note("actions", taken.actions)
@@ -99,7 +99,7 @@ class EpisodeRecord:
         for number, leaf in enumerate(taken.seen.observations):
             self._note(f"leaf {number}", leaf)
 
-    def earn(self, rows: NDArray[np.int64], stepped: Stepped) -> None:
+    def earn(self, rows: NDArray[np.int64], stepped: VectorStep) -> None:
         """See `Record`."""
         self._note("rewards", stepped.rewards)
         ended = stepped.ended
@@ -109,7 +109,7 @@ class EpisodeRecord:
     def _note(self, name: str, values: NDArray[Any] | None) -> None:
         self._columns.setdefault(name, []).append(values)
 
-    def finish(self) -> Played:
+    def finish(self) -> Episodes:
         """See `Record`."""
         space, member_ids, statistics = self._space, self._member_ids, self._statistics
         n, t = len(self._terminated), 1 + max(int(steps.max()) for _, steps in self._places)
@@ -127,7 +127,7 @@ class EpisodeRecord:
                 leaves[number] = shown[number].reshape(leaves[number].shape)
                 leaves[number][~present] = 0
         masks = self._columns.pop("masks")
-        return Played(
+        return Episodes(
             observations=unflatten(space, leaves),
             actions=self._table(self._columns.pop("actions")),
             action_masks=None if all(mask is None for mask in masks) else self._table(masks, fill=True),
@@ -143,7 +143,7 @@ class EpisodeRecord:
         """Return what was noted step by step as one array `[n, t, ...]`, forgetting the pieces on the way."""
         example = next(piece for piece in pieces if piece is not None)
         table = np.full((self._shape[0] * self._shape[1], *example.shape[1:]), fill, dtype=example.dtype)
-        # A few dozen steps at a time: one assignment each would be slow, one in all would hold everything twice.
+        # A few dozen steps at a time: one mapping each would be slow, one in all would hold everything twice.
         for first in range(0, len(pieces), _STEPS_AT_ONCE):
             numbers = range(first, min(first + _STEPS_AT_ONCE, len(pieces)))
             held = [(self._cells[number], piece) for number in numbers if (piece := pieces[number]) is not None]
@@ -192,7 +192,7 @@ class AgentEpisodes:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JointPlayed:
+class JointEpisodes:
     """Whole joint episodes.
 
     Attributes:
@@ -227,26 +227,26 @@ class _Row:
         return result
 
 
-class JointRecord:
+class JointRecorder:
     """The steps of n joint episodes in the order they were taken, and the rows they make up in the end.
 
     Args:
         groups: `[n]` joint episodes of one member and one start have the same number.
-        assignment: Which policy acts for whom.
+        mapping: Which policy acts for whom.
     """
 
-    def __init__(self, groups: NDArray[np.int64], assignment: Assignment) -> None:
-        self._groups, self._assignment = groups, assignment
+    def __init__(self, groups: NDArray[np.int64], mapping: PolicyMapping) -> None:
+        self._groups, self._mapping = groups, mapping
         self._rows = [_Row() for _ in groups]
-        self._taken: dict[str, list[Taken]] = {}
+        self._taken: dict[str, list[PolicyActions]] = {}
 
-    def act(self, policy: str, taken: Taken) -> None:
+    def act(self, policy: str, taken: PolicyActions) -> None:
         """See `Record`."""
         self._taken.setdefault(policy, []).append(taken)
         for row, t, agent in zip(taken.rows.tolist(), taken.t.tolist(), taken.seen.agents, strict=True):
             self._rows[row].acted.setdefault(agent, []).append(t)
 
-    def earn(self, rows: NDArray[np.int64], stepped: JointStepped) -> None:
+    def earn(self, rows: NDArray[np.int64], stepped: JointVectorStep) -> None:
         """See `Record`."""
         for row, seen in zip(rows.tolist(), stepped.lanes, strict=True):
             noted = self._rows[row]
@@ -254,7 +254,7 @@ class JointRecord:
             noted.terminated |= seen.terminated
             noted.truncated |= seen.truncated
 
-    def finish(self) -> JointPlayed:
+    def finish(self) -> JointEpisodes:
         """See `Record`."""
         returns = []
         for noted in self._rows:
@@ -263,14 +263,14 @@ class JointRecord:
                 for agent, reward in rewards.items():
                     totals[agent] = totals.get(agent, 0.0) + reward
             returns.append(totals)
-        return JointPlayed(
-            episodes={policy: self._episodes(policy) for policy in self._assignment.roles if policy in self._taken},
+        return JointEpisodes(
+            episodes={policy: self._episodes(policy) for policy in self._mapping.specs if policy in self._taken},
             returns=tuple(returns),
             lengths=np.array([len(noted.rewards) for noted in self._rows], dtype=np.int64),
         )
 
     def _episodes(self, policy: str) -> AgentEpisodes:
-        role, pieces = self._assignment.roles[policy], self._taken.pop(policy)
+        spec, pieces = self._mapping.specs[policy], self._taken.pop(policy)
         entries = self._entries(policy)
         width = 1 + max(int(piece.t.max()) for piece in pieces)
         place = {entry: number for number, entry in enumerate(entries)}
@@ -295,9 +295,9 @@ class JointRecord:
             rows=np.array([row for row, _ in entries], dtype=np.int64),
             agents=tuple(agent for _, agent in entries),
             group_ids=np.array([numbers[group] for group in groups], dtype=np.int64),
-            observations=_observations(role, table, pieces),
+            observations=_observations(spec, table, pieces),
             actions=table.fill(
-                [piece.actions for piece in pieces], policy_action_shape(role.action_space), role.action_space.dtype
+                [piece.actions for piece in pieces], policy_action_shape(spec.action_space), spec.action_space.dtype
             ),
             action_masks=_masks(table, pieces),
             log_probs=table.fill([piece.log_probs for piece in pieces], (), np.float32),
@@ -312,9 +312,9 @@ class JointRecord:
         """Return (joint episode, agent) of every row: by episode, then in the order of the agents."""
         appeared: dict[int, set[str]] = {}
         for row, noted in enumerate(self._rows):
-            own = {agent for agent in noted.acted if self._assignment.policy_of(agent) == policy}
+            own = {agent for agent in noted.acted if self._mapping.policy_of(agent) == policy}
             appeared.setdefault(int(self._groups[row]), set()).update(own)
-        ordered = {group: sorted(agents, key=self._assignment.place) for group, agents in appeared.items()}
+        ordered = {group: sorted(agents, key=self._mapping.place) for group, agents in appeared.items()}
         return [(row, agent) for row in range(len(self._rows)) for agent in ordered[int(self._groups[row])]]
 
 
@@ -332,8 +332,8 @@ class _Tables:
         return table.reshape(self.rows, self.width, *shape)
 
 
-def _observations(role: Role, table: _Tables, pieces: Sequence[Taken]) -> Any:
-    space = role.observation_space
+def _observations(spec: PolicySpec, table: _Tables, pieces: Sequence[PolicyActions]) -> Any:
+    space = spec.observation_space
     leaves = [
         table.fill([piece.seen.observations[number] for piece in pieces], leaf.shape or (), leaf.dtype)
         for number, leaf in enumerate(leaf_spaces(space))
@@ -341,7 +341,7 @@ def _observations(role: Role, table: _Tables, pieces: Sequence[Taken]) -> Any:
     return unflatten(space, leaves)
 
 
-def _masks(table: _Tables, pieces: Sequence[Taken]) -> NDArray[np.bool_] | None:
+def _masks(table: _Tables, pieces: Sequence[PolicyActions]) -> NDArray[np.bool_] | None:
     masks = [piece.seen.action_masks for piece in pieces]
     given = [mask for mask in masks if mask is not None]
     if not given:

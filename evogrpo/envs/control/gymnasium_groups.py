@@ -16,23 +16,29 @@ from evogrpo.envs.control.action_noise import StepUniforms
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.determinism import Conduct, choose_conduct
-from evogrpo.envs.control.episodes import EpisodeRecord, Played
+from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
 from evogrpo.envs.control.making import (
-    CUT_OFF,
+    DEFAULT_MAX_EPISODE_STEPS,
     Distinct,
-    EnvMaker,
+    EnvFactory,
     Wrap,
     check_wrappers,
     declared_limit,
-    identity_of,
-    registered,
+    env_spec,
     time_limit,
+    wrapper_identity,
 )
 from evogrpo.envs.control.observations import ObservationStatistics, leaf_spaces
-from evogrpo.envs.control.rendering import WINDOW, check_shown, window
+from evogrpo.envs.control.rendering import WINDOW, check_renderable, window
 from evogrpo.envs.control.reset_seeds import SeededGroups
-from evogrpo.envs.control.rollout import Requested, play_episodes, requested
-from evogrpo.envs.control.vector_env import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
+from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes, requested
+from evogrpo.envs.control.vector_env import (
+    DEFAULT_POLICY,
+    NativeVectorEnv,
+    ProcessVectorEnv,
+    SerialVectorEnv,
+    SingleAgentVectorEnv,
+)
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.warnings import warn
@@ -50,12 +56,12 @@ class Plays(Protocol):
     def max_episode_steps(self) -> int:
         """Steps after which an episode is truncated."""
 
-    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
+    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
         """Play one episode for each row that is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepEpisodes:
+class StartBatch:
     """Opened starts, from each of which any number of episodes can be played.
 
     Attributes:
@@ -76,7 +82,7 @@ class StepEpisodes:
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
         base: bool = False,
-    ) -> Played:
+    ) -> Episodes:
         """Play one episode per row to its end; the environment drives, the actor acts for all living rows at once.
 
         An episode depends on its start, its place in its group (which names its noise) and its draws alone: not on
@@ -86,7 +92,7 @@ class StepEpisodes:
             actor: The members' policies.
             start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
             member_ids: For each row, the slot of the member that acts, at least 0.
-            uniforms: Numbers to draw actions with, by row and step (`StepDraws`); None acts greedily.
+            uniforms: Numbers to draw actions with, by row and step (`ActionNoise`); None acts greedily.
             temperature: `[n]` sampling temperatures; None means 1.
             statistics: Normalise observations with these, one row per slot; they stay as they are, and the result's
                 `observed` is what to merge into them afterwards. None = observations as they are.
@@ -109,7 +115,7 @@ class StepEpisodes:
             base=base,
             max_episode_steps=self.env.max_episode_steps,
         )
-        return self.env.play_wanted(actor, wanted)
+        return self.env.play_request(actor, wanted)
 
 
 class GymnasiumGroups(SeededGroups):
@@ -128,8 +134,8 @@ class GymnasiumGroups(SeededGroups):
 
     An episode must be a function of its reset seed and its actions. An environment that carries something over from one
     episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, is made anew for
-    every episode (`recreate_env`). The constructor finds this out with at most a few hundred steps, and warns where an
-    episode is no such function.
+    every episode (`recreate_env`). Both are determined by at most a few hundred steps when this
+    is made; a warning says where an episode is no such function.
 
     Args:
         env: The id of a registered environment, or a callable that makes one.
@@ -141,11 +147,12 @@ class GymnasiumGroups(SeededGroups):
             it has none; the first episode that is cut off by this is warned of.
         vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
             process per lane), or "auto": native where there is one, serial otherwise.
-        lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
+        num_envs: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the replicas of a start get their own noise after reset; None = if the environment turns
             out to be random after reset.
-        recreate_env: Make a new environment for every episode instead of resetting one. None = if a few steps show
-            that a reset does not restore it, as with BipedalWalker. Native environments keep no state.
+        recreate_env: Whether every episode gets a new environment, rather than one that is reset; None = if a few
+            steps show that it plays otherwise after a reset, as BipedalWalker does. Native environments carry nothing
+            over in any case.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -155,11 +162,11 @@ class GymnasiumGroups(SeededGroups):
         seed: As given.
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
-        windowed: Whether tests are watched in a window.
+        render_tests: Whether tests are watched in a window.
         recreate_env: Whether every episode gets an environment made anew, as given or chosen.
         reseed_noise: Whether the replicas of a start get their own noise after reset, as given or chosen.
         max_episode_steps: Steps after which an episode is truncated.
-        cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
+        uses_default_limit: Whether that is this class's own limit, as nothing else says when an episode is to end.
         observation_space: Of one environment.
         action_space: Of one environment.
 
@@ -176,7 +183,7 @@ class GymnasiumGroups(SeededGroups):
         wrappers: Sequence[Wrap] = (),
         max_episode_steps: int | None = None,
         vectorization: Vectorization = "auto",
-        lanes: int | None = None,
+        num_envs: int | None = None,
         reseed_noise: bool | None = None,
         recreate_env: bool | None = None,
         train_size: int = 100_000,
@@ -185,15 +192,15 @@ class GymnasiumGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        _check_options(max_episode_steps, vectorization, lanes)
+        _check_options(max_episode_steps, vectorization, num_envs)
         check_wrappers(wrappers)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
-        self.windowed = kwargs.get("render_mode") == WINDOW
+        self.render_tests = kwargs.get("render_mode") == WINDOW
         self._in_window = False
-        if self.windowed:  # episodes side by side are not to be watched; `drawn` is
+        if self.render_tests:  # episodes side by side are not to be watched; `drawn` is
             del kwargs["render_mode"]
-        self._make = EnvMaker(
+        self._make = EnvFactory(
             env=env,
             env_kwargs=kwargs,
             max_episode_steps=max_episode_steps,
@@ -204,7 +211,7 @@ class GymnasiumGroups(SeededGroups):
         example = self._made()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
-        self.max_episode_steps, self.cut_off = self._limit(example, max_episode_steps)
+        self.max_episode_steps, self.uses_default_limit = self._limit(example, max_episode_steps)
         native = None
         if vectorization in ("auto", "native") and not wrappers:
             native = _native(env, kwargs, self.max_episode_steps)
@@ -232,14 +239,14 @@ class GymnasiumGroups(SeededGroups):
                 (self.observation_space, self.action_space),
                 recreate_env=recreate_env,
                 reseed_noise=reseed_noise,
-                by_turns=lanes != 1 and not self._processes,
+                by_turns=num_envs != 1 and not self._processes,
             )
         self.recreate_env, self.reseed_noise = conduct.recreate_env, conduct.reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
         default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
-        self._count = default if lanes is None else lanes
-        self._lanes: SoloLanes | None = None
+        self._count = default if num_envs is None else num_envs
+        self._lanes: SingleAgentVectorEnv | None = None
         self._said_cut_off = False
 
     def _limit(self, example: "gymnasium.Env[Any, Any]", wanted: int | None) -> tuple[int, bool]:
@@ -249,10 +256,10 @@ class GymnasiumGroups(SeededGroups):
         if known is not None:
             return known, False
         declared = declared_limit(example.unwrapped)  # believed, and made sure of only beyond what is usual
-        self._make = replace(self._make, max_episode_steps=max(CUT_OFF, declared or 0))
-        return declared or CUT_OFF, declared is None
+        self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, declared or 0))
+        return declared or DEFAULT_MAX_EPISODE_STEPS, declared is None
 
-    def drawn(self) -> "GymnasiumGroups":
+    def rendered(self) -> "GymnasiumGroups":
         """Return the same starts in a single environment that shows itself in a window, at its own speed.
 
         Raises:
@@ -260,7 +267,7 @@ class GymnasiumGroups(SeededGroups):
             ValueError: If it cannot be drawn, or there is no display.
         """
         shown, plain = copy(self), self._make
-        check_shown(lambda **mode: replace(plain, env_kwargs={**plain.env_kwargs, **mode})(), self.name)
+        check_renderable(lambda **mode: replace(plain, env_kwargs={**plain.env_kwargs, **mode})(), self.name)
         shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": WINDOW})
         shown._native, shown._processes, shown._count, shown._lanes = None, False, 1, None
         shown._distinct, shown._in_window = Distinct(), True
@@ -272,13 +279,13 @@ class GymnasiumGroups(SeededGroups):
         if lanes is not None:
             lanes.close()
 
-    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return StepEpisodes(env=self, seeds=self._starts.of(split, starts))
+        return StartBatch(env=self, seeds=self._starts.of(split, starts))
 
     def play(
         self,
@@ -292,8 +299,8 @@ class GymnasiumGroups(SeededGroups):
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
         base: bool = False,
-    ) -> Played:
-        """Open starts of a split and play one episode per row; see `StepEpisodes.play`."""
+    ) -> Episodes:
+        """Open starts of a split and play one episode per row; see `StartBatch.play`."""
         return self.open(split, starts).play(
             actor,
             start_of_row,
@@ -310,25 +317,30 @@ class GymnasiumGroups(SeededGroups):
             "environment": self.name if isinstance(made.env, str) else f"{self.name}, code {code_hash(made.env)}",
             "code": self._code,
             "env_kwargs": canonical(made.env_kwargs),
-            **({"wrappers": identity_of(made.wrappers)} if made.wrappers else {}),
+            **({"wrappers": wrapper_identity(made.wrappers)} if made.wrappers else {}),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
             "recreate_env": str(self.recreate_env),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
 
-    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
-        """Play one episode for each row that is wanted; see `StepEpisodes.play`."""
+    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
+        """Play one episode for each row that is wanted; see `StartBatch.play`."""
         if self._lanes is None:
             self._lanes = self._open_lanes()
         space, action_space = self.observation_space, self.action_space
-        record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
+        record = EpisodeRecorder(space, wanted.member_ids, wanted.statistics)
         with self._closed_if_broken(), window() if self._in_window else nullcontext():
             played = play_episodes(
-                self._lanes, self._count, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted
+                self._lanes,
+                self._count,
+                {DEFAULT_POLICY: (space, action_space)},
+                {DEFAULT_POLICY: actor},
+                record,
+                wanted,
             )
         cut = played.truncated & (played.lengths == self.max_episode_steps)
-        if self.cut_off and cut.any() and not self._said_cut_off:
+        if self.uses_default_limit and cut.any() and not self._said_cut_off:
             self._said_cut_off = True
             warn(
                 f"an episode of {self.name} was cut off after {self.max_episode_steps:,} steps, as neither the "
@@ -337,9 +349,9 @@ class GymnasiumGroups(SeededGroups):
             )
         return played
 
-    def _open_lanes(self) -> SoloLanes:
+    def _open_lanes(self) -> SingleAgentVectorEnv:
         if self._native is not None:
-            return NativeLanes(self._native())
+            return NativeVectorEnv(self._native())
         options: dict[str, Any] = {
             "recreate_env": self.recreate_env,
             "reseed": self.reseed_noise,
@@ -347,8 +359,8 @@ class GymnasiumGroups(SeededGroups):
             "action_space": self.action_space,
         }
         if self._processes:
-            return ProcessLanes(self._make, count=self._count, **options)
-        return SerialLanes(self._made, **options)
+            return ProcessVectorEnv(self._make, count=self._count, **options)
+        return SerialVectorEnv(self._made, **options)
 
     def _made(self) -> "gymnasium.Env[Any, Any]":
         return self._distinct.added(self._make())
@@ -361,17 +373,17 @@ def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> C
     """Return what makes the native environment that equals the one named, or None."""
     if not isinstance(env, str):
         return None
-    spec = registered(env)
+    spec = env_spec(env)
     native = native_class(spec, kwargs)
     if native is None:
         return None
     return lambda: native(max_episode_steps=max_episode_steps, **{**spec.kwargs, **kwargs})
 
 
-def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
+def _check_options(max_episode_steps: int | None, vectorization: str, num_envs: int | None) -> None:
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
     if vectorization not in ("auto", "native", "serial", "processes"):
         raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
-    if lanes is not None and lanes < 1:
-        raise ValueError(f"lanes must be at least 1 or None, got {lanes}")
+    if num_envs is not None and num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1 or None, got {num_envs}")

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import legal_actions, mask_sizes
-from evogrpo.envs.control.joint_vector_env import JointLane, JointSeen, any_legal, mask_of, nothing
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep, any_legal, mask_of, nothing
 from evogrpo.envs.control.policy_mapping import prefix_of
 from evogrpo.randomness import generator
 
@@ -20,7 +20,7 @@ STEPS = 64
 """Most steps of such an episode."""
 
 
-def played_by_chance(lane: JointLane, start: int, seed: int, replica: int) -> Iterator[JointSeen]:
+def played_by_chance(lane: JointEnv, start: int, seed: int, replica: int) -> Iterator[JointStep]:
     """Yield what an episode's agents see, from its start on; who sees the same does the same, and any legal thing.
 
     Args:
@@ -73,7 +73,7 @@ class Repeating:
 
 
 def repeating(
-    make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, recreate_env: bool | None
+    make: Callable[[bool], JointEnv], seeds: tuple[int, int], seed: int, recreate_env: bool | None
 ) -> Repeating:
     """Play one start twice and find out whether environments have to be made anew for each episode.
 
@@ -90,7 +90,7 @@ def repeating(
     if recreate_env is None and _difference(make, seeds, seed, recreate_env=True) is None:
         return Repeating(
             recreate_env=True,
-            words=f"{said}. A new environment for every episode mends this (recreate_env=True)",
+            words=f"{said}. A new environment for each episode mends it, so every episode gets one (recreate_env=True)",
         )
     return Repeating(
         recreate_env=bool(recreate_env),
@@ -100,7 +100,7 @@ def repeating(
 
 
 def _difference(
-    make: Callable[[bool], JointLane], seeds: tuple[int, int], seed: int, *, recreate_env: bool
+    make: Callable[[bool], JointEnv], seeds: tuple[int, int], seed: int, *, recreate_env: bool
 ) -> str | None:
     with closing(make(recreate_env)) as lane:
         first, _, again = (
@@ -117,7 +117,7 @@ def _difference(
     return None
 
 
-def _noted(seen: JointSeen) -> dict[str, Mapping[str, Any]]:
+def _noted(seen: JointStep) -> dict[str, Mapping[str, Any]]:
     ends = dict.fromkeys(seen.terminated, "terminated") | dict.fromkeys(seen.truncated, "truncated")
     # Copied: an environment may go on writing into what it has shown.
     return {"the observation": deepcopy(dict(seen.observations)), "the reward": dict(seen.rewards), "the end": ends}
@@ -180,7 +180,7 @@ class Opposed:
         )
 
 
-def opposed(lane: JointLane, seeds: Sequence[int], seed: int) -> Opposed | None:
+def opposed(lane: JointEnv, seeds: Sequence[int], seed: int) -> Opposed | None:
     """Find the agent whose rewards move most clearly against those of the others, if there is one.
 
     Episodes from one start differ by their actions alone, so what is compared is what actions bring: the deviation of
@@ -219,7 +219,7 @@ def opposed(lane: JointLane, seeds: Sequence[int], seed: int) -> Opposed | None:
     return None
 
 
-def _group(lane: JointLane, start: int, seed: int) -> _Group:
+def _group(lane: JointEnv, start: int, seed: int) -> _Group:
     episodes = (played_by_chance(lane, start, seed, replica) for replica in range(_GROUP_SIZE))
     return [[seen.rewards for seen in episode][1:] for episode in episodes]
 

@@ -13,8 +13,8 @@ from pettingzoo import ParallelEnv
 from evogrpo.config.checks import LARGEST
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import numbers, stack
-from evogrpo.envs.control.policy_mapping import Assignment, Role
-from evogrpo.envs.control.vector_env import Seen
+from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
+from evogrpo.envs.control.vector_env import PolicyInput
 
 Table = Mapping[Any, Any]
 """Something of each agent, by agent."""
@@ -74,7 +74,7 @@ MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointSeen:
+class JointStep:
     """What the living agents may act on next.
 
     Attributes:
@@ -93,28 +93,28 @@ class JointSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointStepped:
+class JointVectorStep:
     """What one step of every joint lane brought.
 
     Attributes:
         lanes: What each lane's agents saw, earned and came to.
     """
 
-    lanes: Sequence[JointSeen]
+    lanes: Sequence[JointStep]
 
     @property
     def ended(self) -> None:
-        """See `Brought`."""
+        """See `StepResult`."""
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
-        """See `Brought`."""
+        """See `StepResult`."""
         for lane, seen in enumerate(self.lanes):
             for agent, reward in seen.rewards.items():
                 if not abs(reward) <= LARGEST:
                     yield lane, agent, reward
 
 
-class JointLane:
+class JointEnv:
     """One episode at a time of one environment.
 
     Args:
@@ -128,14 +128,14 @@ class JointLane:
 
     def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, recreate_env: bool = False) -> None:
         self._make, self.env = make, make()
-        self._limit, self._recreate_env, self._used = max_episode_steps, recreate_env, False
+        self._limit, self._remake, self._used = max_episode_steps, recreate_env, False
         self._ids: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._steps = 0
 
-    def reset(self, seed: int) -> JointSeen:
+    def reset(self, seed: int) -> JointStep:
         """Begin an episode."""
-        if self._recreate_env and self._used:
+        if self._remake and self._used:
             self.env.close()
             self.env = self._make()
         self._used = True
@@ -143,7 +143,7 @@ class JointLane:
         self._ids, self._gone, self._steps = {}, set(), 0
         return self._seen(self._named(self.env.agents), observations, infos)
 
-    def step(self, actions: Mapping[str, Any]) -> JointSeen:
+    def step(self, actions: Mapping[str, Any]) -> JointStep:
         """Let every living agent act, in the environment's own actions.
 
         Raises:
@@ -172,7 +172,7 @@ class JointLane:
             )
         self._gone |= terminated | truncated
         seen = self._seen(living, observations, infos)
-        return JointSeen(
+        return JointStep(
             observations=seen.observations,
             infos=seen.infos,
             rewards={
@@ -198,12 +198,12 @@ class JointLane:
             raise ValueError(f"agents must differ when written as text, got {list(map(str, agents))}")
         return named
 
-    def _seen(self, living: dict[str, Any], observations: Table, infos: Table) -> JointSeen:
+    def _seen(self, living: dict[str, Any], observations: Table, infos: Table) -> JointStep:
         self._ids = living
         missing = sorted(name for name, agent in living.items() if agent not in observations)
         if missing:
             raise ValueError(f"the environment gave no observation to its living agents {missing}")
-        return JointSeen(
+        return JointStep(
             observations={name: observations[agent] for name, agent in living.items()},
             infos={name: infos.get(agent) or {} for name, agent in living.items()},
         )
@@ -213,23 +213,23 @@ def _flagged(table: Table) -> set[str]:
     return {str(agent) for agent, flag in table.items() if flag}
 
 
-class JointLanes:
-    """Lanes of several agents each, one environment after the other in this process; see `EpisodeLanes`.
+class JointVectorEnv:
+    """Lanes of several agents each, one environment after the other in this process; see `VectorEnv`.
 
     Args:
         pool: Lanes made so far; more are appended as they are needed.
         make: Makes one.
-        assignment: Which policy acts for whom.
+        mapping: Which policy acts for whom.
     """
 
-    def __init__(self, pool: list[JointLane], make: Callable[[], JointLane], assignment: Assignment) -> None:
-        self._pool, self._make, self._assignment = pool, make, assignment
+    def __init__(self, pool: list[JointEnv], make: Callable[[], JointEnv], mapping: PolicyMapping) -> None:
+        self._pool, self._make, self._mapping = pool, make, mapping
         self._free = list(pool)
-        self._live: list[tuple[JointLane, JointSeen]] = []
+        self._live: list[tuple[JointEnv, JointStep]] = []
         self._turns: dict[str, list[_Turn]] = {}
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `EpisodeLanes`; these environments have no noise of their own, so replicas change nothing."""
+        """See `VectorEnv`; these environments have no noise of their own, so replicas change nothing."""
         for seed in seeds:
             if not self._free:
                 self._free.append(self._make())
@@ -238,31 +238,31 @@ class JointLanes:
             self._live.append((lane, lane.reset(seed)))
 
     def select(self, positions: NDArray[np.int64]) -> None:
-        """See `EpisodeLanes`."""
+        """See `VectorEnv`."""
         kept = positions.tolist()
         dropped = sorted(set(range(len(self._live))) - set(kept))
         self._free += [self._live[position][0] for position in dropped]
         self._live = [self._live[position] for position in kept]
 
     def deserted(self) -> NDArray[np.bool_]:
-        """See `EpisodeLanes`; agents may be gone before anybody acts."""
+        """See `VectorEnv`; agents may be gone before anybody acts."""
         return np.array([not seen.observations for _, seen in self._live], dtype=np.bool_)
 
-    def seen(self) -> dict[str, Seen]:
-        """See `EpisodeLanes`."""
+    def seen(self) -> dict[str, PolicyInput]:
+        """See `VectorEnv`."""
         self._turns = {}
         for lane, (_, seen) in enumerate(self._live):
             for agent, observation in seen.observations.items():
-                policy = self._assignment.policy_of(agent)
-                leaves, _ = self._assignment.roles[policy].split(observation)
+                policy = self._mapping.policy_of(agent)
+                leaves, _ = self._mapping.specs[policy].split(observation)
                 mask = mask_of(seen, agent)
                 # PettingZoo's turn-based games run in parallel so: whoever is not to move has no legal action.
                 if mask is None or any_legal(mask):
                     self._turns.setdefault(policy, []).append(_Turn(lane=lane, agent=agent, leaves=leaves, mask=mask))
-        return {policy: _seen(self._assignment.roles[policy], turns) for policy, turns in self._turns.items()}
+        return {policy: _seen(self._mapping.specs[policy], turns) for policy, turns in self._turns.items()}
 
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> JointStepped:
-        """See `EpisodeLanes`."""
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> JointVectorStep:
+        """See `VectorEnv`."""
         chosen: dict[tuple[int, str], Any] = {}
         for policy, given in actions.items():
             for turn, action in zip(self._turns[policy], given, strict=True):
@@ -276,7 +276,7 @@ class JointLanes:
             }
             stepped.append(lane.step(own))
         self._live = [(lane, seen) for (lane, _), seen in zip(self._live, stepped, strict=True)]
-        return JointStepped(lanes=stepped)
+        return JointVectorStep(lanes=stepped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -289,17 +289,17 @@ class _Turn:
     mask: Any
 
 
-def _seen(role: Role, turns: Sequence[_Turn]) -> Seen:
+def _seen(spec: PolicySpec, turns: Sequence[_Turn]) -> PolicyInput:
     agents = tuple(turn.agent for turn in turns)
-    return Seen(
-        observations=role.identified(stack(role.parts, [turn.leaves for turn in turns]), agents),
-        action_masks=legal_actions(role.action_space, [turn.mask for turn in turns]),
+    return PolicyInput(
+        observations=spec.identified(stack(spec.parts, [turn.leaves for turn in turns]), agents),
+        action_masks=legal_actions(spec.action_space, [turn.mask for turn in turns]),
         lanes=np.array([turn.lane for turn in turns], dtype=np.int64),
         agents=agents,
     )
 
 
-def mask_of(seen: JointSeen, agent: str) -> Any:
+def mask_of(seen: JointStep, agent: str) -> Any:
     """Return an agent's action mask from beside its observation or from its infos; None where there is none."""
     shown = seen.observations[agent]
     if isinstance(shown, Mapping) and set(shown) == {"observation", "action_mask"}:

@@ -17,7 +17,7 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.config.checks import unknown_name_error
-from evogrpo.envs.control.actions import mask_in
+from evogrpo.envs.control.actions import mask_from_info
 from evogrpo.envs.control.observations import flatten, leaf_spaces, numbers, stack, unflatten
 from evogrpo.envs.fingerprint import canonical, code_hash
 from evogrpo.randomness import generator
@@ -25,7 +25,7 @@ from evogrpo.randomness import generator
 _STEP = "(observation, reward, terminated, truncated, info)"
 
 
-def refuse_given(env: object) -> None:
+def check_env_argument(env: object) -> None:
     """Raise ValueError unless a caller's environment is an id or a callable."""
     _refuse_several(env)
     if isinstance(env, str) or (callable(env) and not isinstance(env, gymnasium.Env)):
@@ -37,7 +37,7 @@ def refuse_given(env: object) -> None:
     )
 
 
-def refuse_made(made: object) -> None:
+def check_env(made: object) -> None:
     """Raise ValueError unless what a callable returned is one environment with spaces."""
     try:
         _refuse_several(made)
@@ -62,7 +62,7 @@ def refuse_made(made: object) -> None:
             raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}: set it")
 
 
-def misshapen(name: str, make: Callable[[], "gymnasium.Env[Any, Any]"]) -> ValueError | None:
+def api_error(name: str, make: Callable[[], "gymnasium.Env[Any, Any]"]) -> ValueError | None:
     """Return what is wrong with the form of what an environment returns; None if it is as Gymnasium has it.
 
     Asked once something went wrong, as wrappers fail over such returns before anybody else sees them.
@@ -108,7 +108,7 @@ def _refuse_several(env: object) -> None:
     known = _id_of(env)
     raise ValueError(
         f"env must be one environment, got a vector of {count} ({type(env).__name__}): give "
-        f"{repr(known) if known else 'the id'} or a callable that makes one, and lanes= for how many are "
+        f"{repr(known) if known else 'the id'} or a callable that makes one, and num_envs= for how many are "
         "played at a time"
     )
 
@@ -130,7 +130,7 @@ def check_wrappers(wrappers: object) -> None:
     if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
         raise ValueError(f"wrappers must be a list of wrappers, got {wrappers!r:.80}: write [...] around it")
     for wrap in wrappers:
-        check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else name_of(wrap))
+        check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
 
 
 def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
@@ -167,7 +167,7 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         )
 
 
-def put_on(env: "gymnasium.Env[Any, Any]", wrappers: Sequence[Wrap]) -> "gymnasium.Env[Any, Any]":
+def apply_wrappers(env: "gymnasium.Env[Any, Any]", wrappers: Sequence[Wrap]) -> "gymnasium.Env[Any, Any]":
     """Return an environment in its wrappers, the first one innermost.
 
     Raises:
@@ -179,29 +179,29 @@ def put_on(env: "gymnasium.Env[Any, Any]", wrappers: Sequence[Wrap]) -> "gymnasi
         except Exception as error:  # whatever strangers' wrappers raise, often without words
             env.close()
             raise ValueError(
-                f"wrapper {name_of(wrap)} does not take {env}: {type(error).__name__}: {str(error) or 'without words'}"
+                f"wrapper {wrapper_name(wrap)} does not take {env}: {type(error).__name__}: {error}"
             ) from error
-        refuse_made(wrapped)
+        check_env(wrapped)
         env = wrapped
     return env
 
 
-def name_of(wrap: object) -> str:
+def wrapper_name(wrap: object) -> str:
     """Return what a wrapper is called."""
     inner = wrap.func if isinstance(wrap, functools.partial) else wrap
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
-def identity_of(wrappers: Sequence[Wrap]) -> str:
+def wrapper_identity(wrappers: Sequence[Wrap]) -> str:
     """Return which wrappers these are and what they do, in a short text."""
     return "; ".join(
-        f"{name_of(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, functools.partial) else ''}, "
+        f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, functools.partial) else ''}, "
         f"code {code_hash(wrap)}"
         for wrap in wrappers
     )
 
 
-CUT_OFF = 1000
+DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode of an environment without a limit is cut off, unless the environment or the caller says
 otherwise."""
 
@@ -211,7 +211,7 @@ Made = TypeVar("Made", bound=Any)
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
 
 
-def registered(env: str) -> EnvSpec:
+def env_spec(env: str) -> EnvSpec:
     """Return what is registered under an id, found as `gymnasium.make` finds it: with or without module and version.
 
     Raises:
@@ -279,7 +279,7 @@ class Distinct:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvMaker:
+class EnvFactory:
     """Makes one environment, in this process or another.
 
     Attributes:
@@ -300,7 +300,7 @@ class EnvMaker:
     wrappers: Sequence[Wrap] = ()
 
     def __post_init__(self) -> None:
-        refuse_given(self.env)
+        check_env_argument(self.env)
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Make one environment.
@@ -310,11 +310,11 @@ class EnvMaker:
                 wrapper does not take it.
         """
         if isinstance(self.env, str):
-            registered(self.env)  # says more of an unknown id
+            env_spec(self.env)  # says more of an unknown id
             made = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
         else:
             made = self.env(**self.env_kwargs)
-            refuse_made(made)
+            check_env(made)
             if self.max_episode_steps is not None:
                 own = time_limit(made)
                 if own is not None and own < self.max_episode_steps:
@@ -323,7 +323,7 @@ class EnvMaker:
                         f"{self.max_episode_steps}: raise that limit where the environment is made"
                     )
                 made = TimeLimit(made, self.max_episode_steps)
-        made = put_on(made, self.wrappers)
+        made = apply_wrappers(made, self.wrappers)
         return made if self.noise_seed is None else ReseededNoise(made, self.noise_seed)
 
 
@@ -354,7 +354,7 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
 
-class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
+class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Stands still from the end of an episode until the next reset, so that a lane with nothing to do costs no step.
 
     A vector environment steps all its lanes or none; here a lane without an episode answers at once, with a blank
@@ -368,7 +368,7 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, make: MakeEnv, *, recreate_env: bool = False) -> None:
         super().__init__(make())
-        self._make, self._recreate_env, self._used = make, recreate_env, False
+        self._make, self._remake, self._used = make, recreate_env, False
         self._standing = True
         space = self.env.observation_space
         self._parts = leaf_spaces(space)
@@ -376,7 +376,7 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode; the empty options of a masked reset are passed on as none, as in a single environment."""
-        if self._recreate_env and self._used:
+        if self._remake and self._used:
             self.env.close()
             self.env = self._make()
         self._standing, self._used = False, True
@@ -399,11 +399,11 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def _mask_only(info: object) -> dict[str, Any]:
-    mask = mask_in(info)
+    mask = mask_from_info(info)
     return {} if mask is None else {"action_mask": mask}
 
 
-def lane_seeds(seeds: Sequence[int], replicas: Sequence[int], reseed: bool) -> list[int]:
+def seeds_with_replicas(seeds: Sequence[int], replicas: Sequence[int], reseed: bool) -> list[int]:
     """Return reset seeds as Python integers, as gymnasium demands, with the replica above them where it counts."""
     pairs = zip(seeds, replicas, strict=True)
     return [int(seed) + (int(replica) << _SEED_BITS) * reseed for seed, replica in pairs]

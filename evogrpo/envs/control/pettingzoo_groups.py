@@ -15,14 +15,14 @@ from pettingzoo import ParallelEnv
 from evogrpo.config.checks import names_unknown
 from evogrpo.data import Actor
 from evogrpo.envs.control.action_noise import AgentUniforms, of_entries
-from evogrpo.envs.control.episodes import JointPlayed, JointRecord
+from evogrpo.envs.control.episodes import JointEpisodes, JointRecorder
 from evogrpo.envs.control.joint_checks import STARTS, opposed, repeating
-from evogrpo.envs.control.joint_vector_env import JointLane, JointLanes, begun
-from evogrpo.envs.control.making import CUT_OFF, Distinct, declared_limit
-from evogrpo.envs.control.policy_mapping import Assignment, assign, listed, prefix_of
-from evogrpo.envs.control.rendering import WINDOW, Stage, check_shown, window
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointVectorEnv, begun
+from evogrpo.envs.control.making import DEFAULT_MAX_EPISODE_STEPS, Distinct, declared_limit
+from evogrpo.envs.control.policy_mapping import PolicyMapping, join_names, map_policies, prefix_of
+from evogrpo.envs.control.rendering import WINDOW, JointGymEnv, check_renderable, window
 from evogrpo.envs.control.reset_seeds import SeededGroups
-from evogrpo.envs.control.rollout import Requested, play_episodes, requested
+from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes, requested
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.warnings import warn
@@ -100,7 +100,7 @@ def scoring(score: Score, agents: Sequence[str]) -> Scoring:
         # By name, not by `chosen`: agents of a group may be born that nobody knew.
         return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
 
-    label = f"what {listed(chosen)} {'earns' if len(chosen) == 1 else 'earn together'}"
+    label = f"what {join_names(chosen)} {'earns' if len(chosen) == 1 else 'earn together'}"
     return Scoring(function=earned, label=label, identity=f"returns of {', '.join(sorted(named))}")
 
 
@@ -121,7 +121,7 @@ _LANES = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JointEpisodes:
+class JointStartBatch:
     """Opened starts, from each of which any number of joint episodes can be played.
 
     Attributes:
@@ -135,14 +135,14 @@ class JointEpisodes:
     def play(
         self,
         actors: Mapping[str, Actor],
-        assignment: Assignment,
+        mapping: PolicyMapping,
         start_of_row: Sequence[int],
         member_ids: Sequence[int],
         *,
         uniforms: AgentUniforms | None = None,
         temperature: ArrayLike | None = None,
         base: bool = False,
-    ) -> JointPlayed:
+    ) -> JointEpisodes:
         """Play one joint episode per row to its end; each policy acts for all its living agents at once.
 
         An episode depends on its start and its draws alone: not on the other rows, nor on how many lanes there are.
@@ -150,10 +150,10 @@ class JointEpisodes:
 
         Args:
             actors: The members' policies, by name.
-            assignment: Which policy acts for which agent.
+            mapping: Which policy acts for which agent.
             start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
             member_ids: For each row, the slot of the member all of whose policies act, at least 0.
-            uniforms: Numbers to draw actions with, by agent, row and step (`AgentDraws`); None acts greedily.
+            uniforms: Numbers to draw actions with, by agent, row and step (`AgentActionNoise`); None acts greedily.
             temperature: `[n]` sampling temperatures; None means 1.
             base: Let the untrained base act.
 
@@ -164,7 +164,7 @@ class JointEpisodes:
             ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
                 action space, a reward or an observation is not finite, or an episode does not end.
         """
-        missing = sorted(set(assignment.roles) - set(actors))
+        missing = sorted(set(mapping.specs) - set(actors))
         if missing:
             raise ValueError(f"an actor is missing for the policies {missing}")
         wanted = requested(
@@ -178,7 +178,7 @@ class JointEpisodes:
             max_episode_steps=self.env.max_episode_steps,
         )
         groups = _numbered(list(zip(wanted.member_ids.tolist(), map(int, start_of_row), strict=True)))
-        return self.env._play(actors, assignment, wanted, groups)
+        return self.env._play(actors, mapping, wanted, groups)
 
 
 class PettingZooGroups(SeededGroups):
@@ -200,13 +200,13 @@ class PettingZooGroups(SeededGroups):
             other; what is learnt from, and fitness, is played without.
         max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit
             (its `max_cycles`), or 1,000 where it has none; the first episode that is cut off by this is warned of.
-        lanes: Most joint episodes at a time.
+        num_envs: Most joint episodes at a time.
         score: What a joint episode is worth as fitness: "sum" (the default), "min" or "mean" of what all agents earn;
             the name of an agent, of a group of agents named alike but for their number, or several of these, whose
             returns are added up; or a function of what each agent earned. In a competition, where the sum says nothing,
             name whose returns count.
-        recreate_env: Make a new environment for every episode instead of resetting one. None = where a reset does not
-            restore it.
+        recreate_env: Whether every episode gets a new environment, rather than one that is reset; None = where that
+            is found to matter.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -217,7 +217,7 @@ class PettingZooGroups(SeededGroups):
         name: What the environment calls itself.
         scoring: The score, with its name.
         max_episode_steps: Steps after which all living agents are truncated.
-        cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
+        uses_default_limit: Whether that is this class's own limit, as nothing else says when an episode is to end.
         recreate_env: Whether every episode gets an environment made anew.
         agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
             of the first training start.
@@ -235,7 +235,7 @@ class PettingZooGroups(SeededGroups):
         *,
         env_kwargs: Mapping[str, Any] | None = None,
         max_episode_steps: int | None = None,
-        lanes: int = _LANES,
+        num_envs: int = _LANES,
         score: Score = summed,
         recreate_env: bool | None = None,
         train_size: int = 100_000,
@@ -243,23 +243,23 @@ class PettingZooGroups(SeededGroups):
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
-        for name, value in (("max_episode_steps", max_episode_steps), ("lanes", lanes)):
-            if (value is None and name == "lanes") or (value is not None and value < 1):
+        for name, value in (("max_episode_steps", max_episode_steps), ("num_envs", num_envs)):
+            if (value is None and name == "num_envs") or (value is not None and value < 1):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not callable(env):
             raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
         self._make, self._kwargs = env, dict(env_kwargs or {})
-        self._in_window, self.windowed = False, self._kwargs.get("render_mode") == WINDOW
-        if self.windowed:  # episodes side by side are not to be watched; `drawn` is
+        self._in_window, self.render_tests = False, self._kwargs.get("render_mode") == WINDOW
+        if self.render_tests:  # episodes side by side are not to be watched; `drawn` is
             del self._kwargs["render_mode"]
-        self._wanted_limit, self._count = max_episode_steps, lanes
-        self._lanes: list[JointLane] = []
+        self._wanted_limit, self._count = max_episode_steps, num_envs
+        self._lanes: list[JointEnv] = []
         self._distinct = Distinct()
         self._said: set[str] = set()
         example = self._made()
         declared = _limit(example) if max_episode_steps is None else max_episode_steps
-        self.max_episode_steps, self.cut_off = declared or CUT_OFF, declared is None
+        self.max_episode_steps, self.uses_default_limit = declared or DEFAULT_MAX_EPISODE_STEPS, declared is None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
@@ -274,7 +274,7 @@ class PettingZooGroups(SeededGroups):
         }
         self._code = code_hash(type(example.unwrapped))
         example.close()
-        assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
+        map_policies(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
         self.scoring: Scoring = scoring(score, self.agents)
         self.recreate_env = self._repeating(recreate_env)
 
@@ -285,14 +285,14 @@ class PettingZooGroups(SeededGroups):
             for lane in lanes:
                 closing.callback(lane.close)
 
-    def drawn(self) -> "PettingZooGroups":
+    def rendered(self) -> "PettingZooGroups":
         """Return the same starts in a single environment that shows itself in a window, at its own speed.
 
         Raises:
             ImportError: If a package that it needs is missing.
             ValueError: If it cannot be drawn, or there is no display.
         """
-        check_shown(self._made, self.name)
+        check_renderable(self._made, self.name)
         shown = copy(self)
         shown._kwargs = {**self._kwargs, "render_mode": WINDOW}
         shown._lanes, shown._count, shown._distinct, shown._in_window = [], 1, Distinct(), True
@@ -308,15 +308,15 @@ class PettingZooGroups(SeededGroups):
         """What all agents do together, by name."""
         return gymnasium.spaces.Dict(self.action_spaces)
 
-    def open(self, split: Split, starts: Sequence[int]) -> JointEpisodes:
+    def open(self, split: Split, starts: Sequence[int]) -> JointStartBatch:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return JointEpisodes(env=self, seeds=self._starts.of(split, starts))
+        return JointStartBatch(env=self, seeds=self._starts.of(split, starts))
 
-    def scores(self, played: JointPlayed) -> NDArray[np.float64]:
+    def scores(self, played: JointEpisodes) -> NDArray[np.float64]:
         """Return what each of n joint episodes is worth, `[n]`.
 
         Raises:
@@ -340,12 +340,12 @@ class PettingZooGroups(SeededGroups):
         }
 
     def _play(
-        self, actors: Mapping[str, Actor], assignment: Assignment, wanted: Requested, groups: NDArray[np.int64]
-    ) -> JointPlayed:
-        lanes = JointLanes(self._lanes, self._lane, assignment)
-        spaces = {name: (role.observation_space, role.action_space) for name, role in assignment.roles.items()}
+        self, actors: Mapping[str, Actor], mapping: PolicyMapping, wanted: EpisodeRequest, groups: NDArray[np.int64]
+    ) -> JointEpisodes:
+        lanes = JointVectorEnv(self._lanes, self._lane, mapping)
+        spaces = {name: (spec.observation_space, spec.action_space) for name, spec in mapping.specs.items()}
         with self._closed_if_broken(), window() if self._in_window else nullcontext():
-            played = play_episodes(lanes, self._count, spaces, actors, JointRecord(groups, assignment), wanted)
+            played = play_episodes(lanes, self._count, spaces, actors, JointRecorder(groups, mapping), wanted)
         if self._wanted_limit is None and (played.lengths >= self._last_step).any():
             self._warn(
                 f"a joint episode of {self.name} was cut off after {self._last_step:,} steps, as neither the "
@@ -357,13 +357,17 @@ class PettingZooGroups(SeededGroups):
     @property
     def _last_step(self) -> int:
         """After which lanes truncate: what an environment says of itself is believed, and made sure of later."""
-        return self.max_episode_steps if self._wanted_limit is not None else max(CUT_OFF, self.max_episode_steps)
+        return (
+            self.max_episode_steps
+            if self._wanted_limit is not None
+            else max(DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps)
+        )
 
-    def _lane(self) -> JointLane:
+    def _lane(self) -> JointEnv:
         return self._lane_made(self.recreate_env)
 
-    def _lane_made(self, recreate_env: bool) -> JointLane:
-        return JointLane(self._made, self._last_step, recreate_env=recreate_env)
+    def _lane_made(self, recreate_env: bool) -> JointEnv:
+        return JointEnv(self._made, self._last_step, recreate_env=recreate_env)
 
     def _repeating(self, recreate_env: bool | None) -> bool:
         first, *_, last = self._starts.of("train", [0, self.size("train") - 1])
@@ -372,7 +376,7 @@ class PettingZooGroups(SeededGroups):
             self._warn(f"{self.name} {found.words}")
         return found.recreate_env
 
-    def warn_of_opposed(self, *, team_credit: bool) -> None:
+    def warn_opposed_rewards(self, *, team_credit: bool) -> None:
         """Warn, once, if agents' rewards move against each other where learning or fitness adds them up.
 
         Args:
@@ -391,14 +395,14 @@ class PettingZooGroups(SeededGroups):
             self._said.add(words)
             warn(words, rank_zero_only=rank_zero_only)
 
-    def stage(self, **env_kwargs: Any) -> Stage:
+    def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
         """Return one such environment that a single player plays for all agents.
 
         Args:
             env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
         """
         make = partial(self._made, **env_kwargs)
-        return Stage(make, self._last_step, self.observation_space, self.action_space)
+        return JointGymEnv(make, self._last_step, self.observation_space, self.action_space)
 
     def _made(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
         env = self._make(**{**self._kwargs, **further})

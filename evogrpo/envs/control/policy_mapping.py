@@ -20,7 +20,7 @@ AgentSpaces = Mapping[str, spaces.Space[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Role:
+class PolicySpec:
     """What one policy acts as.
 
     Attributes:
@@ -88,17 +88,17 @@ class Role:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Assignment:
+class PolicyMapping:
     """Which policy acts for which agent.
 
     Attributes:
         policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
             underscore; "independent": one for each agent.
-        roles: By policy.
+        specs: By policy.
     """
 
     policies: Policies
-    roles: Mapping[str, Role]
+    specs: Mapping[str, PolicySpec]
 
     def policy_of(self, agent: str) -> str:
         """Return the policy that acts for an agent.
@@ -107,32 +107,32 @@ class Assignment:
             ValueError: If there is none.
         """
         name = _policy_name(self.policies, agent)
-        if name not in self.roles:
+        if name not in self.specs:
             raise ValueError(
-                f"agent {agent!r} has no policy: {self.policies!r} policies were made for {sorted(self.roles)}. Let "
+                f"agent {agent!r} has no policy: {self.policies!r} policies were made for {sorted(self.specs)}. Let "
                 "the environment name every agent in possible_agents, or use policies='shared'"
             )
         return name
 
     def place(self, agent: str) -> tuple[int, str]:
         """Return what agents of one policy are sorted by: known ones in their own order, others behind by name."""
-        known = self.roles[self.policy_of(agent)].agents
+        known = self.specs[self.policy_of(agent)].agents
         return (known.index(agent) if agent in known else len(known), agent)
 
 
-def assign(
+def map_policies(
     observation_spaces: AgentSpaces,
     action_spaces: AgentSpaces,
     policies: Policies = "shared",
     *,
     agent_ids: bool = False,
-) -> Assignment:
+) -> PolicyMapping:
     """Share agents out among policies.
 
     Args:
         observation_spaces: What each agent sees, by its name.
         action_spaces: Where each agent acts, by its name.
-        policies: See `Assignment`.
+        policies: See `PolicyMapping`.
         agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
 
     Raises:
@@ -148,22 +148,22 @@ def assign(
     members: dict[str, list[str]] = {}
     for agent in observation_spaces:
         members.setdefault(_policy_name(policies, agent), []).append(agent)
-    roles = {}
+    specs = {}
     for name, agents in members.items():
         first = agents[0]
         if not all(_same(observation_spaces, action_spaces, first, agent) for agent in agents[1:]):
             raise ValueError(_unlike(observation_spaces, action_spaces, agents, policies))
-        role = Role(
+        spec = PolicySpec(
             name=name,
             agents=tuple(agents),
             seen_space=observation_spaces[first],
             action_space=action_spaces[first],
             agent_ids=agent_ids and len(agents) > 1,
         )
-        assert role.parts  # raises for spaces that are not supported
-        check_action_space(role.action_space)
-        roles[name] = role
-    return Assignment(policies=policies, roles=roles)
+        assert spec.parts  # raises for spaces that are not supported
+        check_action_space(spec.action_space)
+        specs[name] = spec
+    return PolicyMapping(policies=policies, specs=specs)
 
 
 def _policy_name(policies: Policies, agent: str) -> str:
@@ -195,7 +195,7 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
         kind = next((kind for kind in kinds if _same(seen, acted, kind[0], agent)), None)
         kinds.append([agent]) if kind is None else kind.append(agent)
     described = "; ".join(
-        f"{listed(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
+        f"{join_names(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
         f"{'acts' if len(kind) == 1 else 'act'} in {acted[kind[0]]}"
         for kind in kinds
     )
@@ -205,7 +205,7 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
         for agent in agents
     )
     remedy = (
-        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {listed(list(alike_but_for_number))}"
+        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {join_names(list(alike_but_for_number))}"
         if fits
         else "policies='independent', one for each agent"
     )
@@ -215,7 +215,7 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
     )
 
 
-def listed(names: Sequence[str], most: int = 6) -> str:
+def join_names(names: Sequence[str], most: int = 6) -> str:
     """Write names as a sentence has them, not too many of them."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
     return " and ".join([*([", ".join(shown[:-1])] if shown[1:] else []), shown[-1]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.envs.control.joint_vector_env import JointLane, JointSeen, any_legal, mask_of, nothing
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep, any_legal, mask_of, nothing
 from evogrpo.installing import extra_command
 
 WINDOW = "human"
@@ -30,7 +30,7 @@ def check_display() -> None:
         )
 
 
-def check_shown(make: Callable[..., Any], name: str) -> None:
+def check_renderable(make: Callable[..., Any], name: str) -> None:
     """Refuse an environment that does not show itself in a window, and any where there is no display.
 
     Args:
@@ -78,17 +78,17 @@ def window() -> Iterator[None]:
         ) from error
 
 
-REWARDS = "rewards of agents"
+AGENT_REWARDS = "rewards of agents"
 """Under this name infos hold what each agent earned."""
 
 ByAgent = dict[str, Any]
 
 
-class Stage(gymnasium.Env[ByAgent, ByAgent]):
+class JointGymEnv(gymnasium.Env[ByAgent, ByAgent]):
     """Shows what every agent sees that is to act, and takes what they do; the reward is what all earn together.
 
-    The infos hold their action masks by agent, and every agent's reward under `REWARDS`. An agent whose mask leaves
-    nothing to do is not shown, and does nothing.
+    The infos hold their action masks by agent, and every agent's reward under `AGENT_REWARDS`. An agent whose mask
+    leaves nothing to do is not shown, and does nothing.
 
     Args:
         make: Makes the joint environment.
@@ -104,8 +104,8 @@ class Stage(gymnasium.Env[ByAgent, ByAgent]):
         observation_space: gymnasium.spaces.Dict,
         action_space: gymnasium.spaces.Dict,
     ) -> None:
-        self._lane = JointLane(make, max_episode_steps)
-        self._seen = JointSeen(observations={}, infos={})
+        self._lane = JointEnv(make, max_episode_steps)
+        self._seen = JointStep(observations={}, infos={})
         self.observation_space, self.action_space = observation_space, action_space
         self.metadata = dict(getattr(self._lane.env, "metadata", {}))
         self.render_mode = getattr(self._lane.env, "render_mode", None)
@@ -135,9 +135,12 @@ class Stage(gymnasium.Env[ByAgent, ByAgent]):
         """Close it."""
         self._lane.close()
 
-    def _shown(self, seen: JointSeen) -> tuple[ByAgent, ByAgent]:
+    def _shown(self, seen: JointStep) -> tuple[ByAgent, ByAgent]:
         self._seen = seen
         masks = {agent: mask_of(seen, agent) for agent in seen.observations}
         acting = [agent for agent, mask in masks.items() if mask is None or any_legal(mask)]
         given = {agent: masks[agent] for agent in acting if masks[agent] is not None}
-        return {agent: seen.observations[agent] for agent in acting}, {"action_mask": given, REWARDS: seen.rewards}
+        return {agent: seen.observations[agent] for agent in acting}, {
+            "action_mask": given,
+            AGENT_REWARDS: seen.rewards,
+        }

@@ -13,7 +13,7 @@ from evogrpo.config.checks import LARGEST
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.observations import ObservationStatistics, normalised_leaves, unflatten
-from evogrpo.envs.control.vector_env import Brought, EpisodeLanes, Seen
+from evogrpo.envs.control.vector_env import PolicyInput, StepResult, VectorEnv
 from evogrpo.interruption import check_interrupted
 from evogrpo.progress import ProgressCounter
 
@@ -24,13 +24,13 @@ the same entry at every call."""
 MOST_STEPS = 100_000
 """Steps after which an episode without a limit of its own is taken never to end."""
 
-Step = TypeVar("Step", bound=Brought)
+Step = TypeVar("Step", bound=StepResult)
 Step_contra = TypeVar("Step_contra", contravariant=True)
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Taken(NamedTuple):
+class PolicyActions(NamedTuple):
     """The actions of one policy's agents at one step of all lanes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Taken(NamedTuple):
 
     rows: NDArray[np.int64]
     t: NDArray[np.int64]
-    seen: Seen
+    seen: PolicyInput
     actions: NDArray[Any]
     log_probs: NDArray[np.float32]
 
@@ -51,7 +51,7 @@ class Taken(NamedTuple):
 class Record(Protocol[Step_contra, Result_co]):
     """Notes episodes as they are played."""
 
-    def act(self, policy: str, taken: Taken) -> None:
+    def act(self, policy: str, taken: PolicyActions) -> None:
         """Note what a policy's agents did."""
 
     def earn(self, rows: NDArray[np.int64], stepped: Step_contra) -> None:
@@ -62,7 +62,7 @@ class Record(Protocol[Step_contra, Result_co]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Requested:
+class EpisodeRequest:
     """One episode to play for each of n rows.
 
     Attributes:
@@ -98,17 +98,17 @@ def requested(
     statistics: ObservationStatistics | None,
     base: bool,
     max_episode_steps: int | None,
-) -> Requested:
+) -> EpisodeRequest:
     """Return what is to be played.
 
     Args:
         seeds: Reset seed of each opened start.
         start_of_row: For each of the n rows, its position in `seeds`.
         member_ids: For each row, a slot.
-        uniforms: See `Requested`.
-        temperature: See `Requested`.
-        statistics: See `Requested`; one row per slot.
-        base: See `Requested`.
+        uniforms: See `EpisodeRequest`.
+        temperature: See `EpisodeRequest`.
+        statistics: See `EpisodeRequest`; one row per slot.
+        base: See `EpisodeRequest`.
         max_episode_steps: The environment's own limit, where it has one.
 
     Raises:
@@ -127,7 +127,7 @@ def requested(
     heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
     if heat is not None and heat.shape != members.shape:
         raise ValueError(f"temperature must give one number per row {members.shape}, got {heat.shape}")
-    return Requested(
+    return EpisodeRequest(
         seeds=np.array([seeds[start] for start in start_of_row], dtype=np.int64),
         member_ids=members,
         replicas=_replicas(start_of_row, member_ids),
@@ -141,12 +141,12 @@ def requested(
 
 
 def play_episodes(
-    lanes: EpisodeLanes[Step],
+    lanes: VectorEnv[Step],
     count: int,
     spaces: "Mapping[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]",
     actors: Mapping[str, Actor],
     record: Record[Step, Result],
-    wanted: Requested,
+    wanted: EpisodeRequest,
 ) -> Result:
     """Play one episode per row, at most `count` at a time, and return them in the order of the rows.
 
@@ -167,7 +167,7 @@ def play_episodes(
     queue = _queue(wanted.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), wanted.limit or math.inf
-    counter = ProgressCounter("playing", total, "episodes")
+    progress = ProgressCounter("playing", total, "episodes")
     while True:
         free = min(count - len(rows), len(queue))
         if free:
@@ -178,7 +178,7 @@ def play_episodes(
             lanes.select(order)
             rows, t = rows[order], t[order]
         rows, t = _without(lanes, lanes.deserted(), rows, t)  # some may be over before anybody acts
-        counter.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
+        progress.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
         if not len(rows):
             if len(queue):
                 continue
@@ -199,7 +199,7 @@ def play_episodes(
 
 
 def _without(
-    lanes: EpisodeLanes[Step], ended: NDArray[np.bool_] | None, rows: NDArray[np.int64], t: NDArray[np.int64]
+    lanes: VectorEnv[Step], ended: NDArray[np.bool_] | None, rows: NDArray[np.int64], t: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Free the lanes of ended episodes, and return the rows and steps of the others."""
     if ended is None or not ended.any():
@@ -231,15 +231,15 @@ def _queue(member_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 def _act(
     actor: Actor,
     spaces: "tuple[gymnasium.Space[Any], gymnasium.Space[Any]]",
-    seen: Seen,
+    seen: PolicyInput,
     rows: NDArray[np.int64],
     t: NDArray[np.int64],
-    wanted: Requested,
-) -> Taken:
+    wanted: EpisodeRequest,
+) -> PolicyActions:
     space, action_space = spaces
     if seen.lanes is not None:
         rows, t = rows[seen.lanes], t[seen.lanes]
-    refuse_not_finite(seen, wanted.seeds[rows], t)
+    check_finite(seen, wanted.seeds[rows], t)
     members, shown = wanted.member_ids[rows], seen.observations
     if wanted.statistics is not None:
         shown = wanted.statistics.normalise(shown, normalised_leaves(space), members)
@@ -256,7 +256,7 @@ def _act(
         raise ValueError(
             f"a policy must return actions of shape {expected} for {action_space}, got {np.shape(acted.actions)}"
         )
-    return Taken(
+    return PolicyActions(
         rows=rows,
         t=t,
         seen=seen,
@@ -265,16 +265,16 @@ def _act(
     )
 
 
-def refuse_not_finite(seen: Seen, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+def check_finite(seen: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
     """Raise ValueError for the first observation that is not finite, of episodes with these seeds at these steps."""
     for leaf in seen.observations:
-        if leaf.dtype.kind == "f" and not held_by_members(leaf).all():
-            place = int(np.argwhere(~held_by_members(leaf))[0][0])
+        if leaf.dtype.kind == "f" and not fits_float32(leaf).all():
+            place = int(np.argwhere(~fits_float32(leaf))[0][0])
             agent = seen.agents[place] if seen.agents else ""
             raise not_finite("observation", leaf[place].tolist(), agent, seeds[place], t[place])
 
 
-def held_by_members(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     """Tell which numbers are finite, and can be held in float32, in which members compute."""
     held: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= LARGEST
     return held

@@ -13,14 +13,14 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from evogrpo.config.checks import LARGEST
-from evogrpo.envs.control.actions import join_masks, legal_actions, mask_in, policy_action_shape
+from evogrpo.envs.control.actions import join_masks, legal_actions, mask_from_info, policy_action_shape
 from evogrpo.envs.control.classic import ClassicControl
-from evogrpo.envs.control.making import MakeEnv, Parked, lane_seeds
+from evogrpo.envs.control.making import MakeEnv, PauseAtEnd, seeds_with_replicas
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, numbers, stack
 from evogrpo.interruption import check_interrupted
 
 
-class Seen(NamedTuple):
+class PolicyInput(NamedTuple):
     """What a policy may act on next, one entry for each agent of its own that has a choice.
 
     A named tuple, as one is made at every step: frozen dataclasses cost CartPole 2 % of its throughput.
@@ -38,18 +38,18 @@ class Seen(NamedTuple):
     agents: Sequence[str] = ()
 
 
-class Brought(Protocol):
+class StepResult(Protocol):
     """What one step of every lane brought, as far as a player needs to know."""
 
     @property
     def ended(self) -> NDArray[np.bool_] | None:
-        """`[m]` the episodes that ended with this step; None = `EpisodeLanes.deserted` will tell."""
+        """`[m]` the episodes that ended with this step; None = `VectorEnv.deserted` will tell."""
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
         """Return (lane, agent or "", reward) of rewards that are not finite, or that float32 does not hold."""
 
 
-class Stepped(NamedTuple):
+class VectorStep(NamedTuple):
     """What one step of every lane brought where each has one agent.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stepped(NamedTuple):
         truncated: `[m]` it has been cut off; both may hold.
     """
 
-    seen: Seen
+    seen: PolicyInput
     rewards: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
@@ -70,7 +70,7 @@ class Stepped(NamedTuple):
         return self.terminated | self.truncated
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
-        """See `Brought`."""
+        """See `StepResult`."""
         held = np.abs(self.rewards) <= LARGEST
         if held.all():
             return ()
@@ -80,7 +80,7 @@ class Stepped(NamedTuple):
 Step_co = TypeVar("Step_co", covariant=True)
 
 
-class EpisodeLanes(Protocol[Step_co]):
+class VectorEnv(Protocol[Step_co]):
     """Episodes side by side, addressed by their position; positions change with `add` and `select` only."""
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
@@ -92,56 +92,56 @@ class EpisodeLanes(Protocol[Step_co]):
     def deserted(self) -> NDArray[np.bool_] | None:
         """Return the lanes `[m]` in which no agent lives; None = that cannot be, since ended ones are not kept."""
 
-    def seen(self) -> Mapping[str, Seen]:
+    def seen(self) -> Mapping[str, PolicyInput]:
         """Return what each policy may act on; policies that have nothing to do are missing."""
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> Step_co:
         """Step every lane with the environment's own actions `[m, ...]` for the entries seen; none may have ended."""
 
 
-ONLY = "default"
+DEFAULT_POLICY = "default"
 """Name of the policy where each lane has one agent."""
 
 
-class SoloLanes(ABC):
+class SingleAgentVectorEnv(ABC):
     """Lanes of one agent each. Subclasses say how episodes are opened, kept and stepped."""
 
-    _seen: Seen | None = None
+    _seen: PolicyInput | None = None
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `EpisodeLanes`."""
+        """See `VectorEnv`."""
         before, opened = self._seen, self._open(seeds, replicas)
         if before is None or not len(before.observations[0]):
             self._seen = opened
             return
         counts = (len(before.observations[0]), len(seeds))
-        self._seen = Seen(
+        self._seen = PolicyInput(
             observations=[np.concatenate(pair) for pair in zip(before.observations, opened.observations, strict=True)],
             action_masks=join_masks((before.action_masks, opened.action_masks), counts),
         )
 
     def select(self, positions: NDArray[np.int64]) -> None:
-        """See `EpisodeLanes`."""
+        """See `VectorEnv`."""
         self._keep(positions)
         assert self._seen is not None
         masks = self._seen.action_masks
-        self._seen = Seen(
+        self._seen = PolicyInput(
             observations=[leaf[positions] for leaf in self._seen.observations],
             action_masks=None if masks is None else masks[positions],
         )
 
     def deserted(self) -> NDArray[np.bool_] | None:
-        """See `EpisodeLanes`."""
+        """See `VectorEnv`."""
         return None
 
-    def seen(self) -> Mapping[str, Seen]:
-        """See `EpisodeLanes`."""
+    def seen(self) -> Mapping[str, PolicyInput]:
+        """See `VectorEnv`."""
         assert self._seen is not None
-        return {ONLY: self._seen}
+        return {DEFAULT_POLICY: self._seen}
 
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> Stepped:
-        """See `EpisodeLanes`."""
-        stepped = self._step(actions[ONLY])
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
+        """See `VectorEnv`."""
+        stepped = self._step(actions[DEFAULT_POLICY])
         self._seen = stepped.seen
         return stepped
 
@@ -150,7 +150,7 @@ class SoloLanes(ABC):
         """Give back environments and processes."""
 
     @abstractmethod
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
         """Open episodes behind the others, and return what is seen in them."""
 
     @abstractmethod
@@ -158,37 +158,37 @@ class SoloLanes(ABC):
         """Keep the lanes at these positions, in this order."""
 
     @abstractmethod
-    def _step(self, actions: NDArray[Any]) -> Stepped:
+    def _step(self, actions: NDArray[Any]) -> VectorStep:
         """Step every lane."""
 
 
-class NativeLanes(SoloLanes):
+class NativeVectorEnv(SingleAgentVectorEnv):
     """Lanes over a native vectorised environment."""
 
     def __init__(self, episodes: ClassicControl) -> None:
         self._episodes = episodes
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
         # These environments have no noise after reset, so replicas change nothing.
-        return Seen(observations=[self._episodes.add(seeds)], action_masks=None)
+        return PolicyInput(observations=[self._episodes.add(seeds)], action_masks=None)
 
     def _keep(self, positions: NDArray[np.int64]) -> None:
         self._episodes.select(positions)
 
-    def _step(self, actions: NDArray[Any]) -> Stepped:
+    def _step(self, actions: NDArray[Any]) -> VectorStep:
         observations, rewards, terminated, truncated = self._episodes.step(actions)
-        return Stepped(
-            seen=Seen(observations=[observations], action_masks=None),
+        return VectorStep(
+            seen=PolicyInput(observations=[observations], action_masks=None),
             rewards=rewards,
             terminated=terminated,
             truncated=truncated,
         )
 
     def close(self) -> None:
-        """See `SoloLanes`; there is nothing to give back."""
+        """See `SingleAgentVectorEnv`; there is nothing to give back."""
 
 
-class SerialLanes(SoloLanes):
+class SerialVectorEnv(SingleAgentVectorEnv):
     """Lanes over environments of this process; only living lanes are stepped, so no step is spent on ended ones.
 
     Args:
@@ -208,7 +208,7 @@ class SerialLanes(SoloLanes):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        self._make, self._recreate_env = make, recreate_env
+        self._make, self._remake = make, recreate_env
         self._reseed = reseed
         self._space = observation_space
         self._parts = leaf_spaces(observation_space)
@@ -216,34 +216,34 @@ class SerialLanes(SoloLanes):
         self._live: list[gymnasium.Env[Any, Any]] = []
         self._idle: list[gymnasium.Env[Any, Any]] = []
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
         opened = []
-        for seed in lane_seeds(seeds, replicas, self._reseed):
+        for seed in seeds_with_replicas(seeds, replicas, self._reseed):
             check_interrupted()
             env = self._idle.pop() if self._idle else self._make()
             self._live.append(env)
             opened.append(env.reset(seed=seed))
-        return self._shown([observation for observation, _ in opened], [mask_in(info) for _, info in opened])
+        return self._shown([observation for observation, _ in opened], [mask_from_info(info) for _, info in opened])
 
     def _keep(self, positions: NDArray[np.int64]) -> None:
         kept = positions.tolist()
         dropped = sorted(set(range(len(self._live))) - set(kept))
         free = [self._live[position] for position in dropped]
         self._live = [self._live[position] for position in kept]
-        if self._recreate_env:
+        if self._remake:
             _close_all(free)
         else:
             self._idle += free
 
-    def _step(self, actions: NDArray[Any]) -> Stepped:
+    def _step(self, actions: NDArray[Any]) -> VectorStep:
         steps = []
         for env, action in zip(self._live, actions, strict=True):
             check_interrupted()  # one after the other they may take long
             steps.append(env.step(action))
-        masks = [mask_in(step[4]) for step in steps]
+        masks = [mask_from_info(step[4]) for step in steps]
         acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
         seen = self._shown([step[0] for step in steps], acting)
-        return Stepped(
+        return VectorStep(
             seen=seen,
             rewards=numbers([step[1] for step in steps], np.float64, "reward"),
             terminated=numbers([step[2] for step in steps], np.bool_, "terminated"),
@@ -251,19 +251,19 @@ class SerialLanes(SoloLanes):
         )
 
     def close(self) -> None:
-        """See `SoloLanes`."""
+        """See `SingleAgentVectorEnv`."""
         open_ = [*self._live, *self._idle]
         self._live, self._idle = [], []
         _close_all(open_)
 
-    def _shown(self, observations: list[Any], masks: list[Any]) -> Seen:
-        return Seen(
+    def _shown(self, observations: list[Any], masks: list[Any]) -> PolicyInput:
+        return PolicyInput(
             observations=stack(self._parts, [flatten(self._space, observation) for observation in observations]),
             action_masks=legal_actions(self._action_space, masks),
         )
 
 
-class ProcessLanes(SoloLanes):
+class ProcessVectorEnv(SingleAgentVectorEnv):
     """Lanes over one process each: gymnasium's AsyncVectorEnv without autoreset, refilled by masked resets.
 
     Args:
@@ -287,10 +287,10 @@ class ProcessLanes(SoloLanes):
     ) -> None:
         home = os.getpid()
 
-        def parked() -> Parked:
+        def parked() -> PauseAtEnd:
             if os.getpid() != home:  # the vector environment also makes one here
                 _forget_signals()
-            return Parked(make, recreate_env=recreate_env)
+            return PauseAtEnd(make, recreate_env=recreate_env)
 
         self._vector = AsyncVectorEnv([parked] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self._count = count
@@ -300,11 +300,11 @@ class ProcessLanes(SoloLanes):
         self._actions = np.zeros((count, *policy_action_shape(action_space)), dtype=action_space.dtype)
         self._live: list[int] = []
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
         taken = set(self._live)
         lanes = [lane for lane in range(self._count) if lane not in taken][: len(seeds)]
         seed_of_lane: list[int | None] = [None] * self._count
-        for lane, seed in zip(lanes, lane_seeds(seeds, replicas, self._reseed), strict=True):
+        for lane, seed in zip(lanes, seeds_with_replicas(seeds, replicas, self._reseed), strict=True):
             seed_of_lane[lane] = seed
         chosen = np.isin(np.arange(self._count), lanes)
         with _alive():
@@ -315,13 +315,13 @@ class ProcessLanes(SoloLanes):
     def _keep(self, positions: NDArray[np.int64]) -> None:
         self._live = [self._live[position] for position in positions.tolist()]
 
-    def _step(self, actions: NDArray[Any]) -> Stepped:
+    def _step(self, actions: NDArray[Any]) -> VectorStep:
         self._actions[self._live] = actions
         with _alive():
             observations, rewards, terminated, truncated, given = self._vector.step(self._actions)
         ended = (terminated | truncated)[self._live]
         seen = self._shown(observations, given, self._live, ended)
-        return Stepped(
+        return VectorStep(
             seen=seen,
             rewards=rewards[self._live],
             terminated=terminated[self._live],
@@ -329,7 +329,7 @@ class ProcessLanes(SoloLanes):
         )
 
     def close(self) -> None:
-        """See `SoloLanes`."""
+        """See `SingleAgentVectorEnv`."""
         try:
             self._vector.close(terminate=True)
         except (EOFError, OSError):  # one that is dead already cannot be told to end
@@ -338,13 +338,15 @@ class ProcessLanes(SoloLanes):
                 process.join()
             self._vector.closed = True
 
-    def _shown(self, observations: Any, given: dict[str, Any], lanes: list[int], ended: NDArray[np.bool_]) -> Seen:
+    def _shown(
+        self, observations: Any, given: dict[str, Any], lanes: list[int], ended: NDArray[np.bool_]
+    ) -> PolicyInput:
         told = given.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
         masks = [
             given["action_mask"][lane] if told[lane] and not over else None
             for lane, over in zip(lanes, ended, strict=True)
         ]
-        return Seen(
+        return PolicyInput(
             # The vector environment writes its next observations over these, so the lanes' own are copied out.
             observations=[leaf[lanes] for leaf in flatten(self._space, observations)],
             action_masks=legal_actions(self._action_space, masks),
@@ -367,7 +369,7 @@ def _alive() -> Iterator[None]:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise RuntimeError(
-            "a process of the environment has died, perhaps for want of memory: use fewer lanes, or vectorization="
+            "a process of the environment has died, perhaps for want of memory: set num_envs lower, or vectorization="
             '"serial" to see what happens'
         ) from error
 

@@ -10,7 +10,7 @@ import gymnasium
 from evogrpo.algorithms.policies.settings import Credit
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
-from evogrpo.envs.control.making import Wrap, check_wrapper, registered
+from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, Score, summed
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.training.configuration.user_code import load_module, load_named
@@ -45,7 +45,7 @@ class EnvironmentTask:
             of `name` and `options`. Their code is run.
         max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
-        lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
+        num_envs: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the episodes of a group get their own noise after reset; null = if there is any.
         recreate_env: Whether every episode gets an environment made anew; null = if it plays otherwise after a reset.
         train_size: Training starts.
@@ -62,7 +62,7 @@ class EnvironmentTask:
     wrappers: Sequence[str | WrapperSection] = ()
     max_episode_steps: int | None = None
     vectorization: Vectorization = "auto"
-    lanes: int | None = None
+    num_envs: int | None = None
     reseed_noise: bool | None = None
     recreate_env: bool | None = None
     train_size: int = 100_000
@@ -104,7 +104,7 @@ class EnvironmentTask:
             wrappers=[named_wrapper(each) for each in self.wrappers],
             max_episode_steps=self.max_episode_steps,
             vectorization=self.vectorization,
-            lanes=self.lanes,
+            num_envs=self.num_envs,
             reseed_noise=self.reseed_noise,
             recreate_env=self.recreate_env,
             train_size=self.train_size,
@@ -142,7 +142,7 @@ def reward_threshold(env: str) -> float | None:
         ValueError: If there is no such environment here.
     """
     try:
-        return registered(env).reward_threshold
+        return env_spec(env).reward_threshold
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error
 
@@ -166,7 +166,7 @@ class ParallelTask:
             of agents named alike but for their number, or a list of these, whose returns are added up; or
             "module:function" or "path.py:function", of what each agent earned. Its code is run.
         recreate_env: Whether every episode gets an environment made anew; null = where that is found to matter.
-        lanes: Most joint episodes at a time.
+        num_envs: Most joint episodes at a time.
         train_size: Training starts.
         validation_size: Starts for selection.
         test_size: Starts for the final report.
@@ -184,7 +184,7 @@ class ParallelTask:
     max_episode_steps: int | None = None
     score: str | tuple[str, ...] | None = None
     recreate_env: bool | None = None
-    lanes: int = 64
+    num_envs: int = 64
     train_size: int = 100_000
     validation_size: int = 64
     test_size: int = 256
@@ -215,7 +215,7 @@ class ParallelTask:
                 make,
                 env_kwargs=self.env_kwargs,
                 max_episode_steps=self.max_episode_steps,
-                lanes=self.lanes,
+                num_envs=self.num_envs,
                 score=self._score(),
                 recreate_env=self.recreate_env,
                 train_size=self.train_size,

@@ -16,7 +16,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.envs.control.policy_mapping import Assignment, assign
+from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
@@ -85,7 +85,7 @@ class PreparedTeam:
     Attributes:
         config: The configuration.
         env: Where members act.
-        assignment: Which policy acts for which agent.
+        mapping: Which policy acts for which agent.
         device: Where members will live.
         parameters: Of one member's networks, as they start.
         words: What these are made of.
@@ -95,7 +95,7 @@ class PreparedTeam:
 
     config: Config[ParallelTask, NetworkAgent]
     env: PettingZooGroups
-    assignment: Assignment
+    mapping: PolicyMapping
     device: str
     parameters: int
     words: PolicyDescription
@@ -103,7 +103,7 @@ class PreparedTeam:
     @property
     def one_thread(self) -> bool:
         """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
-        return small(self.device, self.parameters, [role.observation_space for role in self.assignment.roles.values()])
+        return small(self.device, self.parameters, [spec.observation_space for spec in self.mapping.specs.values()])
 
     @property
     def networks_evolve(self) -> bool:
@@ -112,23 +112,23 @@ class PreparedTeam:
 
     def facts(self) -> dict[str, str]:
         """Name the environment, its agents, the policies with their spaces, and the members."""
-        config, env, roles = self.config, self.env, self.assignment.roles
-        env.warn_of_opposed(team_credit=config.task.credit == "team")
+        config, env, specs = self.config, self.env, self.mapping.specs
+        env.warn_opposed_rewards(team_credit=config.task.credit == "team")
         cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
         policies = (
-            f"{policy} for {', '.join(role.agents)} "
-            f"(sees {_space(role.observation_space)}, acts in {_space(role.action_space)})"
-            for policy, role in roles.items()
+            f"{policy} for {', '.join(spec.agents)} "
+            f"(sees {_space(spec.observation_space)}, acts in {_space(spec.action_space)})"
+            for policy, spec in specs.items()
         )
         return {
-            "environment": f"{config.task.label}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
+            "environment": f"{config.task.label}: {sizes_text(env)} starts{cut if env.uses_default_limit else ''}",
             "fitness": env.scoring.label,
             "agents": f"{len(env.agents)}, each learning from what "
             f"{'all agents earn' if config.task.credit == 'team' else 'it earns itself'}"
             f"{', told who it is' if config.task.agent_ids else ''}",
             "policies": "; ".join(policies),
             "population": f"{counted(config.population.size, 'member')}, each "
-            f"{'a network' if len(roles) == 1 else f'{len(roles)} networks'} "
+            f"{'a network' if len(specs) == 1 else f'{len(specs)} networks'} "
             f"({self.words.network}, {count_text(self.parameters)} parameters in all) on {self.device}",
             "observations": f"{self.words.observations}{normalised_text(config.agent)}",
             "actions": self.words.actions,
@@ -136,7 +136,7 @@ class PreparedTeam:
 
     def forecast(self) -> TeamForecast:
         """Do the arithmetic of the run, for the agents that are known beforehand."""
-        config, longest, roles = self.config, self.env.max_episode_steps, self.assignment.roles
+        config, longest, specs = self.config, self.env.max_episode_steps, self.mapping.specs
         steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
         rounds = Rounds.of(config, self.env)
@@ -146,7 +146,7 @@ class PreparedTeam:
             joint_steps=steps * config.population.size,
             transitions=steps * config.population.size * len(self.env.agents),
             optimizer_steps={
-                policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()
+                policy: epochs * math.ceil(steps * len(spec.agents) / smallest) for policy, spec in specs.items()
             },
             parameters=self.parameters,
             need=playing_need(
@@ -194,7 +194,7 @@ class MultiAgentTask:
         return PreparedTeam(
             config=config,
             env=env,
-            assignment=assign(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
+            mapping=map_policies(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
             device=device_of(config),
             parameters=parameters_of(example.banks.state(0)),
             words=words_of_policies(example.policies),

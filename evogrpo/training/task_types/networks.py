@@ -175,9 +175,12 @@ class PreparedNetworks:
         each = "episode" if env.recreate_env else "lane"
         native = "vectorised natively" if env.native else f"one environment per {each}"
         noise = {"noise": "random after reset: every place in a group gets its own"} if env.reseed_noise else {}
-        cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
+        cut = ""
+        if env.uses_default_limit:
+            cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps "
+            cut += "(task.max_episode_steps)"
         return {
-            "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
+            "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut}",
             **noise,
             "population": f"{counted(config.population.size, 'member')}, each a network "
             f"({self.words.network}, {count_text(self.parameters)} parameters) on {self.device}",
@@ -270,7 +273,7 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
     sized = choose_sizes(
         config,
         env,
-        longest=None if env.cut_off else env.max_episode_steps,
+        longest=None if env.uses_default_limit else env.max_episode_steps,
         members=lambda sized: _members(sized, env, sized.population.size, device),
         need=lambda sized: _need(sized.schedule, env, sized.population.size, parameters, sized.experience),
     )
