@@ -31,7 +31,7 @@ from simple_spread import PPO_SETTINGS, ActorCritic, gae, ppo_loss
 from torch import Tensor, nn
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.data import Acted
+from evogrpo.data import SampledActions
 from evogrpo.envs.control.action_noise import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec, map_policies
@@ -94,11 +94,11 @@ class Random:
     def __init__(self, spec: PolicySpec) -> None:
         self._count = spec.action_space.n  # type: ignore[attr-defined]  # all of these are Discrete
 
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
+    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.data.Actor`."""
         draws = options["uniforms"][:, 0]
         actions = np.minimum((draws * self._count).astype(np.int64), self._count - 1)
-        return Acted(actions=actions, log_probs=np.full(len(draws), -np.log(self._count), np.float32))
+        return SampledActions(actions=actions, log_probs=np.full(len(draws), -np.log(self._count), np.float32))
 
 
 class Greedy:
@@ -107,7 +107,7 @@ class Greedy:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
+    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.data.Actor`."""
         return self._actor.act(observations, np.zeros(len(observations), np.int64), **{**options, "uniforms": None})
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.data import Acted
+from evogrpo.data import SampledActions
 from evogrpo.envs.control.action_noise import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
@@ -46,11 +46,12 @@ TEST_STARTS = 128
 class Random:
     """Acts uniformly at random."""
 
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
+    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.data.Actor`."""
         uniforms = options["uniforms"]
         draws = np.zeros(len(observations)) if uniforms is None else uniforms[:, 0]
-        return Acted(actions=(draws * 5).astype(np.int64), log_probs=np.full(len(draws), -np.log(5), np.float32))
+        actions = (draws * 5).astype(np.int64)
+        return SampledActions(actions=actions, log_probs=np.full(len(draws), -np.log(5), np.float32))
 
 
 class ActorCritic(nn.Module):
@@ -73,7 +74,7 @@ class ActorCritic(nn.Module):
         self.policy, self.critic = network(actions, 0.01), network(1, 1.0)
 
     @torch.no_grad()
-    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
+    def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> SampledActions:
         """Choose an action for each observation; see `evogrpo.data.Actor`."""
         log_probs = torch.log_softmax(self.policy(torch.from_numpy(observations)), 1)
         uniforms = options["uniforms"]
@@ -81,7 +82,7 @@ class ActorCritic(nn.Module):
             chosen = log_probs.argmax(1)
         else:
             chosen = (log_probs.exp().cumsum(1)[:, :-1] <= torch.from_numpy(uniforms[:, :1])).sum(1)
-        return Acted(actions=chosen.numpy(), log_probs=log_probs.gather(1, chosen[:, None])[:, 0].numpy())
+        return SampledActions(actions=chosen.numpy(), log_probs=log_probs.gather(1, chosen[:, None])[:, 0].numpy())
 
 
 def make_env(seed: int) -> PettingZooGroups:

@@ -3,33 +3,29 @@
 from evogrpo.data.batch import (
     Batch,
     Experience,
-    Inputs,
     NoInputs,
     ObservationInputs,
     TokenInputs,
     map_tensors,
-    moved,
-    some_rows,
+    select_rows,
 )
 from evogrpo.data.reports import LearnReport, UpdateReport
-from evogrpo.data.rollout import Acted, Actor, Conversation, Rollout, SamplingBatch, SamplingOptions
+from evogrpo.data.rollout import Actor, Conversation, Rollout, SampledActions, SamplingBatch, SamplingOptions
 
 __all__ = [
-    "Acted",
     "Actor",
     "Batch",
     "Conversation",
     "Experience",
-    "Inputs",
     "LearnReport",
     "NoInputs",
     "ObservationInputs",
     "Rollout",
+    "SampledActions",
     "SamplingBatch",
     "SamplingOptions",
     "TokenInputs",
     "UpdateReport",
     "map_tensors",
-    "moved",
-    "some_rows",
+    "select_rows",
 ]

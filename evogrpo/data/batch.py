@@ -1,8 +1,9 @@
-"""Batches: the experience that members learn from, and the inputs that its actions are conditioned on."""
+"""Batches of experience that members learn from, and the inputs of their policies."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,20 +18,20 @@ class Batch:
     """Experience of one or more members, in a form common to all environments.
 
     Attributes:
-        inputs: Conditions of the actions, read by the bank only.
+        inputs: Inputs of the policy (prompts or observations), read by the bank only.
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
-        acted: `[n, t]` True where the member chose the action, also in rows left out of the loss; None = `present`.
+        chosen: `[n, t]` True where the member chose the action, also if left out of the loss. Defaults to `present`.
         rewards: `[n]` total reward; NaN = no reward applies.
         group_ids: `[n]` group of each row: one member, one prompt (or reset seed).
         member_ids: `[n]` slots of the members that score the rows and learn from them.
         sampler_log_probs: `[n, t]` log-probabilities in nats at sampling time; None = unknown.
         exact: `sampler_log_probs` equal the trainer's, up to rounding in float32.
         sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
-        acted_log_probs: `[n, t]` log-probabilities in nats under the policies that acted, from the bank that holds
-            them; NaN where not computed. None = computed by this bank.
-        acted_distributions: `[n, t, o]` whole distributions of these policies; NaN or None as above.
+        behaviour_log_probs: `[n, t]` log-probabilities in nats under the policies that acted, computed by the bank that
+            has them; NaN where not computed. None = computed by the learner's own bank.
+        behaviour_distributions: `[n, t, o]` distributions of these policies; NaN or None as above.
         step_rewards: `[n, t]` reward of each action, for advantages within an episode; NaN = none given. None = only
             totals are known.
         reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not apply. None =
@@ -47,158 +48,116 @@ class Batch:
     rewards: Tensor
     group_ids: Tensor
     member_ids: Tensor
-    acted: Tensor | None = None
+    chosen: Tensor = None  # type: ignore[assignment]  # set below
     sampler_log_probs: Tensor | None = None
     exact: bool = True
     sampled_by: Tensor | None = None
-    acted_log_probs: Tensor | None = None
-    acted_distributions: Tensor | None = None
+    behaviour_log_probs: Tensor | None = None
+    behaviour_distributions: Tensor | None = None
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
     component_names: tuple[str, ...] = ()
     truncated: Tensor | None = None
 
+    __repr__ = short_repr
+
     def __len__(self) -> int:
         return int(self.actions.shape[0])
 
-    __repr__ = short_repr
+    def __post_init__(self) -> None:
+        if self.chosen is None:
+            object.__setattr__(self, "chosen", self.present)
 
     def select(self, rows: Tensor) -> "Batch":
         """Return rows by index."""
+        fields: dict[str, Any] = {
+            name: select_rows(value, rows) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, inputs=self.inputs.select(rows), **fields)
 
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else some_rows(values, rows)
+    def select_members(self, slots: Sequence[int]) -> "Batch":
+        """Return the rows of these members, in order."""
+        wanted = torch.tensor(list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype)
+        return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
 
-        return replace(
-            self,
-            inputs=self.inputs.select(rows),
-            actions=some_rows(self.actions, rows),
-            present=some_rows(self.present, rows),
-            action_mask=some_rows(self.action_mask, rows),
-            acted=some(self.acted),
-            rewards=some_rows(self.rewards, rows),
-            group_ids=some_rows(self.group_ids, rows),
-            member_ids=some_rows(self.member_ids, rows),
-            sampler_log_probs=some(self.sampler_log_probs),
-            sampled_by=some(self.sampled_by),
-            acted_log_probs=some(self.acted_log_probs),
-            acted_distributions=some(self.acted_distributions),
-            step_rewards=some(self.step_rewards),
-            reward_components=some(self.reward_components),
-            truncated=some(self.truncated),
-        )
-
-    @property
-    def chosen(self) -> Tensor:
-        """`[n, t]` True where the member chose the action, whether or not it counts in the loss."""
-        return self.present if self.acted is None else self.acted
-
-    def counted(self) -> tuple[Tensor, Tensor]:
+    def counted_actions(self) -> tuple[Tensor, Tensor]:
         """Return the flat indices (into `[n * t]`) of the actions that count, and the row of each."""
         places = self.action_mask.flatten().nonzero()[:, 0]
         return places, places // self.action_mask.shape[1]
 
-    def flattened(self) -> "Batch":
+    def flatten_actions(self) -> "Batch":
         """Return one row of a single action for each action that counts, row by row.
 
         Groups, members and rewards are repeated; other values of whole episodes are dropped. Only for small networks,
         whose inputs can be split by action.
         """
-        places, row = self.counted()
-
-        def single(values: Tensor) -> Tensor:
-            return values.flatten(0, 1).index_select(0, places)[:, None]
-
+        places, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
+        fields: dict[str, Any] = dict.fromkeys(
+            ("behaviour_distributions", "step_rewards", "reward_components", "truncated")
+        )
+        for name in ("rewards", "group_ids", "member_ids", "sampled_by"):
+            value = getattr(self, name)
+            fields[name] = None if value is None else select_rows(value, row)
+        for name in ("actions", "sampler_log_probs", "behaviour_log_probs"):
+            value = getattr(self, name)
+            fields[name] = None if value is None else value.flatten(0, 1).index_select(0, places)[:, None]
         return replace(
             self,
-            inputs=self.inputs.flattened(places, row),
-            actions=single(self.actions),
+            inputs=self.inputs.flatten_actions(places, row),
             present=counted,
             action_mask=counted,
-            rewards=some_rows(self.rewards, row),
-            group_ids=some_rows(self.group_ids, row),
-            member_ids=some_rows(self.member_ids, row),
-            sampled_by=None if self.sampled_by is None else some_rows(self.sampled_by, row),
-            acted=None,
-            sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
-            acted_log_probs=None if self.acted_log_probs is None else single(self.acted_log_probs),
-            acted_distributions=None,
-            step_rewards=None,
-            reward_components=None,
-            truncated=None,
+            chosen=counted,
+            **fields,
         )
 
-    def joined(self, other: "Batch") -> "Batch":
-        """Return these rows followed by the other's, padded to the longer of both. Both must have the same fields."""
+    def concatenate(self, other: "Batch") -> "Batch":
+        """Return these rows followed by the other's, padded to the longer of both.
+
+        Both must have the same fields; `behaviour_...` may be missing in one, and are NaN there.
+        """
         width = max(self.actions.shape[1], other.actions.shape[1])
-
-        def both(name: str, *, timed: bool = False, fill: float = 0) -> Any:
+        fields: dict[str, Any] = {}
+        for name in (field.name for field in dataclasses.fields(self) if field.name not in _NOT_ROWS):
             parts = [getattr(self, name), getattr(other, name)]
-            if parts[0] is None and parts[1] is None:
-                return None
-            return torch.cat([padded(part, width, fill) if timed else part for part in parts])
+            known = next((part for part in parts if part is not None), None)
+            if known is None or name in _WITHOUT_TIME:
+                fields[name] = None if known is None else torch.cat(parts)
+                continue
+            if name.startswith("behaviour_"):
+                shape = known.shape[2:]
+                parts = [
+                    known.new_full((len(batch), width, *shape), torch.nan) if part is None else part
+                    for batch, part in zip((self, other), parts, strict=True)
+                ]
+            fill = torch.nan if name == "step_rewards" or name.startswith("behaviour_") else 0
+            fields[name] = torch.cat([padded(part, width, fill) for part in parts])
+        inputs = self.inputs.concatenate(other.inputs, width)
+        return replace(self, exact=self.exact and other.exact, inputs=inputs, **fields)
 
-        def found(name: str) -> Tensor | None:
-            one, another = getattr(self, name), getattr(other, name)
-            known = one if another is None else another
-            if known is None:
-                return None
-            blank = [known.new_full((len(batch), width, *known.shape[2:]), torch.nan) for batch in (self, other)]
-            pairs = zip((one, another), blank, strict=True)
-            return torch.cat([none if values is None else padded(values, width, torch.nan) for values, none in pairs])
-
-        whole = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
-        timed = ("actions", "present", "action_mask", "acted", "sampler_log_probs")
-        return replace(
-            self,
-            exact=self.exact and other.exact,
-            inputs=self.inputs.joined(other.inputs, width),
-            step_rewards=both("step_rewards", timed=True, fill=torch.nan),
-            acted_log_probs=found("acted_log_probs"),
-            acted_distributions=found("acted_distributions"),
-            **{name: both(name) for name in whole},
-            **{name: both(name, timed=True) for name in timed},
-        )
-
-    def outcomes(self) -> "Batch":
+    def without_inputs(self) -> "Batch":
         """Return this batch without inputs, for advantages and metrics: selecting rows is then cheap."""
         return replace(self, inputs=NoInputs())
 
-    def of_members(self, slots: Sequence[int]) -> "Batch":
-        """Return the rows of these members, in order."""
-        wanted = torch.tensor(list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype)
-        return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return this batch with all tensors, those of its inputs included, on a device."""
+
+        def on_device(record: R) -> R:
+            values = {name: map_tensors(value, lambda leaf: leaf.to(device)) for name, value in vars(record).items()}
+            return replace(record, **values)  # type: ignore[type-var]  # records are dataclasses
+
+        return replace(on_device(self), inputs=on_device(self.inputs))
 
 
-def moved(batch: Batch, device: torch.device | str) -> Batch:
-    """Return a batch with all tensors, those of its inputs included, on a device."""
-
-    def on_device(record: R) -> R:
-        values = {name: map_tensors(value, lambda leaf: leaf.to(device)) for name, value in vars(record).items()}
-        return replace(record, **values)  # type: ignore[type-var]  # records are dataclasses
-
-    return replace(on_device(batch), inputs=on_device(batch.inputs))
-
+_NOT_ROWS = ("inputs", "exact", "component_weights", "component_names")
+_WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
 
 Experience = Mapping[str, Batch]
 """Batch by name of the policy that learns from it; a single agent's policy is "default"."""
 
 
 # ---- inputs
-
-
-class Inputs(Protocol):
-    """Conditions of actions, created and read by a bank."""
-
-    def select(self, rows: Tensor) -> Self:
-        """Return the inputs of rows by index."""
-        ...
-
-    def joined(self, other: Self, width: int) -> Self:
-        """Return the inputs of these rows followed by the other's, for `width` actions each."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +184,9 @@ class TokenInputs:
         """Return the inputs of rows by index; all prompts stay."""
         return replace(
             self,
-            prompt_ids=some_rows(self.prompt_ids, rows),
-            temperature=some_rows(self.temperature, rows),
-            turn_places=None if self.turn_places is None else some_rows(self.turn_places, rows),
+            prompt_ids=select_rows(self.prompt_ids, rows),
+            temperature=select_rows(self.temperature, rows),
+            turn_places=None if self.turn_places is None else select_rows(self.turn_places, rows),
         )
 
     def places(self, width: int) -> Tensor:
@@ -236,8 +195,8 @@ class TokenInputs:
             return torch.arange(width, device=self.prompt_ids.device).expand(len(self.prompt_ids), width)
         return self.turn_places[:, :width]
 
-    def joined(self, other: "TokenInputs", width: int) -> "TokenInputs":
-        """Return the inputs of both. One's prompts must be the first prompts of the other."""
+    def concatenate(self, other: "TokenInputs", width: int) -> "TokenInputs":
+        """Return the inputs of both; the prompts of one must be the first prompts of the other."""
         turn_places = None
         if self.turn_places is not None or other.turn_places is not None:
             turn_places = torch.cat([padded(inputs.places(width), width) for inputs in (self, other)])
@@ -269,12 +228,12 @@ class ObservationInputs:
     def select(self, rows: Tensor) -> "ObservationInputs":
         """Return the inputs of rows by index."""
         return ObservationInputs(
-            observations=map_tensors(self.observations, lambda leaf: some_rows(leaf, rows)),
-            temperature=some_rows(self.temperature, rows),
-            action_masks=map_tensors(self.action_masks, lambda leaf: some_rows(leaf, rows)),
+            observations=map_tensors(self.observations, lambda leaf: select_rows(leaf, rows)),
+            temperature=select_rows(self.temperature, rows),
+            action_masks=map_tensors(self.action_masks, lambda leaf: select_rows(leaf, rows)),
         )
 
-    def flattened(self, places: Tensor, row: Tensor) -> "ObservationInputs":
+    def flatten_actions(self, places: Tensor, row: Tensor) -> "ObservationInputs":
         """Return one row `[1, ...]` for each of the given actions.
 
         Args:
@@ -287,16 +246,16 @@ class ObservationInputs:
 
         return ObservationInputs(
             observations=map_tensors(self.observations, single),
-            temperature=some_rows(self.temperature, row),
+            temperature=select_rows(self.temperature, row),
             action_masks=map_tensors(self.action_masks, single),
         )
 
-    def joined(self, other: "ObservationInputs", width: int) -> "ObservationInputs":
+    def concatenate(self, other: "ObservationInputs", width: int) -> "ObservationInputs":
         """Return the inputs of these rows followed by the other's, padded to `width` actions."""
         known = other.action_masks if self.action_masks is None else self.action_masks
 
         def masks_of(inputs: ObservationInputs) -> Any:
-            # One batch may have masks and the other none: without masks all actions are legal.
+            # If only one batch has masks, all actions of the other are legal.
             rows = len(inputs.temperature)
             all_legal = map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))
             return all_legal if inputs.action_masks is None else inputs.action_masks
@@ -308,8 +267,8 @@ class ObservationInputs:
         )
 
 
-def some_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Return `values[rows]`; index_select takes a third of the time for thousands of rows."""
+def select_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Return `values[rows]`; for thousands of rows, index_select takes a third of the time of indexing."""
     rows = rows.to(values.device)
     if values.dim() == 2 and values.shape[1] == 1:
         return values[:, 0].index_select(0, rows)[:, None]
@@ -352,6 +311,6 @@ class NoInputs:
         """Return this placeholder."""
         return self
 
-    def joined(self, other: "NoInputs", width: int) -> "NoInputs":
+    def concatenate(self, other: "NoInputs", width: int) -> "NoInputs":
         """Return this placeholder."""
         return self

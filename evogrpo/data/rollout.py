@@ -1,4 +1,4 @@
-"""Records of sampling: batches of rows to sample, rollouts, conversations, and actions step by step."""
+"""Records of sampling: rows to sample, rollouts, conversations, and actions of small networks."""
 
 import math
 from collections.abc import Sequence
@@ -237,8 +237,8 @@ def single_turn_conversations(starts: Sequence[int], completions: Sequence[Seque
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acted:
-    """Actions of an actor, one per observation.
+class SampledActions:
+    """Actions of small networks, one per observation.
 
     Attributes:
         actions: `[m, ...]` in the dtype of the action space. Discrete and MultiDiscrete values count from 0; Box values
@@ -265,7 +265,7 @@ class Actor(Protocol):
         temperature: NDArray[np.float32] | None,
         action_mask: Any,
         base: bool,
-    ) -> Acted:
+    ) -> SampledActions:
         """Choose one action for each observation.
 
         Args:

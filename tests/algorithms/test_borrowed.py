@@ -40,7 +40,7 @@ def test_only_sources_that_are_near_enough_count(make):
     assert "shared_ess" not in same.metrics
     assert found.samples == same.samples == 2 * len(found.advantages)
     assert found.tokens > same.tokens  # the pass that found out
-    assert found.reward == pytest.approx(float(experience["default"].of_members([1]).rewards.mean()))
+    assert found.reward == pytest.approx(float(experience["default"].select_members([1]).rewards.mean()))
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
@@ -48,7 +48,7 @@ def test_what_is_measured_is_what_the_two_policies_give(make):
     population, env = make(hp_config=None) if make is episodes else make()
     population[1].temperature = 0.7
     (batch,) = collected(population, env).values()
-    theirs = batch.of_members([0])
+    theirs = batch.select_members([0])
     learner = replace(theirs, member_ids=torch.ones_like(theirs.member_ids))
     bank = population.members.banks["default"]
     ratios = (bank.log_probs(learner) - theirs.sampler_log_probs)[theirs.action_mask]

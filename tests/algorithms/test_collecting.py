@@ -57,7 +57,7 @@ def test_every_member_answers_a_prefix_of_the_same_block_at_the_same_cost(popula
         assert batch.inputs.prompts == tuple(map(tuple, env.open("train", collected.starts).prompts))
         assert batch.member_ids.bincount().tolist() == [16, 16, 16]
         for agent in population:
-            own = batch.of_members([agent.slot])
+            own = batch.select_members([agent.slot])
             size = agent.group_size
             assert own.inputs.prompt_ids.tolist() == [row // size for row in range(16)]
             groups = own.group_ids.view(-1, size)
@@ -81,7 +81,7 @@ def test_a_members_draws_do_not_depend_on_who_else_is_there(population, slot):
     alone = population[slot].clone()
     together = population.collect(env, step=5, samples_per_step=16, block=8)
     by_itself = collect(alone.members, [alone.learner(5)], env, samples_per_step=16, block=8)
-    own = together.experience["default"].of_members([slot])
+    own = together.experience["default"].select_members([slot])
     assert torch.equal(own.actions, by_itself.experience["default"].actions)
     assert torch.equal(own.present, by_itself.experience["default"].present)
     assert torch.equal(own.rewards, by_itself.experience["default"].rewards)
@@ -94,7 +94,9 @@ def test_a_members_draws_do_not_depend_on_who_else_is_there(population, slot):
 def test_draws_are_numbered_by_seed_step_and_index(population):
     """Checked by hand for one member: token t of row r inverts the distribution at number [r, t] of its stream."""
     agent = population[1]
-    batch = population.collect(tiny_env(), step=3, samples_per_step=16, block=8).experience["default"].of_members([1])
+    batch = (
+        population.collect(tiny_env(), step=3, samples_per_step=16, block=8).experience["default"].select_members([1])
+    )
     draws = generator(0, "sample", 3, agent.index).random((16, 6), dtype=np.float32)
     member, checked = peft_twin(agent), 0
     for row in range(16):
@@ -128,7 +130,7 @@ def test_tokens_count_each_prompt_once_per_group(population):
     prompt = len(collected.experience["default"].inputs.prompts[0])
     assert {len(tokens) for tokens in collected.experience["default"].inputs.prompts} == {prompt}
     for agent in population:
-        sampled = int(collected.experience["default"].of_members([agent.slot]).present.sum())
+        sampled = int(collected.experience["default"].select_members([agent.slot]).present.sum())
         assert collected.tokens[agent.slot] == sampled + prompt * 16 // agent.group_size
 
 
@@ -232,7 +234,7 @@ def test_a_batch_can_be_learnt_from_without_knowing_where_it_came_from(populatio
     renamed = replace(batch.select(order), group_ids=1000 - 7 * batch.group_ids[order])
     population.learn({"default": renamed}, step=0)
     for agent, twin in zip(population, twins, strict=True):
-        own = batch.of_members([agent.slot])
+        own = batch.select_members([agent.slot])
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
         learn(twin.members, [twin.learner(0)], {"default": own})
         assert_gradients_agree(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"])

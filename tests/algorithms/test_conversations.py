@@ -112,7 +112,7 @@ def test_a_members_conversations_do_not_depend_on_who_else_talks():
     for slot, agent in enumerate(alone):
         agent.group_size = together[slot].group_size
         own = collect(agent.members, [agent.learner(0)], talks(), samples_per_step=16, block=4).experience["default"]
-        mine = whole.of_members([slot])
+        mine = whole.select_members([slot])
         said = [[turns_of(each, row) for row in range(len(each))] for each in (mine, own)]
         # Beside others rows round otherwise, so that a draw on the boundary between two tokens may fall to either side.
         assert sum(one == other for one, other in zip(*said, strict=True)) >= 15

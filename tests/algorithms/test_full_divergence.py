@@ -46,7 +46,7 @@ def test_the_loss_sees_the_divergence_of_every_action_under_its_own_temperature_
     batch = acted_batch(CASES[case], bank, range(3))
     own, other = (bank.distributions(batch, reference=reference) for reference in (False, True))
     mask, seen = batch.action_mask, []
-    flat = batch.flattened()
+    flat = batch.flatten_actions()
     legal = flat.inputs.action_masks
     if legal is not None:
         legal = torch.cat([part.flatten(1) for part in (legal if isinstance(legal, tuple) else [legal])], 1)
@@ -78,7 +78,7 @@ def test_members_together_learn_what_each_learns_alone(kind, reference):
         single = members(1, kl_estimator=kind, reference=reference)
         single.bank.rebuild(0, shared.bank.architecture(each.slot), np.random.default_rng(0))
         single.bank.load_state(0, shared.bank.state(each.slot))
-        rows = batch.of_members([each.slot])
+        rows = batch.select_members([each.slot])
         rows = replace(rows, member_ids=torch.zeros_like(rows.member_ids))
         alone.append((single, learn(single, [replace(each, slot=0)], {"default": rows})[0]))
     reports = learn(shared, learners, {"default": batch})
@@ -123,7 +123,7 @@ def test_the_gradient_follows_beta_as_it_is_when_it_learns():
 
 def test_samples_of_another_are_held_to_the_one_that_acted():
     shared = members(2, kl_estimator="full_reversed", reference="old", case=CASES["discrete"])
-    batch = experience(shared, case=CASES["discrete"]).of_members([0])
+    batch = experience(shared, case=CASES["discrete"]).select_members([0])
     mask = batch.action_mask
     acted = shared.bank.distributions(batch, reference=False)[mask]
     own = shared.bank.distributions(replace(batch, member_ids=batch.member_ids + 1), reference=False)[mask]
@@ -233,7 +233,7 @@ def test_a_plain_script_is_reproduced_optimizer_step_for_optimizer_step(beta):
     observations, actions, masks, rewards = experiences = rollout(agent)
     states, taken = torch.from_numpy(observations[masks]), torch.from_numpy(actions[masks])
     learner = agent.learner()
-    rows = agent.members.experience(learner, experiences)["default"].flattened()
+    rows = agent.members.experience(learner, experiences)["default"].flatten_actions()
     report = agent.learn(experiences)
 
     returns = discounted(rewards, masks)

@@ -250,7 +250,7 @@ def test_members_learn_together_what_each_would_learn_alone():
     twins = [agent.clone() for agent in population]
     together = population.learn({"default": batch}, step=4)
     for slot, twin in enumerate(twins):
-        own = batch.of_members([slot])
+        own = batch.select_members([slot])
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
         alone = learn(twin.members, [twin.learner(4)], {"default": own})[0]
         assert alone.optimizer_steps == (1, 12, 4)[slot] == int(state_of(twin)["step"])
@@ -278,7 +278,7 @@ def test_a_batch_holds_the_rows_of_those_who_learn_and_of_no_one_else():
     population = different_population()
     batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
     with pytest.raises(ValueError, match=r"rows of every member that learns, got slots \[0, 2\]"):
-        population.learn({"default": batch.of_members([0, 2])}, step=0)
+        population.learn({"default": batch.select_members([0, 2])}, step=0)
     with pytest.raises(ValueError, match=r"got slots \[0, 1, 2\]"):
         learn(population.members, [population[0].learner(0)], {"default": batch})
 

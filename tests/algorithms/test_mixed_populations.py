@@ -80,7 +80,7 @@ def test_members_learn_together_what_each_would_learn_alone(run):
         batch = experience(population, step)
         together = population.learn({"default": batch}, step=step)
         for slot, twin in enumerate(twins):
-            own = batch.of_members([slot])
+            own = batch.select_members([slot])
             own = replace(own, member_ids=torch.zeros_like(own.member_ids))
             alone = learn(twin.members, [twin.learner(step)], {"default": own})[0]
             assert together[slot].failed is alone.failed is None

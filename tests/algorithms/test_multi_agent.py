@@ -139,7 +139,7 @@ def test_advantages_compare_an_agent_with_itself_in_the_same_start(credit):
         assert len(batch) == 2 * SAMPLES * len(agents)
         assert batch.group_ids.unique(return_counts=True)[1].tolist() == [4] * (2 * SAMPLES // 4 * len(agents))
         for slot in range(2):
-            own = batch.of_members([slot])
+            own = batch.select_members([slot])
             # Rows are [start, replica, agent]; every agent's four replicas of a start are compared by themselves.
             steps = own.step_rewards.reshape(SAMPLES // 4, 4, len(agents), 3)
             result = torch.zeros_like(steps)
@@ -172,7 +172,7 @@ def test_agents_that_are_born_and_end_are_learnt_from_where_they_acted():
     assert (batch.action_mask == batch.present).all()
     assert set(batch.present.sum(1).tolist()) == {2, 3}  # both are tried
     steps = {
-        slot: sum(int(own.of_members([slot]).present.sum()) for own in collected.experience.values())
+        slot: sum(int(own.select_members([slot]).present.sum()) for own in collected.experience.values())
         for slot in range(2)
     }
     assert collected.tokens == steps

@@ -66,7 +66,7 @@ def test_members_learn_what_each_learns_alone():
         alone.agents[slot].hyperparameters = member.hyperparameters
         for other in {0, 1, 2} - {slot}:
             alone.agents[other].retired = True
-        alone.learn({"default": experience["default"].of_members([slot])}, step=0)
+        alone.learn({"default": experience["default"].select_members([slot])}, step=0)
         mine, own = member.state(), alone[slot].state()
         assert all(torch.allclose(mine[name], own[name], atol=1e-6) for name in mine)
 

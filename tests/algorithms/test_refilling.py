@@ -81,7 +81,7 @@ def test_groups_that_teach_nothing_make_room_for_the_next_questions(step):
     assert float(equal(batch).float().mean()) < 0.7 * float(equal(before.experience["default"]).float().mean())
     answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
-        own = batch.of_members([agent.slot])
+        own = batch.select_members([agent.slot])
         asked = own.inputs.prompt_ids.view(-1, agent.group_size)
         assert bool((asked == asked[:, :1]).all())
         assert len(asked[:, 0].unique()) == 16 // agent.group_size
@@ -110,7 +110,7 @@ def test_a_member_is_refilled_alone_as_it_is_in_a_population(slot):
     alone = population[slot].clone()
     together = population.collect(env, step=5, samples_per_step=16, block=8)
     by_itself = collect(alone.members, [alone.learner(5)], env, samples_per_step=16, block=8)
-    own, single = together.experience["default"].of_members([slot]), by_itself.experience["default"]
+    own, single = together.experience["default"].select_members([slot]), by_itself.experience["default"]
     width = max(own.actions.shape[1], single.actions.shape[1])
     for name in ("actions", "present"):
         one, other = (

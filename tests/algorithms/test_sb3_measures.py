@@ -82,7 +82,7 @@ def test_members_are_measured_apart_and_those_without_a_pass_not_at_all():
         rewards=torch.where(idle, 0.0, batch.rewards),
     )
     reports = learn(shared, [learner(0), learner(1)], {"default": batch})
-    single = learn(alone, [learner(0)], {"default": batch.of_members([0])})[0].metrics
+    single = learn(alone, [learner(0)], {"default": batch.select_members([0])})[0].metrics
     for name in ("approx_kl", "clip_fraction"):
         assert reports[0].metrics[name] == pytest.approx(single[name], rel=1e-3)
         assert name not in reports[1].metrics

@@ -71,7 +71,7 @@ def test_one_step_on_anothers_samples_has_the_gradient_of_the_ratio_to_the_polic
     """In one optimizer step over all rows the order of rows is no matter: exact agreement with the slow path."""
     (one, env), (other, _) = prompts(batch_size=64), prompts(batch_size=64)
     (batch,) = collected(one, env).values()
-    taken = batch.of_members([0])
+    taken = batch.select_members([0])
     copied = replace(taken, member_ids=torch.ones_like(taken.member_ids))
     old = one.members.banks["default"].log_probs(batch)
     reports = one.learn({"default": batch}, step=0, sources={1: [0]})

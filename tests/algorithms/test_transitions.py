@@ -66,7 +66,7 @@ def test_batch_size_counts_transitions(size):
 
 def test_transitions_are_shuffled_one_by_one():
     shared = together(2)
-    batch = experience(shared).flattened()
+    batch = experience(shared).flatten_actions()
     own = (batch.member_ids == 1).nonzero()[:, 0]
     steps = minibatches(learner(1, batch_size=4), batch, 0, keep_groups=False)
     order = torch.cat(steps)
@@ -79,7 +79,7 @@ def test_optimizer_steps_are_taken_on_shuffled_transitions():
     shared, control = together(advantage="return_to_go_timestep"), together()
     each = learner(batch_size=9)
     batch = experience(shared)
-    flat = batch.flattened()
+    flat = batch.flatten_actions()
     rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
     advantages = of_actions("return_to_go_timestep", rewards, batch.group_ids.tolist(), 1.0, 1e-4)
     values = torch.tensor([value for row in advantages for value in row])[:, None]
@@ -120,7 +120,7 @@ def test_members_learn_together_what_each_would_learn_alone(run):
     for slot, each in enumerate(learners):
         apart = together(1, **RUNS[run], advantage="return_to_go_timestep")
         apart.bank.load_state(0, shared.bank.state(slot))
-        own = batch.of_members([slot])
+        own = batch.select_members([slot])
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
         alone.append((learn(apart, [replace(each, slot=0)], {"default": own})[0], apart.bank.state(0)))
     reports = learn(shared, learners, {"default": batch})

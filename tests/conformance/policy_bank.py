@@ -96,7 +96,7 @@ class PolicyBankTestCase(ABC):
     @staticmethod
     def alone(batch: Batch, slot: int) -> Batch:
         """Return one member's rows as the batch of a bank in which it is slot 0."""
-        own = batch.of_members([slot])
+        own = batch.select_members([slot])
         return replace(own, member_ids=torch.zeros_like(own.member_ids))
 
     @staticmethod
@@ -120,11 +120,11 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         seed = self.clear_seed(bank)
         together = self.act(bank, range(SIZE), seed=seed)
-        sizes = [len(together.of_members([slot])) for slot in range(SIZE)]
+        sizes = [len(together.select_members([slot])) for slot in range(SIZE)]
         assert len(set(sizes)) == SIZE, "the test needs ragged groups"
         for slot in range(SIZE):
             apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
-            own = together.of_members([slot])
+            own = together.select_members([slot])
             self.assert_same_actions(own.actions, apart.actions)
             assert torch.equal(own.present, apart.present)
             assert own.sampler_log_probs is not None
@@ -185,7 +185,7 @@ class PolicyBankTestCase(ABC):
         self.spoil(dirty, spoilt, how)
         rest = [slot for slot in range(SIZE) if slot != spoilt]
         acted = [self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty)]
-        own, same = (batch.of_members(rest) for batch in acted)
+        own, same = (batch.select_members(rest) for batch in acted)
         assert torch.equal(own.actions, same.actions)
         assert own.sampler_log_probs is not None
         assert same.sampler_log_probs is not None
@@ -259,7 +259,7 @@ class PolicyBankTestCase(ABC):
         batch = self.act(bank, range(SIZE))
         self.learn(bank, batch)
         before = bank.state(1)
-        others = batch.of_members([0, 2])
+        others = batch.select_members([0, 2])
         reports = self.learn(bank, others)
         assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
         # Its moments alone still carry it on.

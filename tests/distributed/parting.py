@@ -80,7 +80,7 @@ def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, *, fail: bool
         own = tiny_agent(actor_network=whole, **options)
         own.index = agent.index
         alone = collect(own.members, [own.learner(0)], env, samples_per_step=samples, block=samples // 2)
-        rows = found.experience["default"].of_members([together.members.places.place(agent.slot)])
+        rows = found.experience["default"].select_members([together.members.places.place(agent.slot)])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
         report = own.learn_together(own.members, [own.learner(0)], alone.experience)[0]
         assert report.optimizer_steps == reports[agent.slot].optimizer_steps

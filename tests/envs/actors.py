@@ -3,7 +3,7 @@
 import numpy as np
 from gymnasium import spaces
 
-from evogrpo.data import Acted
+from evogrpo.data import SampledActions
 
 
 def flat(observations):
@@ -35,7 +35,7 @@ class Scrambler:
                 total = total * 1.3 + column
         total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * base
         mixed = np.modf(np.abs(np.sin(total)) * 1000)[0]
-        return Acted(actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32))
+        return SampledActions(actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32))
 
     def choose(self, mixed, m, mask):
         space = self.space
@@ -59,4 +59,4 @@ class Rule:
         self.rule = rule
 
     def act(self, observations, member_ids, *, uniforms, temperature, action_mask, base):
-        return Acted(actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32))
+        return SampledActions(actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32))

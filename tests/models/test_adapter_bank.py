@@ -103,7 +103,7 @@ def test_a_step_without_rows_is_adamws_step_with_a_zero_gradient():
     }
     parameter.grad = torch.zeros_like(parameter)
     twin.step()
-    others = batch.of_members([0, 2])
+    others = batch.select_members([0, 2])
     bank.update(others, grpo_loss(others), HYPERPARAMETERS)
     after = bank.state(1)
     torch.testing.assert_close(after["adapter"], parameter.detach(), rtol=1e-5, atol=1e-7)

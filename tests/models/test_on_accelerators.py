@@ -9,7 +9,7 @@ from evogrpo.models.language import sampling
 from evogrpo.models.language.sizing import LEAST, MOST
 from tests.models.test_finished import listen, tokens_of
 from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
-from tests.models.test_precision import DEVICES, moved
+from tests.models.test_precision import DEVICES
 from tests.models.test_turns import ends_that_occur
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB, assert_states_agree
@@ -24,7 +24,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr 
 def sampled(bank, device, **choices):
     """Let all members of a bank sample, and return the batch on its device."""
     rows = make_rows(range(bank.size), **choices)
-    return moved(as_batch(rows, bank.sample(rows).to(torch.device("cpu"))), device)
+    return as_batch(rows, bank.sample(rows).to(torch.device("cpu"))).to(device)
 
 
 def test_neighbours_change_nobody(device):
@@ -49,7 +49,7 @@ def test_neighbours_change_nobody_who_reads_what_was_computed_while_writing(devi
     model = tiny_model("llama").to(device)
     together = different_members(model, 3, reduce_memory_peak=False)
     rows = clear(different_members(tiny_model("llama"), 3), make_rows(range(3), tokens=9))
-    batch = moved(as_batch(rows, together.sample(rows).to(torch.device("cpu"))), device)
+    batch = as_batch(rows, together.sample(rows).to(torch.device("cpu"))).to(device)
     loss = grpo_loss(batch)
     together.update(batch, loss, HYPERPARAMETERS)
     for slot in range(3):
@@ -74,7 +74,7 @@ def test_a_bank_learns_what_separate_peft_models_do(device):
     ]
     bank = different_members(tiny_model("llama").to(device), 3, eos_token_ids=END_IDS, micro_batch_tokens=60)
     batch = sampled(bank, device, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
-    here = moved(batch, "cpu")
+    here = batch.to("cpu")
     old, scored = off_policy(here.sampler_log_probs), bank.log_probs(batch).cpu()
     reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS)
     for slot, oracle in enumerate(oracles):

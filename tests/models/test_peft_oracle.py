@@ -43,7 +43,7 @@ def assert_exports_to_peft(model, lora_config, folder):
         name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
     } == {f"base_model.model.{target.name}" for target in bank.weights.targets}
     batch = sampled_batch(bank, tokens=5)
-    own = batch.of_members([1])
+    own = batch.select_members([1])
     scored = bank.log_probs(own)
     for row in range(len(own)):
         prompt = own.inputs.prompts[int(own.inputs.prompt_ids[row])]

@@ -1,6 +1,5 @@
 """A bfloat16 base under float32 adapters, and mixed precision, on the CPU and, marked, on a GPU."""
 
-from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -9,30 +8,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, make_rows, sampled_batch
 from tests.tiny_models import tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def moved(batch: Batch, device: str) -> Batch:
-    """Return a batch whose tensors are all on a device."""
-    inputs = replace(
-        batch.inputs, prompt_ids=batch.inputs.prompt_ids.to(device), temperature=batch.inputs.temperature.to(device)
-    )
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "inputs"}
-    return Batch(
-        inputs=inputs,
-        **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()},
-    )
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_bfloat16_base_trains_float32_adapters(device):
     exact, coarse = tiny_model("llama").to(device), tiny_model("llama").to(device, torch.bfloat16)
     bank, reference = different_members(coarse, 3, std=0.05), different_members(exact, 3, std=0.05)
-    batch = moved(sampled_batch(different_members(tiny_model("llama"), 3, std=0.05)), device)
+    batch = sampled_batch(different_members(tiny_model("llama"), 3, std=0.05)).to(device)
     assert bank.state(0)["adapter"].dtype == torch.float32
     difference = (bank.log_probs(batch) - reference.log_probs(batch)).abs()
     # A bfloat16 has 8 bits of mantissa; logits here are of the order of 10.
@@ -50,7 +36,7 @@ def test_a_bfloat16_base_trains_float32_adapters(device):
 def test_a_gpu_computes_what_the_cpu_computes():
     cpu, gpu = different_members(tiny_model("llama"), 3), different_members(tiny_model("llama").to("cuda"), 3)
     batch = sampled_batch(cpu)
-    same = moved(batch, "cuda")
+    same = batch.to("cuda")
     torch.testing.assert_close(gpu.log_probs(same).cpu(), cpu.log_probs(batch), rtol=1e-3, atol=1e-3)
     rows = make_rows(range(3))
     assert float((gpu.sample(rows).actions.cpu() == cpu.sample(rows).actions).float().mean()) > 0.95

@@ -64,7 +64,7 @@ def test_members_learn_together_what_they_learn_alone(base: PreTrainedModel) -> 
         own = tiny_agent(**options)
         own.index = agent.index
         alone = collect(own.members, [own.learner(0)], env, samples_per_step=6, block=3).experience
-        rows = found.experience["default"].of_members([agent.slot])
+        rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone["default"].actions)
         own.learn_together(own.members, [own.learner(0)], alone)
         assert_states_agree(agent.state(), own.state(), lr=LR)

@@ -55,7 +55,7 @@ def test_learning_equals_separate_torch_optimizers(space, architectures, short, 
         advantages = torch.cos(2.0 * batch.rewards)[:, None]
         for epoch in range(max(EPOCHS)):
             learning = [slot for slot in range(SIZE) if epoch < EPOCHS[slot]]
-            own = batch.of_members(learning)
+            own = batch.select_members(learning)
             kept = torch.isin(batch.member_ids, torch.tensor(learning))
 
             def loss_fn(rows, log_probs, entropies, own=own, old=old[kept], advantages=advantages[kept]):
@@ -221,8 +221,8 @@ def test_costs_are_environment_steps():
     batch = acted_batch(case, bank, range(3))
     expected = {slot: int(batch.action_mask[batch.member_ids == slot].sum()) for slot in range(3)}
     assert bank.cost(batch) == expected
-    assert bank.cost(batch.of_members([2])) == {2: expected[2]}
-    assert bank.cost(batch.flattened()) == expected
+    assert bank.cost(batch.select_members([2])) == {2: expected[2]}
+    assert bank.cost(batch.flatten_actions()) == expected
 
 
 def test_episodes_taken_apart_into_transitions_score_alike():
@@ -230,7 +230,7 @@ def test_episodes_taken_apart_into_transitions_score_alike():
         bank = case.bank(3)
         batch = acted_batch(case, bank, range(3))
         mask = batch.action_mask
-        apart = bank.log_probs(batch.flattened())
+        apart = bank.log_probs(batch.flatten_actions())
         torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
 

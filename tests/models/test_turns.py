@@ -299,11 +299,11 @@ def test_places_within_turns_are_selected_and_joined_with_their_rows():
     known, unknown = inputs(places), inputs(None)
     assert torch.equal(known.select(torch.tensor([1])).turn_places, places[1:])
     assert unknown.select(torch.tensor([1])).turn_places is None
-    assert unknown.joined(unknown, 3).turn_places is None
+    assert unknown.concatenate(unknown, 3).turn_places is None
     column = torch.arange(4).expand(2, 4)
     padded = torch.nn.functional.pad(places, (0, 1))
-    assert torch.equal(known.joined(unknown, 4).turn_places, torch.cat([padded, column]))
-    assert torch.equal(unknown.joined(known, 4).turn_places, torch.cat([column, padded]))
+    assert torch.equal(known.concatenate(unknown, 4).turn_places, torch.cat([padded, column]))
+    assert torch.equal(unknown.concatenate(known, 4).turn_places, torch.cat([column, padded]))
 
 
 def test_rows_say_how_many_tokens_are_wanted_or_are_refused():

@@ -65,7 +65,7 @@ def test_every_step_leaves_a_table_of_what_members_wrote_and_earned(tmp_path):
     assert [sum(row["index"] == index for row in first) for index in range(3)] == [4, 3, 3]
     collected = population_batch(before, env)
     for slot, agent in before.items():
-        own = collected.experience["default"].of_members([slot])
+        own = collected.experience["default"].select_members([slot])
         report = learn(agent.members, [agent.learner(0)], {"default": moved(own)})[0]
         mine = [row for row in first if row["index"] == slot]
         assert [row["advantage"] for row in mine] == pytest.approx(report.advantages[: len(mine)], abs=1e-5)

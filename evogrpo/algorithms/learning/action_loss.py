@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
 from evogrpo.config.objective import Objective
-from evogrpo.data import some_rows
+from evogrpo.data import select_rows
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, loss_weights, policy_loss
@@ -94,7 +94,7 @@ class _Rows:
     clip_high: Tensor
 
     def select(self, numbers: Tensor) -> "_Rows":
-        return _Rows(**{name: some_rows(values, numbers) for name, values in vars(self).items()})
+        return _Rows(**{name: select_rows(values, numbers) for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +146,16 @@ class ActionLosses:
             losses = losses * importance_weights(
                 objective.importance_correction,
                 here.old,
-                some_rows(batch.sampler_log_probs, rows),
+                select_rows(batch.sampler_log_probs, rows),
                 here.mask,
                 objective.importance_cap,
             )
         kl = torch.zeros_like(losses)
         if self.kl_in_loss:
             # Where beta is 0 there is no reference pass, so there is no estimate either.
-            estimate, beta = divergences, some_rows(self.coefficients.beta, rows)
+            estimate, beta = divergences, select_rows(self.coefficients.beta, rows)
             if estimate is None:
-                held_to = here.old if objective.reference == "old" else some_rows(self.known.reference, rows)
+                held_to = here.old if objective.reference == "old" else select_rows(self.known.reference, rows)
                 estimate = kl_estimate(objective.kl_estimator, log_probs, held_to)
             if objective.kl_bias_correction:
                 estimate = self._bias_corrected(estimate, rows, log_probs, here)
@@ -170,11 +170,11 @@ class ActionLosses:
     def _rows(self, rows: Tensor) -> "_Rows":
         """Gather what the loss reads of some rows."""
         return _Rows(
-            old=some_rows(self.known.old, rows),
-            mask=some_rows(self.known.lessons.outcomes.action_mask, rows),
-            advantages=some_rows(self.advantages, rows),
-            clip_low=some_rows(self.coefficients.clip_low, rows),
-            clip_high=some_rows(self.coefficients.clip_high, rows),
+            old=select_rows(self.known.old, rows),
+            mask=select_rows(self.known.lessons.outcomes.action_mask, rows),
+            advantages=select_rows(self.advantages, rows),
+            clip_low=select_rows(self.coefficients.clip_low, rows),
+            clip_high=select_rows(self.coefficients.clip_high, rows),
         )
 
     def _moved(self, log_probs: Tensor, here: "_Rows") -> tuple[Tensor, Tensor]:
@@ -243,14 +243,14 @@ class ActionLosses:
             kept: `[k, t]` which actions the policy loss is taken of.
         """
         if next(iter(self.objectives.values())).entropy_reduction == "mean":
-            member_ids = some_rows(self.known.lessons.outcomes.member_ids, rows)
+            member_ids = select_rows(self.known.lessons.outcomes.member_ids, rows)
             weights = loss_weights("dapo", "token-mean", kept, member_ids, 1)
-        return some_rows(self.coefficients.entropy_coef, rows) * weights
+        return select_rows(self.coefficients.entropy_coef, rows) * weights
 
     def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
         """Return `[k, t]` what every action weighs in its member's loss, in an optimizer step of these rows."""
         outcomes = self.known.lessons.outcomes
-        mask, member_ids = (some_rows(values, rows) for values in (outcomes.action_mask, outcomes.member_ids))
+        mask, member_ids = (select_rows(values, rows) for values in (outcomes.action_mask, outcomes.member_ids))
         if len(self.objectives) == 1:
             ((name, objective),) = self.objectives.items()
             return loss_weights(name, objective.aggregation, mask, member_ids, max_completion_length)

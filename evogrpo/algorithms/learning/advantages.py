@@ -76,7 +76,7 @@ def filter_groups(batch: Batch, objective: Objective) -> Batch:
     if low is None and high is None:
         return batch
     inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
-    return replace(batch, action_mask=batch.action_mask & inside[:, None], acted=batch.chosen)
+    return replace(batch, action_mask=batch.action_mask & inside[:, None], chosen=batch.chosen)
 
 
 def check_finite_rewards(batch: Batch) -> None:

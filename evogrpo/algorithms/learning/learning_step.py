@@ -32,7 +32,7 @@ from evogrpo.algorithms.learning.training_rows import (
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
+from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.loss_types import FULL_KLS
@@ -121,7 +121,7 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     ends_with = list(experience)[-1]
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
-        own = batch if acting == present[policy] else batch.of_members(sorted(acting))
+        own = batch if acting == present[policy] else batch.select_members(sorted(acting))
         taught = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
         if not taught:
             continue
@@ -198,7 +198,7 @@ class _LearningStep:
         self._worth = compute_advantages(self._episodes, objective, coefficients, self._bank.running_stats, penalty)
         advantages = self._worth
         if self._bank.rows_are_transitions:
-            advantages = advantages.flatten()[episodes.counted()[0]][:, None]
+            advantages = advantages.flatten()[episodes.counted_actions()[0]][:, None]
             self._known.take_apart()
             coefficients = self._coefficients(self._known.lessons.outcomes)
         self._rows = self._known.lessons.outcomes
@@ -273,7 +273,7 @@ class _LearningStep:
         weights = self._losses.weights(rows, self._settings.max_actions)
         kept = self._high_entropy(rows)
         bonuses = self._losses.bonus_weights(rows, weights, kept)
-        needed = some_rows(self._needed, rows)
+        needed = select_rows(self._needed, rows)
         run = rows
         if not bool(needed.all()):
             run, weights, kept, bonuses = rows[needed], weights[needed], kept[needed], bonuses[needed]
@@ -281,14 +281,14 @@ class _LearningStep:
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
-            own = some_rows(run, chosen)
+            own = select_rows(run, chosen)
             if first:
                 # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
                 self._known.take(own, log_probs)
-            losses, measured = self._losses(own, log_probs, entropies, some_rows(kept, chosen), divergences)
+            losses, measured = self._losses(own, log_probs, entropies, select_rows(kept, chosen), divergences)
             sums.index_copy_(0, chosen.to(sums.device), measured)
             counter.add(len(chosen))
-            return (some_rows(weights, chosen) * losses - some_rows(bonuses, chosen) * entropies).sum(1)
+            return (select_rows(weights, chosen) * losses - select_rows(bonuses, chosen) * entropies).sum(1)
 
         part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
@@ -297,8 +297,8 @@ class _LearningStep:
             self._sync_reference(slot, report)
         self._known.charge(part)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-        counted = some_rows(self._rows.action_mask, rows).sum(1).double()
-        self._counted.index_add_(0, some_rows(self._rows.member_ids, rows).cpu(), counted.cpu())
+        counted = select_rows(self._rows.action_mask, rows).sum(1).double()
+        self._counted.index_add_(0, select_rows(self._rows.member_ids, rows).cpu(), counted.cpu())
 
     def _update(
         self,
@@ -323,7 +323,7 @@ class _LearningStep:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
         quantile = self._objective.top_entropy_quantile
         if quantile == 1.0:
-            return some_rows(self._rows.action_mask, rows)
+            return select_rows(self._rows.action_mask, rows)
         part = self._known.lessons.select(rows)
         self._known.charge(part)
         return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)

@@ -81,9 +81,9 @@ class TrainingRows:
         """Return one lesson for each action that counts, in order."""
         mask = self.outcomes.action_mask
         places = mask.flatten().nonzero()[:, 0]
-        batch = self.batch.flattened()
+        batch = self.batch.flatten_actions()
         if self.rows is None:
-            return TrainingRows(batch=batch, rows=None, outcomes=batch.outcomes())
+            return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
         # Where a row's first action stands among all of the batch's, then each of its lesson's actions from there.
         counts = self.batch.action_mask.sum(1)
         first = counts.cumsum(0) - counts
@@ -91,7 +91,7 @@ class TrainingRows:
         amounts = mask.sum(1)
         place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[lesson]
         rows = first[self.rows[lesson]] + place
-        own = replace(batch.outcomes().select(rows), member_ids=self.outcomes.member_ids[lesson])
+        own = replace(batch.without_inputs().select(rows), member_ids=self.outcomes.member_ids[lesson])
         return TrainingRows(batch=batch, rows=rows, outcomes=own)
 
 
@@ -106,7 +106,7 @@ def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> Train
         ValueError: If a member is to learn from others in a batch that does not know how likely its actions were.
     """
     if all(learner.sources is None for learner in learners.values()):
-        return TrainingRows(batch=batch, rows=None, outcomes=batch.outcomes())
+        return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
     if batch.sampler_log_probs is None:
         raise ValueError(
             "members learn from each other's samples by how likely these were when they were sampled, but this batch "
@@ -121,7 +121,7 @@ def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> Train
     row, owner = torch.cat(rows), torch.cat(owners)
     known = replace(batch, sampled_by=acted)
     outcomes = replace(
-        known.outcomes().select(row),
+        known.without_inputs().select(row),
         member_ids=owner,
         # A group stays one group for each member that learns from it.
         group_ids=batch.group_ids[row] * (1 + max(learners)) + owner,
@@ -183,7 +183,7 @@ class CachedLogProbs:
                 "choose k3 or k2"
             )
         if len(rows):
-            given, here = self._as_acted("acted_distributions", rows) if old else (None, rows)
+            given, here = self._as_acted("behaviour_distributions", rows) if old else (None, rows)
             if len(here):
                 part = self.lessons.as_sampled(here) if old else self.lessons.select(here)
                 found = self._bank.distributions(part, reference=not old)
@@ -197,7 +197,7 @@ class CachedLogProbs:
         """Find the old log-probabilities that are not known; the policies must still be the old ones."""
         rows = rows[~self.known[rows]]
         if len(rows):
-            given, here = self._as_acted("acted_log_probs", rows)
+            given, here = self._as_acted("behaviour_log_probs", rows)
             if given is not None:
                 self.old[rows] = given[rows].to(self.old.dtype)
             if len(here):
@@ -228,7 +228,7 @@ class CachedLogProbs:
 
     def take_apart(self) -> None:
         """Go on with one lesson per action that counts."""
-        places, row = self.lessons.outcomes.counted()
+        places, row = self.lessons.outcomes.counted_actions()
         self.lessons = self.lessons.taken_apart()
         self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
         if self.distributions is not None:

@@ -253,7 +253,7 @@ def rewarded_batch(
         actions=rollout.actions,
         present=rollout.present,
         action_mask=mask,
-        acted=rollout.action_mask,
+        chosen=rollout.action_mask,
         rewards=rewards.float(),
         group_ids=group_ids.to(device),
         member_ids=rows.member_ids.to(device),

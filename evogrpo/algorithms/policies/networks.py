@@ -28,7 +28,7 @@ from evogrpo.algorithms.rollout.requests import (
     SamplingRequest,
 )
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import Acted, Batch, Experience, ObservationInputs
+from evogrpo.data import Batch, Experience, ObservationInputs, SampledActions
 from evogrpo.envs.control.action_noise import ActionNoise, StepUniforms
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.episodes import Episodes
@@ -276,7 +276,7 @@ class NetworkPolicySet:
 
     def _choose(
         self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
-    ) -> tuple[Acted, bool]:
+    ) -> tuple[SampledActions, bool]:
         """Return actions for one observation, or for a batch of them, and whether it was one."""
         arrays, count = check_observations(self.observation_space, seen)
         m = count or 1

@@ -13,7 +13,7 @@ from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.collect import concatenate_batches, merge_ranks, with_unique_groups
 from evogrpo.algorithms.rollout.requests import EvaluationRequest, EvaluationResult, RolloutBatch, SamplingRequest
-from evogrpo.data import Batch, moved
+from evogrpo.data import Batch
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.models.bank import LossFunction, PolicyVersion
@@ -245,5 +245,5 @@ def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
 
 def _moved(collected: RolloutBatch, device: torch.device | str) -> RolloutBatch:
     """Return samples whose tensors are on a device: between processes they travel on the CPU."""
-    experience = {policy: moved(batch, device) for policy, batch in collected.experience.items()}
+    experience = {policy: batch.to(device) for policy, batch in collected.experience.items()}
     return replace(collected, experience=experience, truncated=collected.truncated.to(device))

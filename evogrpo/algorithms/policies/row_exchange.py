@@ -11,7 +11,7 @@ from evogrpo.algorithms.learning.training_rows import Learner, uses_sampler_log_
 from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.collect import concatenate_batches, with_unique_groups
-from evogrpo.data import Batch, Experience, moved
+from evogrpo.data import Batch, Experience
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import FullDistributionBank
 
@@ -45,9 +45,9 @@ def lend(members: PolicySet, places: Placement, experience: Experience, lent: Se
     own, slots = [places.place(slot) for slot in places.here(lent)], torch.tensor(places.own)
     found = {}
     for name, batch in experience.items():
-        rows = batch.of_members(own)
+        rows = batch.select_members(own)
         if len(rows):
-            given = moved(_as_acted(members.policies[name], rows), "cpu")
+            given = _as_acted(members.policies[name], rows).to("cpu")
             found[name] = replace(given, member_ids=slots[given.member_ids])
     return found
 
@@ -93,15 +93,15 @@ def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device
     if batch is None:
         return None
     here = replace(batch, member_ids=numbers[batch.member_ids])
-    return moved(here.of_members(sorted(wanted)), device)
+    return here.select_members(sorted(wanted)).to(device)
 
 
 def _as_acted(policy: Policy, rows: Batch) -> Batch:
     """Add what a learner has to know of the policies that acted, where their samples do not say so themselves."""
     objective = policy.settings.objective
     if not uses_sampler_log_probs(rows, objective):
-        rows = replace(rows, acted_log_probs=policy.bank.log_probs(rows))
+        rows = replace(rows, behaviour_log_probs=policy.bank.log_probs(rows))
     if objective.kl_estimator in FULL_KLS and objective.reference == "old":
         assert isinstance(policy.bank, FullDistributionBank)  # others have no such objective
-        rows = replace(rows, acted_distributions=policy.bank.distributions(rows, reference=False))
+        rows = replace(rows, behaviour_distributions=policy.bank.distributions(rows, reference=False))
     return rows

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from evogrpo.algorithms.policies.settings import NetworkSettings
-from evogrpo.data import Acted
+from evogrpo.data import SampledActions
 from evogrpo.envs.control.observations import ObservationStatistics, flatten, normalised_leaves, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.networks.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
@@ -97,7 +97,7 @@ class StackedPolicy:
             actions=self.bank.distribution.words,
         )
 
-    def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> Acted:
+    def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> SampledActions:
         """Choose actions for raw observations; see `evogrpo.data.Actor`."""
         return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
 

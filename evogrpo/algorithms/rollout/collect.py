@@ -150,7 +150,7 @@ def concatenate_batches(batches: Sequence[Batch]) -> Batch:
     if len({batch.step_rewards is None for batch in batches}) > 1:
         # Reward functions looked inside the completions of some only.
         batches = [_with_steps(batch) for batch in batches]
-    return reduce(Batch.joined, batches)
+    return reduce(Batch.concatenate, batches)
 
 
 def with_unique_groups(batches: Sequence[Batch]) -> list[Batch]:
@@ -266,7 +266,7 @@ def groups_without_signal(batch: Batch, kinds: Mapping[int, str]) -> dict[int, l
 
 
 def _members(batch: Batch) -> dict[int, Batch]:
-    return {slot: batch.of_members([slot]) for slot in batch.member_ids.unique().tolist()}
+    return {slot: batch.select_members([slot]) for slot in batch.member_ids.unique().tolist()}
 
 
 def _rows_of(batch: Batch, slot: int, group: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.data import Acted, Batch, UpdateReport, map_tensors
+from evogrpo.data import Batch, SampledActions, UpdateReport, map_tensors
 from evogrpo.interruption import before_changes
 from evogrpo.models.bank import RUNNING_STATS, LossFunction, PolicyVersion, ReferenceDistributions
 from evogrpo.models.networks.architecture import NetworkConfig
@@ -133,7 +133,7 @@ class StackedBank:
         temperature: NDArray[np.float32] | None = None,
         action_mask: Any = None,
         base: bool = False,
-    ) -> Acted:
+    ) -> SampledActions:
         """Choose one action for each observation; see `evogrpo.data.Actor`.
 
         Raises:
@@ -153,7 +153,7 @@ class StackedBank:
                 for (_, layout), part in zip(layouts, outputs, strict=True):
                     together[layout.items] = part
             actions, log_probs = self.distribution.draw(together, uniforms, temperature, legal)
-        return Acted(actions=actions, log_probs=log_probs)
+        return SampledActions(actions=actions, log_probs=log_probs)
 
     def _lay_out(self, member_ids: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
         """Lay rows out by member; environments ask with the same rows many times in turn."""
