@@ -28,7 +28,7 @@ PACKAGES = (
 )
 """The packages and modules with an `__all__`, in the order in which a name that several have is described."""
 
-SEAMS = {
+INTERFACES = {
     "evogrpo.training.loop.run": ("Run",),
     "evogrpo.reporting.results": ("Result", "BestMember"),
     "evogrpo.reporting.records": ("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
@@ -72,9 +72,9 @@ def elsewhere(package: str) -> list[str]:
 
 
 def page(package: str) -> str:
-    """Return reStructuredText for the names of a package, or for those that only "seams" has."""
-    if package == "seams":
-        return "\n\n".join(_entry(name, module) for module, names in SEAMS.items() for name in names)
+    """Return reStructuredText for the names of a package, or for those that only "interfaces" has."""
+    if package == "interfaces":
+        return "\n\n".join(_entry(name, module) for module, names in INTERFACES.items() for name in names)
     return "\n\n".join(_entry(name, home) for name, home in described(package))
 
 
