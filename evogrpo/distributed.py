@@ -1,4 +1,4 @@
-"""Ranks of one program: how they meet, and their collectives."""
+"""Ranks of a distributed program and their collectives."""
 
 import atexit
 import os
@@ -17,81 +17,79 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOTHING = -1
-"""What a process says that does not know what it will need next."""
+"""Sent by a rank that cannot predict the errand it needs next."""
 
 FOR_ALL, FOR_SOME = -1, -2
-"""What a process says that needs nothing: it waits for all of the program, or for those that share a part of its work
-and go on with it then."""
+"""Sent by a rank that needs no errand: it waits for all ranks, or for those that share a part of its work."""
 
 
 class Errand(Protocol):
-    """Something that processes can only do together."""
+    """Collective that any of the ranks can trigger, such as gathering the weights of a layer."""
 
     def begin(self) -> None:
-        """Do what can be done while everybody goes on with something else."""
+        """Start the asynchronous part."""
 
     def finish(self, needed: bool) -> None:
-        """Do it, or what is left of it; `needed` says whether this process is one of those that need it."""
+        """Complete the collective; `needed` is True on the ranks that asked for it."""
 
 
 class Errands:
-    """What some processes of a program can only do together, each thing under a number.
+    """Collectives that any rank can trigger, each with a number.
 
-    A process that needs one says so; those that are at work come to a point where they need one too, and those that
-    wait for others listen in `wait`. Everybody then does all that are needed, in the order of the processes that asked.
-    So no two of them need to be at the same place of their work, or to do equally much of it. Where all of them expect
-    to need the same next, it is begun ahead.
+    A rank that needs one sends its number in `need`; a rank that waits takes part in `wait`. In each round, all ranks
+    execute all requested collectives in rank order. Ranks may therefore be at different places of their work. If all
+    of them predict the same next collective, it starts ahead of time.
 
     Args:
-        ranks: Their numbers in the program.
-        numbers: Tells all of them some numbers, and returns those of each, in their order.
-        listened: Whether those that wait for this process listen.
+        ranks: Ranks in the program.
+        all_gather: Gathers the integers of each rank, in rank order.
+        in_section: Returns True while the waiting ranks take part.
 
     Attributes:
         ranks: As given.
-        broken: What went wrong in this process in the middle of an errand, so that no other can follow.
+        broken: Error raised in the middle of a collective on this rank, after which the others cannot follow.
     """
 
     def __init__(
         self,
         ranks: Collection[int],
-        numbers: Callable[[int, int], Sequence[tuple[int, ...]]],
-        listened: Callable[[], bool],
+        all_gather: Callable[[int, int], Sequence[tuple[int, ...]]],
+        in_section: Callable[[], bool],
     ) -> None:
-        self.ranks, self._numbers, self._listened = tuple(ranks), numbers, listened
+        self.ranks, self._all_gather, self._in_section = tuple(ranks), all_gather, in_section
         self.broken: BaseException | None = None
         self._errands: list[Errand] = []
         self._begun: int | None = None
 
     def add(self, errand: Errand) -> int:
-        """Return the number of a new errand; all of them add the same."""
+        """Register a collective on all ranks and return its number."""
         self._errands.append(errand)
         return len(self._errands) - 1
 
     def need(self, number: int, then: int = NOTHING) -> None:
-        """Do an errand with the others.
+        """Execute a collective with the other ranks.
 
         Args:
-            number: Which.
-            then: Which this process will most likely need after it.
+            number: Number of the collective.
+            then: Number of the one that this rank will most likely need next.
 
         Raises:
-            ValueError: If the others will not listen: outside of `Processes.run_section`.
-            ProcessError: If one of them has ended.
+            ValueError: If called outside of `Processes.run_section`.
+            ProcessError: If another rank has ended.
         """
-        if not self._listened():
+        if not self._in_section():
             raise ValueError(
-                f"the base is held by {len(self.ranks)} processes together, so one alone cannot run it: ask the agent "
-                "that the run has saved, in a program of one process"
+                f"The base model is sharded over {len(self.ranks)} processes, so one process cannot run it alone. Load "
+                "the saved agent in a program of one process."
             )
         self._round(number, then)
 
     def wait(self, ranks: Collection[int], *, among: int) -> None:
-        """Do what the others need, until those of them that are among `ranks` wait, too.
+        """Take part in the collectives of others until all of `ranks` wait, too.
 
         Args:
-            ranks: For whom this process waits.
-            among: `FOR_ALL`, or `FOR_SOME`; these do not come any more where they have begun to wait for all.
+            ranks: Ranks to wait for.
+            among: `FOR_ALL`, or `FOR_SOME`: ranks that already wait for all count as waiting.
         """
         awaited = [place for place, rank in enumerate(self.ranks) if rank in ranks]
         needs: list[int] = []
@@ -99,15 +97,15 @@ class Errands:
             needs = self._round(among)
 
     def _round(self, own: int, then: int = NOTHING) -> list[int]:
-        """Do all errands that are needed now, begin the next one, and return what each process needed."""
-        told = self._numbers(own, then)
-        needed = list(dict.fromkeys(need for need, _ in told if need >= 0))
+        """Execute all requested collectives, start the predicted one, and return the request of each rank."""
+        requests = self._all_gather(own, then)
+        needed = list(dict.fromkeys(need for need, _ in requests if need >= 0))
         try:
             if self._begun is not None and self._begun not in needed:
                 self._errands[self._begun].finish(False)
             for number in needed:
                 self._errands[number].finish(number == own)
-            expected = {next_ for need, next_ in told if need >= 0}
+            expected = {next_ for need, next_ in requests if need >= 0}
             self._begun = expected.pop() if len(expected) == 1 else None
             if self._begun in (NOTHING, *needed):  # what is in use now cannot be begun again
                 self._begun = None
@@ -116,38 +114,21 @@ class Errands:
         except BaseException as error:
             self.broken = error
             raise
-        return [need for need, _ in told]
-
-
-def listening(errands: Collection[Errands], ranks: Collection[int], *, among: int) -> None:
-    """Let a process that has done its share do what others need that have not.
-
-    Args:
-        errands: What they may need.
-        ranks: For whom it waits.
-        among: Whether that is all of the program; see `Errands.wait`.
-
-    Raises:
-        ProcessError: If one of them has ended.
-    """
-    for each in errands:
-        if each.broken is not None:
-            raise each.broken
-        each.wait(ranks, among=among)
+        return [need for need, _ in requests]
 
 
 T = TypeVar("T")
 
 TIMEOUT_MINUTES = 60
-"""How long a process waits for the others before it ends: the longest that one of them may take for its share of a
-step. `EVOGRPO_TIMEOUT_MINUTES` in the environment is another number."""
+"""Timeout of collectives, and so the longest that one rank may take for its share of a step. The environment variable
+EVOGRPO_TIMEOUT_MINUTES overrides it."""
 
 
 def timeout_minutes() -> float:
-    """Return how long a process waits for the others, as its environment says.
+    """Return the timeout of collectives in minutes.
 
     Raises:
-        ValueError: If that is not a number of minutes.
+        ValueError: If EVOGRPO_TIMEOUT_MINUTES is not a positive number.
     """
     given = os.environ.get("EVOGRPO_TIMEOUT_MINUTES", "")
     try:
@@ -161,12 +142,12 @@ def timeout_minutes() -> float:
 
 @dataclass(frozen=True)
 class _End:
-    """Why a process did not get through its share of some work.
+    """Reason why a rank did not complete its share of a section.
 
     Attributes:
-        rank: Which process.
-        words: How it failed; none if it was asked to stop.
-        lost: Whether another one had left it alone, which knows better why.
+        rank: The rank.
+        words: Text of its error; empty if it was interrupted.
+        lost: It lost the connection to another rank, whose own error is the cause.
     """
 
     rank: int
@@ -175,10 +156,10 @@ class _End:
 
 
 class ProcessError(RuntimeError):
-    """Another process of the run has failed; that process says how.
+    """Another rank of the run has failed.
 
     Attributes:
-        end: What it said, once it is known.
+        end: Its own report, if known.
     """
 
     def __init__(self, words: str, end: _End | None = None) -> None:
@@ -187,22 +168,22 @@ class ProcessError(RuntimeError):
 
 
 class Processes:
-    """The processes that a launcher such as `torchrun` or `accelerate launch` has started together, or just this one.
+    """Ranks that a launcher such as `torchrun` or `accelerate launch` started, or this process alone.
 
     Args:
-        rank: The number of this process.
-        size: How many there are.
-        group: How they talk; None where there is one.
-        program: All processes of the program, of which these are some; None = these are all.
-        ranks: Their numbers in the program; None = as these are all.
+        rank: Rank of this process.
+        size: World size.
+        group: Process group of torch; None for a single process.
+        program: All ranks of the program, if these are some of them; None = these are all.
+        ranks: Ranks within the program; None = all.
 
     Attributes:
         rank: As given.
         size: As given.
-        program: As given, or these.
+        program: As given, or self.
         ranks: As given.
-        interruptible: Whether what is being done may be abandoned without the others, as `run_section` will tell them.
-        together_now: Whether it is done in `run_section`, so that the others will listen.
+        interruptible: The work under way may be abandoned on this rank alone; `run_section` tells the others.
+        in_section: The work under way is inside `run_section`, so the other ranks take part in collectives.
     """
 
     def __init__(
@@ -223,13 +204,13 @@ class Processes:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes files and talks to people."""
+        """True on the rank that writes files and prints."""
         return self.rank == 0
 
-    # ---- everybody at once
+    # ---- collectives of plain values
 
     def all_gather(self, value: T) -> list[T]:
-        """Return what every process gave, in their order; plain values and arrays."""
+        """Return the values of all ranks in rank order: plain values and arrays."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -239,95 +220,100 @@ class Processes:
         return found
 
     def run_section(self, work: Callable[[], T], *, divided: bool = False) -> list[T]:
-        """Let every process do its share of some work, and return what each came to, in their order.
+        """Run local work on every rank, exchange the outcomes, and return the results in rank order.
 
         Args:
-            work: This process's share.
-            divided: Whether shares are divided further, by `run_section` of a squad: then parts of it may be abandoned
-                there, and nothing between them, as the rest of the squad would wait.
+            work: Work of this rank.
+            divided: The work itself contains sections of a squad. Interruptions are then allowed inside those only, as
+                the rest of the squad would wait between them.
 
         Raises:
-            Interrupted: If any of them abandoned its share.
-            ProcessError: If another one failed; what fails here is raised as it is.
+            Interrupted: If any rank was interrupted.
+            ProcessError: If another rank failed. An error of this rank is raised unchanged.
         """
         if self.size == 1:
             return [work()]
+        # 1. Local work. Errors are kept until all ranks know of them.
         found: T | None = None
         failure: BaseException | None = None
         outermost = not self.program.in_section
         try:
             self.program.interruptible, self.program.in_section = not divided, True
             found = work()
-        except (Interrupted, Exception) as error:  # noqa: BLE001  # raised again, once the others have been told
+        except (Interrupted, Exception) as error:  # noqa: BLE001  # raised again below
             failure = error
         finally:
             self.program.interruptible, self.program.in_section = False, not outermost
         if failure is not None and divided:
             self._leave_squads(failure)
+        # 2. Take part in collectives of the others until all have finished.
         try:
-            among = FOR_ALL if self is self.program else FOR_SOME
-            listening(self.program._errands.values(), self.ranks, among=among)
+            for errands in self.program._errands.values():
+                if errands.broken is not None:
+                    raise errands.broken
+                errands.wait(self.ranks, among=FOR_ALL if self is self.program else FOR_SOME)
         except Exception as error:
             if failure is None:
                 raise
             raise failure from error
+        # 3. Exchange outcomes; all ranks raise if one failed.
         outcomes = self.all_gather((found, None if failure is None else _end_of(failure, self.program.rank)))
         ends = [end for _, end in outcomes if end is not None]
         if ends:
             self._agreed = self._failure_of(ends, failure)
             raise self._agreed
-        return [value for value, _ in outcomes]  # type: ignore[misc]  # nobody failed, so everybody has one
+        return [value for value, _ in outcomes]  # type: ignore[misc]  # all ranks succeeded
 
     def _failure_of(self, ends: Sequence[_End], own: BaseException | None) -> BaseException:
-        """Return what this process raises, where some did not get through: its own failure if it knows why."""
+        """Return the error that this rank raises: its own unless another one is the cause."""
         failed = sorted((end for end in ends if end.words), key=lambda end: end.lost)
         if not failed:
             return own or Interrupted()
-        self._squads.clear()  # somebody may have left them
+        self._squads.clear()  # a rank may have left them
         if own is not None and not isinstance(own, Interrupted) and (not _lost(own) or failed[0].lost):
             return own
         first, size = failed[0], self.program.size
-        error = ProcessError(f"process {first.rank} of {size} failed, and so does the run: {first.words}", first)
+        error = ProcessError(f"Process {first.rank} of {size} failed: {first.words}", first)
         error.__cause__ = own
         return error
 
     def _leave_squads(self, failure: BaseException) -> None:
-        """Let nobody wait for this process where it failed between two parts of divided work, and alone."""
+        """Close the process groups of the squads if this rank failed alone between two sections."""
         import torch.distributed as dist
 
         for squad in self._squads.values():
             if squad.size > 1 and failure is not squad._agreed:
                 dist.destroy_process_group(squad._group)
-                squad._group = None  # the last that held it: its connections are closed, which the rest notices at once
+                squad._group = None  # drops the last reference, which closes the connections
 
     def squad(self, squads: Sequence[Sequence[int]]) -> "Processes":
-        """Return those processes of the program that work together with this one; all of the program call this.
+        """Return the group of ranks that shares a member with this one. A collective of all ranks.
 
         Args:
-            squads: Ranks that work together, in their order; each rank is in one squad.
+            squads: Groups of ranks; each rank is in exactly one.
         """
         key = tuple(map(tuple, squads))
         if key not in self._squads:
             import torch.distributed as dist
 
             timeout = timedelta(minutes=timeout_minutes())
-            for ranks in squads:  # everybody makes all groups, as torch asks
+            for ranks in squads:  # torch requires every rank to create every group
                 group = dist.new_group(list(ranks), backend="gloo", timeout=timeout) if len(ranks) > 1 else None
                 if self.rank in ranks:
                     self._squads[key] = Processes(list(ranks).index(self.rank), len(ranks), group, self, ranks)
         return self._squads[key]
 
     def errands(self, size: int) -> Errands:
-        """Return what this process and those next to it can only do together; all of the program call this.
+        """Return the triggered collectives of this rank and its neighbours. A collective of all ranks.
 
         Args:
-            size: How many they are, which divides the number of all.
+            size: Ranks per group; divides the world size.
         """
         if size not in self._errands:
             import torch.distributed as dist
 
             timeout = timedelta(minutes=timeout_minutes())
-            for first in range(0, self.size, size):  # everybody makes all groups, as torch asks
+            for first in range(0, self.size, size):  # as above
                 ranks = range(first, first + size)
                 group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
                 if self.rank in ranks:
@@ -346,11 +332,11 @@ class Processes:
         return held[0]
 
     def now(self) -> float:
-        """Return the seconds on the leading process's clock, `time.monotonic()`: all processes decide by the same."""
+        """Return `time.monotonic()` of rank 0, so that all ranks decide alike."""
         return self.broadcast(time.monotonic())
 
     def all_gather_ints(self, *values: int) -> list[tuple[int, ...]]:
-        """Return the whole numbers that every process gave, in their order: quicker than `all_gather`."""
+        """Return the integers of all ranks in rank order; faster than `all_gather`."""
         import torch
         import torch.distributed as dist
 
@@ -361,10 +347,9 @@ class Processes:
     # ---- tensors
 
     def all_reduce(self, values: "Tensor") -> "Tensor":
-        """Return the sum `[k]` of what all processes gave, one after the other in their order: equal bits everywhere.
+        """Return the sum `[k]` over all ranks, added in rank order, so that all ranks get equal bits.
 
-        Each process adds up a part of it and tells the others, so that what it sends and gets does not grow with their
-        number: twice the tensor.
+        Each rank sums one part and sends it to the others. Traffic is twice the tensor for any world size.
         """
         if self.size == 1:
             return values
@@ -383,7 +368,7 @@ class Processes:
         return given[: len(values)].to(values.device)
 
     def broadcast_tensors(self, tensors: "Mapping[str, Tensor] | None", *, source: int) -> "dict[str, Tensor]":
-        """Return tensors of the process `source`, on the CPU; the others give None."""
+        """Return the tensors of rank `source` on the CPU; the other ranks pass None."""
         if self.size == 1:
             assert tensors is not None
             return dict(tensors)
@@ -401,7 +386,7 @@ class Processes:
     def send_tensors(
         self, tensors: "Mapping[str, Tensor] | None", *, source: int, target: int
     ) -> "dict[str, Tensor] | None":
-        """Let one process hand tensors to one other, which gets them on the CPU; everybody else gets None."""
+        """Send tensors from rank `source` to rank `target`, which gets them on the CPU; other ranks return None."""
         import torch
         import torch.distributed as dist
 
@@ -422,19 +407,19 @@ class Processes:
         return None
 
     def _wait(self, exchange: Callable[[], object]) -> None:
-        """Go through with an exchange."""
+        """Run a blocking exchange; raise ProcessError if the connection was lost."""
         try:
             exchange()
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
-                f"process {self.program.rank} of {self.program.size} has lost the others: one of them has ended, or "
-                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES): its own output says "
-                f"why. Every checkpoint so far is whole: start all processes again to resume ({error})"
+                f"Process {self.program.rank} of {self.program.size} lost the connection: another process ended (see "
+                f"its output), or did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES). "
+                f"Start all processes again to resume from the last checkpoint ({error})."
             ) from error
 
 
 def _end_of(failure: BaseException, rank: int) -> _End:
-    """Return what a process says of how it ended, or what it has been told of how another did."""
+    """Return the record of a failure that is sent to the other ranks."""
     if isinstance(failure, Interrupted):
         return _End(rank)
     if isinstance(failure, ProcessError) and failure.end is not None:
@@ -447,25 +432,23 @@ def _lost(failure: BaseException) -> bool:
 
 
 SETTLING_SECONDS = 0.2
-"""How long a process that connected to others waits at its very end."""
+"""Seconds that a connected process waits before it exits."""
 
 
 def was_restarted() -> bool:
-    """Return whether the launcher has started this program again, because a process of it had ended; all ask.
+    """Return True if the launcher restarted this program after a failure. A collective.
 
-    Each machine's launcher counts the ends of its own processes only.
+    The launcher of each machine counts only its own restarts, so the ranks combine theirs.
     """
     return any(processes().all_gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")))
 
 
 @cache
 def processes() -> Processes:
-    """Return the processes of this program: those that a launcher has started, else this one alone.
-
-    The first call connects them.
+    """Return the ranks of this program; the first call connects them.
 
     Raises:
-        ValueError: If the environment names several processes, but not where they meet.
+        ValueError: If WORLD_SIZE names several processes but the rest of torchrun's environment is missing.
     """
     launched = os.environ.get("WORLD_SIZE", "1")
     begun = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
@@ -478,20 +461,19 @@ def processes() -> Processes:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing or not launched.isdigit():
             raise ValueError(
-                f"WORLD_SIZE is {launched!r:.20}, so several processes train together, but "
-                f"{', '.join(missing) or 'a number of them'} is missing from the environment: start them with torchrun "
-                "or accelerate launch, or unset WORLD_SIZE for a run in one process"
+                f"WORLD_SIZE={launched!r:.20} names several processes, but {', '.join(missing) or 'their number'} is "
+                "missing from the environment. Start them with torchrun or accelerate launch, or unset WORLD_SIZE."
             )
         _connect(timeout)
         atexit.register(_disconnect)
     if dist.get_world_size() == 1:
         return Processes()
-    # Records and learner states travel through the CPU, whatever else the program's own group is for.
+    # A group of its own, as records and train states are exchanged on the CPU and the default group may use NCCL.
     return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is the one to tell what all come to; asked at any time, as it connects nobody."""
+    """Return True on rank 0. Unlike `processes`, this does not connect the ranks."""
     if processes.cache_info().currsize:
         return processes().is_rank_zero
     begun = sys.modules.get("torch.distributed")
@@ -501,7 +483,7 @@ def is_rank_zero() -> bool:
 
 
 def _connect(timeout: timedelta) -> None:
-    """Meet the other processes where the environment says."""
+    """Initialise torch's default process group from the environment."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -515,17 +497,16 @@ def _connect(timeout: timedelta) -> None:
 
 
 def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
-    """Return the name of a part of a launcher's store that no process has written into before this start.
+    """Return a prefix of the launcher's store that is new for this start.
 
-    torchrun keeps one store for all its restarts, in which the addresses of processes that were killed still stand:
-    whoever reads one before it is replaced waits for nobody. So the leading process names a new part. Which greeting is
-    of a process that still lives is not known either, so each is answered by its own name until all have come.
+    torchrun keeps one store over restarts, which still holds addresses of killed processes. A rank that reads one of
+    them waits forever. Rank 0 therefore names a new prefix and sends it to each rank under that rank's own random name.
 
     Args:
-        store: The launcher's.
-        rank: The number of this process.
-        size: How many there are.
-        until: When to give up, by `time.monotonic()`.
+        store: The launcher's store.
+        rank: Rank of this process.
+        size: World size.
+        until: Deadline by `time.monotonic()`.
     """
     own = uuid.uuid4().hex
     if rank != 0:
@@ -533,9 +514,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
         try:
             part = str(store.get(f"part for {own}").decode())  # waits for it
         except RuntimeError as error:
-            raise ProcessError(
-                f"the leading process has not come: its own output, if any, says why ({error})"
-            ) from error
+            raise ProcessError(f"Rank 0 did not connect. See its output ({error}).") from error
         store.set(f"{part}: {rank} has come", "")
         return part
     missing = list(range(1, size))
@@ -544,7 +523,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, until: float) -> str:
             if store.check([f"greeting of {other}"]):
                 store.set(f"part for {store.get(f'greeting of {other}').decode()}", own)
         if time.monotonic() > until:
-            raise ProcessError(f"process {missing[0]} of {size} has not come: its own output, if any, says why")
+            raise ProcessError(f"Process {missing[0]} of {size} did not connect. See its output.")
         time.sleep(0.02)
     return own
 
@@ -554,6 +533,6 @@ def _disconnect() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # torch's threads let go of what they sent a moment after whoever waits is told, and some of it is Python's: a
-    # thread that still waits for the interpreter when that ends aborts the process, after all its work is done.
+    # torch's threads release Python objects shortly after the last exchange. If the interpreter ends first, such a
+    # thread aborts the process.
     time.sleep(SETTLING_SECONDS)

@@ -1,4 +1,4 @@
-"""Interruption of long work, and exits that user code asks for."""
+"""Interruption of long work, undo of its changes, and interception of exits from user code."""
 
 import os
 import signal
@@ -11,33 +11,29 @@ from typing import Any, NoReturn
 
 
 class Interrupted(BaseException):
-    """Work was abandoned half-way, because whoever asked for it wants to stop."""
+    """Work was abandoned because a stop was requested."""
 
 
 class Undo:
-    """How the changes of work that is abandoned half-way are undone.
+    """Snapshot that restores the state if work is interrupted.
 
     Args:
-        keep: Makes a copy of what there is.
-        settle: Sees to it that the work is not abandoned any more.
+        keep: Takes the snapshot.
+        settle: Makes the work uninterruptible from here on.
 
     Attributes:
         settle: As given.
+        kept: True once the snapshot was taken.
     """
 
     def __init__(self, keep: Callable[[], None], settle: Callable[[], None]) -> None:
-        self._keep, self.settle, self._kept = keep, settle, False
-
-    @property
-    def kept(self) -> bool:
-        """Whether there is a copy."""
-        return self._kept
+        self._keep, self.settle, self.kept = keep, settle, False
 
     def keep(self) -> None:
-        """Make the copy, if there is none."""
-        if not self._kept:
+        """Take the snapshot unless there is one."""
+        if not self.kept:
             self._keep()
-            self._kept = True
+            self.kept = True
 
 
 _asked: ContextVar[Callable[[], bool] | None] = ContextVar("asked", default=None)
@@ -55,10 +51,9 @@ def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_interrupted() -> None:
-    """Raise `Interrupted` if the surrounding work is to be abandoned; called at least once in a second or two.
+    """Raise `Interrupted` if a stop was requested. Long work calls this every second or more often.
 
-    It costs less than a microsecond. What is called between two looks cannot be abandoned: a forward pass, a step of
-    the user's environment.
+    A call takes less than a microsecond. Work between two calls, such as a forward pass, cannot be interrupted.
     """
     asked = _asked.get()
     if asked is not None and asked():
@@ -67,7 +62,7 @@ def check_interrupted() -> None:
 
 @contextmanager
 def undoing_with(undo: Undo) -> Iterator[None]:
-    """Let `before_changes` know how changes in the block would be undone."""
+    """Set the snapshot that `before_changes` uses in the block."""
     token = _undo.set(undo)
     try:
         yield
@@ -76,14 +71,14 @@ def undoing_with(undo: Undo) -> Iterator[None]:
 
 
 def before_changes(*, last: bool) -> Callable[[], None] | None:
-    """Be called by whoever is about to change what abandoned work leaves as it was.
+    """Prepare changes that an interruption must undo. Called before the first of them.
 
     Args:
-        last: Whether these are the work's last changes, and can all be made at its end, in no time.
+        last: These are the last changes of the work, and they are made at once at its end.
 
     Returns:
-        None if changes may be made from here on: nobody undoes them, or there is a copy. Otherwise what has to be
-        called right before them, once all is done that can be abandoned; that costs no copy.
+        None if changes may be made now: nothing undoes them, or the snapshot was taken. Otherwise a function to call
+        right before the changes, which makes the work uninterruptible and so needs no snapshot.
     """
     undo = _undo.get()
     if undo is None:
@@ -94,7 +89,7 @@ def before_changes(*, last: bool) -> Callable[[], None] | None:
     return None
 
 
-_answering = threading.local()
+_intercepting = threading.local()
 _lock = threading.Lock()
 _runs = 0  # how many blocks of `intercept_exits` are open, in any thread
 _needed = 0  # by how many blocks `os._exit` is replaced
@@ -106,14 +101,14 @@ class ExitCalled(SystemExit):
 
 
 class ProgramEndError(RuntimeError):
-    """Code of the user's asked for the program's end in the middle of a run."""
+    """User code asked the program to exit during a run."""
 
 
 @contextmanager
 def intercept_exits() -> Iterator[None]:
-    """Let `os._exit` raise `ExitCalled` in the block, in this thread.
+    """Make `os._exit` raise `ExitCalled` in the block, in this thread.
 
-    Another thread still ends the process meanwhile, but not with status 0; and so does a process that was forked off.
+    In other threads it still ends the process, but with status 1 instead of 0. Forked processes are not affected.
     """
     global _runs  # noqa: PLW0603 (one for the whole process, as `os._exit` is)
     with intercept_exits_in_thread():
@@ -129,74 +124,72 @@ def intercept_exits() -> Iterator[None]:
 
 @contextmanager
 def intercept_exits_in_thread() -> Iterator[None]:
-    """Let `os._exit` raise `ExitCalled` in the block, in this thread, whether or not a run has control."""
-    global _needed  # noqa: PLW0603 (likewise)
-    process, before = os.getpid(), getattr(_answering, "on", False)
+    """Make `os._exit` raise `ExitCalled` in the block, in this thread, also outside of a run."""
+    global _needed  # noqa: PLW0603 (as above)
+    process, before = os.getpid(), getattr(_intercepting, "on", False)
     with _lock:
         _needed += 1
         if _needed == 1:
-            os._exit = _answer_in(process)  # type: ignore[assignment]
-    _answering.on = True
+            os._exit = _exit_replacement(process)  # type: ignore[assignment]
+    _intercepting.on = True
     try:
         yield
     finally:
-        _answering.on = before
+        _intercepting.on = before
         with _lock:
-            if os.getpid() == process:  # else nothing is left to take back
+            if os.getpid() == process:  # a fork has reset this already
                 _needed -= 1
                 if _needed == 0:
                     os._exit = _real  # type: ignore[assignment]
 
 
-def _answer_in(process: int) -> Callable[[int], NoReturn]:
-    """Return what takes the place of `os._exit` in a process, and obeys in those that are forked off."""
+def _exit_replacement(process: int) -> Callable[[int], NoReturn]:
+    """Return a replacement of `os._exit` that only acts in this process, not in forked ones."""
 
-    def answer(status: int) -> NoReturn:
+    def exit_or_raise(status: int) -> NoReturn:
         if os.getpid() != process:
             _real(status)
-        if getattr(_answering, "on", False):
+        if getattr(_intercepting, "on", False):
             raise ExitCalled(f"os._exit({status}) was called")
         if _runs and status == 0:
-            os.write(2, b"error: a thread has called os._exit(0) in the middle of a run\n")
+            os.write(2, b"error: a thread called os._exit(0) during a run\n")
             _real(1)
         _real(status)
 
-    return answer
+    return exit_or_raise
 
 
-def _begin_anew() -> None:
-    """Answer nothing in a process that was forked off, whose other threads are gone."""
+def _reset_after_fork() -> None:
+    """Restore `os._exit` in a forked process."""
     global _runs, _needed, _lock
     _runs, _needed, _lock = 0, 0, threading.Lock()
-    _answering.on = False
+    _intercepting.on = False
     os._exit = _real  # type: ignore[assignment]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process at once, whoever has control."""
+    """End the process at once."""
     _real(status)
 
 
 def raise_exit_error(error: SystemExit) -> NoReturn:
-    """Raise what a run ends with when its user's code has asked for the program's end.
+    """Raise the error for an exit that user code asked for during a run.
 
     Raises:
-        SystemExit: If that was a signal handler of the program's own, which may.
+        SystemExit: If a signal handler of the program asked for it.
         ProgramEndError: Otherwise.
     """
-    if _of_a_handler(error):
+    if _from_signal_handler(error):
         raise error
-    said = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
-    raise ProgramEndError(
-        f"{said} in the middle of a run, which ends by its limits, by its stop() or by a signal: raise an error instead"
-    ) from error
+    reason = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
+    raise ProgramEndError(f"{reason} during a run. Raise an error instead, or call the run's stop().") from error
 
 
-def _of_a_handler(error: SystemExit) -> bool:
+def _from_signal_handler(error: SystemExit) -> bool:
     handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers]
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

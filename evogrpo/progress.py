@@ -1,4 +1,4 @@
-"""How far the work under way has come: told by whoever computes, heard by whoever shows it."""
+"""Progress of the work under way: reported by the code that computes, received by the display."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,56 +10,56 @@ Activity = Literal["writing", "playing", "rewarding", "scoring", "learning"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One piece of work, as far as it has come.
+class ProgressUpdate:
+    """Progress of one piece of work.
 
     Attributes:
-        doing: What is being done.
-        count: With how many.
-        noun: Of what; "completions", "episodes" or "actions".
-        part: Which part of it is done, from 0 to 1.
+        activity: Kind of work.
+        count: Total number of items.
+        noun: Name of the items: "completions", "episodes" or "actions".
+        part: Fraction that is done, from 0 to 1.
     """
 
-    doing: Activity
+    activity: Activity
     count: int
     noun: str
     part: float
 
 
-Listener = Callable[[Work], None]
+Listener = Callable[[ProgressUpdate], None]
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("evogrpo progress listener", default=None)
 
 
 class ProgressCounter:
-    """Counts one piece of work, and tells the listener of this context; where nobody listens, nothing is counted.
+    """Counter of one piece of work, which reports to the listener of this context, if there is one.
 
     Args:
-        doing: What is being done.
-        count: With how many.
-        noun: Of what.
+        activity: Kind of work.
+        count: Total number of items.
+        noun: Name of the items.
     """
 
-    def __init__(self, doing: Activity, count: int, noun: str) -> None:
-        self._doing, self._count, self._noun, self._listener = doing, count, noun, _LISTENER.get()
+    def __init__(self, activity: Activity, count: int, noun: str) -> None:
+        self._activity, self._count, self._noun, self._listener = activity, count, noun, _LISTENER.get()
         self._done = 0.0
-        self.reach(0.0)
+        self.set(0.0)
 
     def add(self, amount: float) -> None:
-        """Count a further amount; work that memory made begin anew never counts for more than all of it."""
-        self.reach(self._done + amount)
+        """Add an amount; the sum is capped at the total, as work may be repeated after running out of memory."""
+        self.set(self._done + amount)
 
-    def reach(self, amount: float) -> None:
-        """Set how much is done."""
+    def set(self, amount: float) -> None:
+        """Set the amount that is done."""
         if self._listener is not None:
             self._done = min(amount, self._count)
             part = self._done / self._count if self._count else 1.0
-            self._listener(Work(self._doing, self._count, self._noun, part))
+            self._listener(ProgressUpdate(self._activity, self._count, self._noun, part))
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
-    """Let a listener hear of all work inside the block, in this thread; it must be quick and raise nothing."""
+def progress_listener(listener: Listener) -> Iterator[None]:
+    """Call a listener for all progress in the block, in this thread. It must be fast and raise nothing."""
     token = _LISTENER.set(listener)
     try:
         yield

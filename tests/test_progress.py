@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
-from evogrpo.progress import ProgressCounter, heard_by
+from evogrpo.progress import ProgressCounter, progress_listener
 from tests.envs.joint_probes import Favours
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -33,7 +33,7 @@ def take_a_step(population, env):
 @pytest.mark.parametrize("make", [language, networks, teams])
 def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
     heard = []
-    with heard_by(lambda work: heard.append((f"{work.doing} {work.count} {work.noun}", work.part))):
+    with progress_listener(lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.part))):
         listened = take_a_step(*make())
     learning = next(what for what, _ in heard if what.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
@@ -51,9 +51,9 @@ def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
 
 def test_a_listener_hears_its_own_block_only():
     heard = []
-    with heard_by(lambda work: heard.append(work.part)):
+    with progress_listener(lambda work: heard.append(work.part)):
         outer = ProgressCounter("playing", 4, "episodes")
-        with heard_by(lambda work: None):
+        with progress_listener(lambda work: None):
             ProgressCounter("learning", 1, "actions").add(1)
         outer.add(1)
         outer.add(9)

@@ -11,7 +11,7 @@ import torch
 
 from evogrpo.algorithms.rollout.requests import SamplingRequest
 from evogrpo.interruption import Interrupted, interruptible
-from evogrpo.progress import heard_by
+from evogrpo.progress import progress_listener
 from tests.envs import verifier_functions
 from tests.tiny_training import finish, scatter, story, tiny_env, tiny_population, tiny_run
 
@@ -48,10 +48,10 @@ def test_async_functions_get_whole_groups_while_others_are_written_and_plain_one
         return variety_of(completions)
 
     def hear(work):
-        doing.append((work.doing, work.part))
+        doing.append((work.activity, work.part))
         time.sleep(0.003)  # the event loop is another thread, and these completions are short
 
-    with heard_by(hear):
+    with progress_listener(hear):
         both = collected([beside, plain])
     ((where, _, everything),) = calls["plain"]
     assert where[0] == "rewarding"

@@ -47,7 +47,7 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
 def test_what_fails_as_samples_are_handed_over_fails_for_all_and_changes_nothing(tmp_path: Path) -> None:
     """A second try comes to what one process comes to at once."""
     leader, other = both(lending, tmp_path / "two")
-    assert "not learnt: process 1 of 2 failed, and so does the run: LookupError: the card is gone" in leader[1]
+    assert "not learnt: Process 1 of 2 failed: LookupError: the card is gone" in leader[1]
     assert "not learnt: the card is gone" in other[1]
     for status, said in (leader, other):
         assert status == 0, said
@@ -74,7 +74,7 @@ def test_the_others_end_when_one_is_killed_and_the_run_goes_on_alone(tmp_path: P
     leader, other = both(killed, tmp_path / "networks", 5)
     assert other[0] == -9
     assert leader[0] == 1
-    assert "has lost the others" in leader[1]
+    assert "lost the connection" in leader[1]
     run = go_on(tmp_path / "networks", 4)
     assert run.run_state.generation == 2
     finish(run)
@@ -91,14 +91,14 @@ def test_processes_whose_clocks_differ_stop_at_the_same_time(tmp_path: Path) -> 
 def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path: Path) -> None:
     """A reward function or a learning rule that fails in one, a stop asked of one while it samples, a kill."""
     leader, other = both(troubled, tmp_path / "runs")
-    assert "reward: process 1 of 2 failed, and so does the run: RewardError: reward function" in leader[1]
+    assert "reward: Process 1 of 2 failed: RewardError: reward function" in leader[1]
     assert "reward: reward function 'reward' raised LookupError: 'the verifier is gone'" in other[1]
     assert "learning: the disk is busy" in leader[1]
-    assert "learning: process 0 of 2 failed, and so does the run: BlockingIOError: the disk is busy" in other[1]
+    assert "learning: Process 0 of 2 failed: BlockingIOError: the disk is busy" in other[1]
     for _, said in (leader, other):
         assert "stopped by 'enough' after step 1" in said
     assert leader[0] == 1
-    assert "has lost the others" in leader[1]
+    assert "lost the connection" in leader[1]
     assert other[0] == -9
 
 
@@ -156,13 +156,13 @@ def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_kill
 
 
 def test_who_does_not_come_is_named() -> None:
-    """By the leading process; the others say that it has not come."""
+    """Rank 0 waits for a rank that does not connect, and the others for rank 0."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     store.set("greeting of 2", "dead")
-    with pytest.raises(ProcessError, match="process 1 of 3 has not come"):
+    with pytest.raises(ProcessError, match="Process 1 of 3"):
         agree_on_prefix(store, 0, 3, until=time.monotonic() + 0.1)
-    with pytest.raises(ProcessError, match="leading process has not come"):
+    with pytest.raises(ProcessError, match="Rank 0"):
         agree_on_prefix(store, 1, 3, until=time.monotonic() + 0.1)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from evogrpo.finished import heard_by, listened
 from evogrpo.models.language import sampling, shared_prefixes
-from evogrpo.progress import heard_by as progress_heard_by
+from evogrpo.progress import progress_listener
 from tests.models.test_turns import ending
 from tests.tiny_batches import make_rows
 from tests.tiny_models import tiny_model
@@ -21,7 +21,7 @@ def listen(bank, rows):
     def hear(numbers, completions):
         told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
-    with heard_by(hear, rows), progress_heard_by(lambda work: parts.append(work.part)):
+    with heard_by(hear, rows), progress_listener(lambda work: parts.append(work.part)):
         return bank.sample(rows), told
 
 

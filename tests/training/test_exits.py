@@ -134,7 +134,7 @@ def test_another_thread_ends_the_process_but_not_with_success(capfd):
             threading.Event().wait(60)
 
     assert status_of(work) == 1
-    assert "error: a thread has called os._exit(0) in the middle of a run" in capfd.readouterr().err
+    assert "os._exit(0)" in capfd.readouterr().err
 
 
 def test_a_call_that_outlasts_the_run_does_not_end_the_program_with_success():

@@ -178,7 +178,7 @@ def play_episodes(
             lanes.select(order)
             rows, t = rows[order], t[order]
         rows, t = _without(lanes, lanes.deserted(), rows, t)  # some may be over before anybody acts
-        progress.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
+        progress.set(total - len(queue) - len(rows) + int(t.sum()) / limit)
         if not len(rows):
             if len(queue):
                 continue

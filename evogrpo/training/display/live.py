@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
-from evogrpo.progress import Work, heard_by
+from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.reporting.records import GenerationReport, Report
 from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.reporting.results import Words, evaluated, processed, second_look, verdict, words_of
@@ -40,23 +40,25 @@ class TimeEstimate:
         self._evaluation: float | None = None
         self._last = time.monotonic()
         self._unit, self._within = self._present(), 0.0
-        self._work: Work | None = None
+        self._work: ProgressUpdate | None = None
 
     def go_on(self) -> None:
         """Leave out the time in which somebody else had control."""
         self._last = time.monotonic()
 
-    def hear(self, work: Work) -> None:
+    def hear(self, work: ProgressUpdate) -> None:
         """Take note of how far the part of the run under way has come: acting is half of a step, learning the rest."""
         if self._unit != self._present():
             self._unit, self._within = self._present(), 0.0
         self._work = work
         half = work.part / 2
-        done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[work.doing]
+        done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[
+            work.activity
+        ]
         self._within = max(self._within, done if self._unit[0] == "step" else work.part)
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> ProgressUpdate | None:
         """What is being computed, as far as was heard of the part of the run under way."""
         return self._work if self._unit == self._present() else None
 
@@ -262,7 +264,7 @@ class RunDisplay:
             self._console.print(self._phase())
         self._entered = True
         with ExitStack() as stack:
-            stack.enter_context(heard_by(self._hear))
+            stack.enter_context(progress_listener(self._hear))
             if self._region is not None:
                 stack.enter_context(self._region)
             self._shown = stack.pop_all()
@@ -273,7 +275,7 @@ class RunDisplay:
     ) -> None:
         self._shown.close()
 
-    def _hear(self, work: Work) -> None:
+    def _hear(self, work: ProgressUpdate) -> None:
         self._show_baseline()  # no report tells of it
         self._estimate.hear(work)
         if self._region is not None:
@@ -404,10 +406,10 @@ def baseline_text(baseline: Fitness, config: FitnessConfig, words: Words) -> str
     return f"{words.untrained}: fitness {score} on {count} validation {words.questions}{sampled}"
 
 
-def work_text(work: Work) -> Text:
+def work_text(work: ProgressUpdate) -> Text:
     """Write what is being computed: with how many of what, and how much of it is done."""
-    part = "" if work.doing == "rewarding" else f" · {work.part:.0%}"  # nobody tells how far rewards have come
-    doing = "learning from" if work.doing == "learning" else work.doing
+    part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # nobody tells how far rewards have come
+    doing = "learning from" if work.activity == "learning" else work.activity
     return Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim")
 
 

@@ -11,7 +11,7 @@ from evogrpo.distributed import processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.models.devices import device_memory
-from evogrpo.progress import Work, heard_by
+from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
@@ -130,11 +130,11 @@ def _measured_step(
     began, samples = time.monotonic(), config.schedule.samples_per_step
     played = [(0.0, 0.0)]  # part and seconds
 
-    def hear(work: Work) -> None:
-        if work.doing == "playing" and work.part > played[-1][0]:
+    def hear(work: ProgressUpdate) -> None:
+        if work.activity == "playing" and work.part > played[-1][0]:
             played.append((work.part, time.monotonic() - began))
 
-    with suppress(Interrupted), heard_by(hear), interruptible(lambda: time.monotonic() - began > at_most):
+    with suppress(Interrupted), progress_listener(hear), interruptible(lambda: time.monotonic() - began > at_most):
         collected = population.collect(env, step=0, samples_per_step=samples, block=config.schedule.block(population))
         shared = config.experience if len(population) > 1 else None
         sources = None if shared is None else sources_of(shared, population, collected)
