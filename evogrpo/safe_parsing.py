@@ -49,7 +49,7 @@ class BoundedLoader(yaml.SafeLoader):
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
 
 
-def bounded_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
+def load_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
     """Parse YAML.
 
     Args:

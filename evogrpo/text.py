@@ -66,12 +66,12 @@ def origin_text(parent: int | None, back_to: int | None) -> str:
     return f"clone of #{parent}" if back_to is None else f"back to #{parent} as it was in generation {back_to}"
 
 
-def counted(number: int, what: str, plural: str = "s") -> str:
+def pluralize(number: int, what: str, plural: str = "s") -> str:
     """Write how many there are of something, such as `1 group` or `3 groups`."""
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
-def share_text(share: float) -> str:
+def percent_text(share: float) -> str:
     """Write a share of 1 in percent; one below 0, as estimates without bias may be, as none."""
     return "< 1 %" if 0 < share < 0.005 else f"{100 * max(0.0, share):.0f} %"
 

@@ -8,9 +8,9 @@ import pytest
 from evogrpo.text import (
     changes_text,
     count_text,
-    counted,
     duration_text,
     number_text,
+    pluralize,
     printable,
     score_text,
     shorten,
@@ -75,6 +75,6 @@ def test_changes_are_written_with_old_and_new_value_and_safe_to_print():
 
 
 def test_counts_have_their_plural():
-    assert counted(1, "group") == "1 group"
-    assert counted(1200, "group") == "1,200 groups"
-    assert counted(2, "worker process", "es") == "2 worker processes"
+    assert pluralize(1, "group") == "1 group"
+    assert pluralize(1200, "group") == "1,200 groups"
+    assert pluralize(2, "worker process", "es") == "2 worker processes"

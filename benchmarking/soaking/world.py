@@ -57,7 +57,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     assert not saved.skipped, saved.skipped
     tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}
     progress = saved.record["progress"]
-    scores = [[seat["scores"] for seat in each["seats"]] for each in progress["history"]]
+    scores = [[seat["scores"] for seat in each["slots"]] for each in progress["history"]]
     assert saved.best is not None
     best = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.best[0].items())}
     return tensors, progress["generation"], progress["step"], scores, saved.record["population"]["lineage"], best

@@ -15,7 +15,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.founders import spread_members
+from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.randomness import generator
@@ -254,7 +254,7 @@ class Agent:
         first = given[0] if given else first
         space = members.hp_config if spread and members.hp_config else HyperparameterConfig()
         rng = generator(members.settings.seed, "spread")
-        records = spread_members(first, space, members.banks.size, rng, samples, given)
+        records = spread_founders(first, space, members.banks.size, rng, samples, given)
         return [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
 
     @staticmethod

@@ -21,8 +21,8 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
 from evogrpo.models.devices import limit_memory
-from evogrpo.storage.checkpoint import read_checkpoint, stored_at, write_checkpoint
-from evogrpo.storage.manifest import CheckpointError, readable
+from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
+from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
@@ -82,17 +82,17 @@ def load_agent(
 ) -> AnyAgent:
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
     best = Path(path) / "best"
-    if stored_at(best).is_dir() and not stored_at(Path(path) / "manifest.json").exists():
+    if checkpoint_path(best).is_dir() and not checkpoint_path(Path(path) / "manifest.json").exists():
         raise CheckpointError(f"{path} is the folder of a run, not of an agent: load its best member, {best}")
     tensors, record = read_checkpoint(path, kind="agent")
-    with readable(path):
+    with checkpoint_errors(path):
         stored = record["shared"]["kind"]
         if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
                 f"{POLICY_SETS[stored].agent_class}.load"
             )
-        folder = stored_at(Path(path))
+        folder = checkpoint_path(Path(path))
         network = _as_saved(actor_network, tensors, path)
         members = _open(record["shared"], 1, folder, network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
@@ -103,7 +103,7 @@ def load_agent(
 def read_agent(agent: "Agent", path: str | Path) -> None:
     """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
-    with readable(path):
+    with checkpoint_errors(path):
         stored = record["shared"]["kind"]
         members = agent.members
         if stored != members.kind:
@@ -160,7 +160,7 @@ def restore_population(
     Raises:
         CheckpointError: If the state is of another base model or does not fit together.
     """
-    with readable(path):
+    with checkpoint_errors(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
         places = placement_of(len(stored))

@@ -40,7 +40,7 @@ from evogrpo.config.search_space import (
     common_samples,
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies
-from evogrpo.evolution.founders import like_earlier
+from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.functional.loss_types import AdvantageType, LossType
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class
@@ -396,7 +396,7 @@ def check_founders(
             "founders must be the hyperparameters of at least one member, as evogrpo.best_hyperparameters(RUN) returns "
             f"them, got {given!r:.80}"
         )
-    founders, moved = like_earlier(given, first, space or HyperparameterConfig(), samples)
+    founders, moved = warm_start_founders(given, first, space or HyperparameterConfig(), samples)
     for words in moved:
         warn(f"founders: {words}")
     return founders

@@ -16,8 +16,8 @@ from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.envs.protocol import GroupEnvironment, Split
-from evogrpo.evolution.fitness import GREEDILY, Fitness, FitnessConfig
-from evogrpo.evolution.history import Generation, History, Kept, KeptKey
+from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
+from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey
 from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
@@ -39,21 +39,21 @@ class KeptStates:
     """
 
     def __init__(self) -> None:
-        self._states: dict[KeptKey, tuple[Kept, State]] = {}
+        self._states: dict[KeptStateKey, tuple[KeptState, State]] = {}
 
     def __len__(self) -> int:
         return len(self._states)
 
     @property
-    def seen(self) -> tuple[Kept, ...]:
+    def seen(self) -> tuple[KeptState, ...]:
         """What strategies see of them."""
         return tuple(kept for kept, _ in self._states.values())
 
-    def keep(self, kept: Kept, state: State) -> None:
+    def keep(self, kept: KeptState, state: State) -> None:
         """Keep a state; it is not copied where it lies in the CPU's memory already."""
         self._states[kept.key] = kept, {name: tensor.cpu() for name, tensor in state.items()}
 
-    def drop(self, keys: Sequence[KeptKey]) -> None:
+    def drop(self, keys: Sequence[KeptStateKey]) -> None:
         """Forget states.
 
         Raises:
@@ -64,7 +64,7 @@ class KeptStates:
         for key in keys:
             del self._states[key]
 
-    def state(self, key: KeptKey) -> State:
+    def state(self, key: KeptStateKey) -> State:
         """Return a state.
 
         Raises:
@@ -99,7 +99,7 @@ class KeptStates:
             ValueError: If a state is none that a member could have.
         """
         states = cls()
-        for kept in map(Kept.from_json, record):
+        for kept in map(KeptState.from_json, record):
             states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.state_keys})
         if states:
             held = banks.state(0)
@@ -109,7 +109,7 @@ class KeptStates:
         return states
 
 
-def _prefix(key: KeptKey) -> str:
+def _prefix(key: KeptStateKey) -> str:
     return f"kept of {key[0]} after {key[1]}."
 
 
@@ -140,7 +140,7 @@ class Population(Sequence[Any]):
     ) -> None:
         self.agents = list(agents)
         self.members = members
-        self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
+        self.lineage = lineage or Lineage.from_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
         self.kept, self.executor = KeptStates(), executor_for(members)
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
@@ -305,14 +305,19 @@ class Population(Sequence[Any]):
         *,
         slots: Sequence[int],
         questions: int | None = None,
-        config: FitnessConfig = GREEDILY,
+        config: FitnessConfig = GREEDY_EVALUATION,
         rival: Fitness | None = None,
     ) -> FitnessResult:
         """Return what members earn on held-out questions, and nothing else; see `assessing.measure_fitness`."""
         return measure_fitness(self.members, slots, env, split, config=config, questions=questions, rival=rival)
 
     def baseline(
-        self, env: GroupEnvironment, split: Split, *, questions: int | None = None, config: FitnessConfig = GREEDILY
+        self,
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        questions: int | None = None,
+        config: FitnessConfig = GREEDY_EVALUATION,
     ) -> FitnessResult:
         """Return the fitness of the untrained base, as that of slot 0."""
         return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True)
@@ -324,7 +329,7 @@ class Population(Sequence[Any]):
         split: Split,
         *,
         questions: int | None = None,
-        config: FitnessConfig = GREEDILY,
+        config: FitnessConfig = GREEDY_EVALUATION,
     ) -> tuple[Fitness, Fitness, int]:
         """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
         alone = self.executor.evaluation_member()
@@ -346,7 +351,7 @@ class Population(Sequence[Any]):
         split: Split,
         *,
         questions: Sequence[int],
-        config: FitnessConfig = GREEDILY,
+        config: FitnessConfig = GREEDY_EVALUATION,
     ) -> tuple[list[Fitness], int]:
         """Return what learner states earn on questions of a split, and the tokens that this took."""
         alone, found, tokens = self.executor.evaluation_member(), [], 0
@@ -384,7 +389,7 @@ class Population(Sequence[Any]):
     def history(self, generations: Sequence[Generation]) -> History:
         """Return what strategies see of these generations and of the members' line of descent."""
         return History(
-            space=self.space, next_index=self.next_index, generations=tuple(generations), kept=self.kept.seen
+            space=self.space, next_index=self.next_index, generations=tuple(generations), kept_states=self.kept.seen
         )
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
@@ -424,7 +429,7 @@ class Population(Sequence[Any]):
         """
         if len(plan.parents) != len(self):
             raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
-        lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         went_back = self._keep_and_drop(plan)
         self.executor.inherit(plan.parents, plan.vacant)
         for slot, state in went_back.items():
@@ -453,7 +458,7 @@ class Population(Sequence[Any]):
             agent = self.agents[slot]
             if agent.fitness is None:
                 raise ValueError(f"a member's state is kept with its fitness, but the one in slot {slot} has none")
-            kept[slot] = Kept(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
+            kept[slot] = KeptState(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
         going_back = ((child.slot, child.parent, child.back_to) for child in plan.children)
         states = {
             slot: self.kept.state((parent, generation))

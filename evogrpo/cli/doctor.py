@@ -21,7 +21,7 @@ from evogrpo.cli.commands import FAILED, OK
 from evogrpo.distributed import processes
 from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.models.devices import process_memory
-from evogrpo.text import counted
+from evogrpo.text import pluralize
 from evogrpo.training.display.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
@@ -135,7 +135,7 @@ def check_processes() -> Iterator[Finding]:
     crew = processes()
     if crew.size > 1:
         torch, memory = importlib.import_module("torch"), process_memory()
-        sees = [f"device {choose_device(None)}", counted(torch.get_num_threads(), "thread")]
+        sees = [f"device {choose_device(None)}", pluralize(torch.get_num_threads(), "thread")]
         if memory is not None:
             sees.append(f"{memory / 1e9:.1f} GB for all processes there")
         for rank, place in enumerate(crew.all_gather(", ".join([socket.gethostname(), *sees]))):

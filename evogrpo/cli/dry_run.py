@@ -15,7 +15,7 @@ from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.reporting.results import words_of
-from evogrpo.text import count_text, counted, duration_text, number_text, printable
+from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.forecast import possible
@@ -62,7 +62,7 @@ def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
         told = f"{count}, {_told(squads, _with_a_member)}"
     idle = sum(number * max(0, squad - groups) for squad, number in squads.items())
     if idle:
-        told = f"{told}; {idle} would sample nothing, as a member has {counted(groups, 'group')} in a step"
+        told = f"{told}; {idle} would sample nothing, as a member has {pluralize(groups, 'group')} in a step"
     return {"processes": told}
 
 
@@ -75,7 +75,7 @@ def _told(numbers: Mapping[int, int], words: Callable[[int, int], str]) -> str:
 
 
 def _with_members(size: int, number: int) -> str:
-    whose = counted(size, "member")
+    whose = pluralize(size, "member")
     return f"{number} with {whose}{' each' if number > 1 else ''}" if number else f"with {whose} each"
 
 
@@ -152,7 +152,7 @@ def _evolving(prepared: PreparedRun) -> str:
     if strategy["name"] == "fixed":
         return "nothing: the control, without selection and mutation"
     if strategy["name"] == "replay":
-        return f"nothing: it follows a schedule of {counted(len(strategy['stages']), 'stage')}"
+        return f"nothing: it follows a schedule of {pluralize(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing, as there is only one member"
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.search_space.items())
@@ -178,7 +178,7 @@ def _range(parameter: RLParameter) -> str:
 def _schedule(config: AnyConfig) -> str:
     schedule, ends = config.schedule, []
     if schedule.generations is not None:
-        ends.append(counted(schedule.generations, "generation"))
+        ends.append(pluralize(schedule.generations, "generation"))
     if schedule.max_timesteps is not None:
         ends.append(f"{count_text(schedule.max_timesteps)} steps in the environment")
     if schedule.max_tokens is not None:
@@ -187,4 +187,4 @@ def _schedule(config: AnyConfig) -> str:
         ends.append(duration_text(schedule.max_seconds))
     if schedule.target_fitness is not None:
         ends.append(f"fitness {number_text(schedule.target_fitness)}")
-    return f"until {' or '.join(ends)}, {counted(schedule.steps_per_generation, 'learning step')} a generation"
+    return f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')} a generation"

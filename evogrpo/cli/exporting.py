@@ -10,7 +10,7 @@ from rich.text import Text
 
 from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
-from evogrpo.text import counted, printable
+from evogrpo.text import pluralize, printable
 from evogrpo.training.display.console import make_console, working
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -37,7 +37,7 @@ def _study(chosen: argparse.Namespace, storage: str) -> None:
             name, trials = export_study(chosen.run_dir, storage, chosen.study)
     except ImportError as error:
         raise ValueError(str(error)) from error
-    console.print(Text(printable(f"the study {name} of {storage} has {counted(trials, 'trial')}")), soft_wrap=True)
+    console.print(Text(printable(f"the study {name} of {storage} has {pluralize(trials, 'trial')}")), soft_wrap=True)
 
 
 def _schedule(chosen: argparse.Namespace, file: Path) -> None:
@@ -47,7 +47,7 @@ def _schedule(chosen: argparse.Namespace, file: Path) -> None:
     schedule = HyperparameterSchedule.read(chosen.run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
-    words = f"{file} has {counted(stages, 'stage')} over {counted(steps, 'learning step')}"
+    words = f"{file} has {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
     console.print(Text(printable(words)), soft_wrap=True)
     show_command(console, "replay it", command("replay", file))
 
@@ -55,9 +55,9 @@ def _schedule(chosen: argparse.Namespace, file: Path) -> None:
 def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
     """Copy the two files that PEFT needs, after checking that they are whole."""
     run_dir: Path = chosen.run_dir
-    from evogrpo.storage.checkpoint import stored_at
+    from evogrpo.storage.checkpoint import checkpoint_path
 
-    best = stored_at(run_dir / "best")
+    best = checkpoint_path(run_dir / "best")
     if not best.is_dir():
         raise ValueError(f"{run_dir} has no best member yet: it appears after a run's first generation")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -67,16 +67,16 @@ def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
         from evogrpo.algorithms.factory import POLICY_SETS
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import read_checkpoint
-        from evogrpo.storage.manifest import readable
+        from evogrpo.storage.manifest import checkpoint_errors
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
-        with readable(best):
+        with checkpoint_errors(best):
             index, kind = int(record["member"]["index"]), POLICY_SETS[record["shared"]["kind"]]
             base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
             loading = f"{kind.agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
-        with readable(best / PEFT_FILES[0]):
+        with checkpoint_errors(best / PEFT_FILES[0]):
             named = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
         checked = _checked(run_dir, best, base)
     make_folder(folder)

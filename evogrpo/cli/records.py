@@ -20,7 +20,7 @@ from evogrpo.reporting.results import words_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
+from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import make_console
@@ -209,7 +209,7 @@ def _test_text(summary: RunSummary) -> str:
     text = f"{score_text(test.after.mean, test.after.standard_error)} [{number_text(low)}, {number_text(high)}]"
     noise = "beyond noise" if test.beyond_noise else "within noise"
     gain = score_text(test.gain.mean, test.gain.standard_error)
-    questions = counted(test.questions, summary.words.questions[:-1])
+    questions = pluralize(test.questions, summary.words.questions[:-1])
     return f"{text} on {questions}; {gain} more than the {summary.words.untrained}, {noise}"
 
 

@@ -18,7 +18,7 @@ from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
-from evogrpo.storage.checkpoint import latest_complete
+from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
@@ -41,7 +41,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     if wanted is None and chosen.go_on:
         raise ValueError("--go-on goes on with the run in a folder, if there is one: name it with --run-dir")
     may_go_on = wanted is not None and not chosen.dry_run and (chosen.go_on or was_restarted())
-    if wanted is not None and may_go_on and processes().broadcast(latest_complete(wanted).folder is not None):
+    if wanted is not None and may_go_on and processes().broadcast(latest_checkpoint(wanted).folder is not None):
         why = "there is one already" if chosen.go_on else "started again by the launcher"
         console.print(f"{why}, so the run in {wanted} goes on", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
@@ -144,7 +144,7 @@ def _go(console: Console, trainer: Trainer, run_dir: Path, chosen: argparse.Name
             _show_way_on(console, run_dir, "go on" if isinstance(error, ProcessError) else "once mended")
         return FAILED
     except Exception as error:
-        if latest_complete(run_dir).folder is None:
+        if latest_checkpoint(run_dir).folder is None:
             say_error(f"nothing of this run was saved yet: once that is mended, remove {run_dir} and start it again")
         elif isinstance(error, OSError):  # a full disk, say: the run is what it was
             _show_way_on(console, run_dir)
@@ -168,7 +168,7 @@ def _go(console: Console, trainer: Trainer, run_dir: Path, chosen: argparse.Name
 
 def _show_way_on(console: Console, run_dir: Path, when: str = "go on") -> None:
     """Say how the run goes on from its newest checkpoint, if it has one."""
-    if latest_complete(run_dir).folder is not None:
+    if latest_checkpoint(run_dir).folder is not None:
         show_command(console, when, command("resume", run_dir))
 
 

@@ -19,7 +19,7 @@ from evogrpo.config.translation import (
     unless,
 )
 from evogrpo.functional.loss_types import AGGREGATIONS, REWARD_NORMS
-from evogrpo.safe_parsing import bounded_yaml
+from evogrpo.safe_parsing import load_yaml
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
 KLS = {"kl": "k1", "abs": "abs", "mse": "k2"}
@@ -141,7 +141,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
         source = Path(source)
     if isinstance(source, Path):
         source = source.read_text(encoding="utf-8")
-    values = bounded_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
+    values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ValueError(f"expected a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}")
     given = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}

@@ -1,10 +1,10 @@
 """Evolution: numbers in, plans out; nothing here imports torch."""
 
-from evogrpo.evolution.backtracking import Backtracked, backtracked
-from evogrpo.evolution.children import Draw, Perturbation, proposals
+from evogrpo.evolution.backtracking import Backtracking, apply_backtracking
+from evogrpo.evolution.children import Perturbation, Proposal, proposals
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
-from evogrpo.evolution.founders import anywhere, spread_members
-from evogrpo.evolution.history import Generation, History, Kept, KeptKey, Seat
+from evogrpo.evolution.founders import random_founder, spread_founders
+from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey, SlotRecord
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between, neighbour, place, quantile
 from evogrpo.evolution.plan import Plan, parent_of
@@ -28,20 +28,19 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "Backtracked",
+    "Backtracking",
     "Birth",
     "Change",
     "Changes",
     "Child",
     "Choice",
-    "Draw",
     "Fitness",
     "FitnessConfig",
     "Fixed",
     "Generation",
     "History",
-    "Kept",
-    "KeptKey",
+    "KeptState",
+    "KeptStateKey",
     "Lineage",
     "MemberRecord",
     "MultiFrequency",
@@ -50,19 +49,19 @@ __all__ = [
     "Narrowing",
     "Perturbation",
     "Plan",
+    "Proposal",
     "RandomSearch",
     "Replay",
     "ScheduleStage",
-    "Seat",
     "SelectionOnly",
     "SharedExperience",
+    "SlotRecord",
     "Stateless",
     "Strategy",
     "SuccessiveHalving",
     "Tournament",
     "TruncationPBT",
-    "anywhere",
-    "backtracked",
+    "apply_backtracking",
     "best_slot",
     "changes_between",
     "healthy_slots",
@@ -72,7 +71,8 @@ __all__ = [
     "place",
     "proposals",
     "quantile",
-    "spread_members",
+    "random_founder",
+    "spread_founders",
     "strategy_from_json",
     "tournament",
 ]

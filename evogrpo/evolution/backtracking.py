@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evogrpo.evolution.fitness import difference_between
-from evogrpo.evolution.history import History, Kept, KeptKey
+from evogrpo.evolution.history import History, KeptState, KeptStateKey
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.selection import Choice
 
@@ -19,7 +19,7 @@ evaluations is partly luck, so that smaller falls are common where nothing is wr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backtracked:
+class Backtracking:
     """What selection decided, with those sent back who have collapsed; and which states that needs.
 
     Attributes:
@@ -30,12 +30,12 @@ class Backtracked:
 
     choices: tuple[Choice, ...]
     keep: tuple[int, ...]
-    drop: tuple[KeptKey, ...]
+    drop: tuple[KeptStateKey, ...]
 
 
-def backtracked(
+def apply_backtracking(
     history: History, choices: Sequence[Choice], *, allowed: bool = True, z: float = COLLAPSE
-) -> Backtracked:
+) -> Backtracking:
     """Send members back that have collapsed, and keep the best state of every line that lives on.
 
     A member has collapsed if it failed, or if it earns less than its line's best kept state by more than `z` standard
@@ -49,13 +49,15 @@ def backtracked(
         z: Standard errors.
     """
     if not allowed:
-        return Backtracked(choices=tuple(choices), keep=(), drop=tuple(kept.key for kept in history.kept))
+        return Backtracking(choices=tuple(choices), keep=(), drop=tuple(kept.key for kept in history.kept_states))
     lines = _Lines(history)
     sent = tuple(lines.sent_back(slot, choice, z) for slot, choice in enumerate(choices))
     needed = {key for slot, choice in enumerate(sent) if (key := lines.needed(slot, choice)) is not None}
     now = history.last.number
-    keep = tuple(s for s, seat in enumerate(history.last.seats) if seat.member and (seat.member.index, now) in needed)
-    return Backtracked(choices=sent, keep=keep, drop=tuple(kept.key for kept in history.kept if kept.key not in needed))
+    keep = tuple(member.slot for member in history.last.members if (member.index, now) in needed)
+    return Backtracking(
+        choices=sent, keep=keep, drop=tuple(kept.key for kept in history.kept_states if kept.key not in needed)
+    )
 
 
 class _Lines:
@@ -63,48 +65,47 @@ class _Lines:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        seats = (seat for generation in history.generations for seat in generation.seats)
-        self._records = {seat.member.index: seat.member for seat in seats if seat.member is not None}
-        self._records |= {kept.member.index: kept.member for kept in history.kept}
+        self._records = {member.index: member for each in history.generations for member in each.members}
+        self._records |= {kept.member.index: kept.member for kept in history.kept_states}
 
     def sent_back(self, slot: int, choice: Choice, z: float) -> Choice:
         """Return the choice for a slot, or that its member goes back."""
-        seat = self._history.last.seats[slot]
-        kept = None if seat.member is None or choice.parent is None else self.best(seat.member)
+        record = self._history.last.slots[slot]
+        kept = None if record.member is None or choice.parent is None else self.best(record.member)
         if kept is None:
             return choice
         successor = None if choice.parent in (slot, None) else self._history.last.fitness[choice.parent]
         if successor is not None and successor.mean >= kept.fitness.mean:
             return choice
         whither = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
-        if seat.fitness is None:
-            return Choice(parent=None, kept=kept.key, reason=f"{whither}: failed")
-        fall, standard_error = difference_between(kept.fitness, seat.fitness)
+        if record.fitness is None:
+            return Choice(parent=None, kept_state=kept.key, reason=f"{whither}: failed")
+        fall, standard_error = difference_between(kept.fitness, record.fitness)
         if fall <= z * standard_error:
             return choice
-        return Choice(parent=None, kept=kept.key, reason=f"{whither}: fell by {fall:.3g} +- {standard_error:.2g}")
+        return Choice(parent=None, kept_state=kept.key, reason=f"{whither}: fell by {fall:.3g} +- {standard_error:.2g}")
 
-    def needed(self, slot: int, choice: Choice) -> KeptKey | None:
+    def needed(self, slot: int, choice: Choice) -> KeptStateKey | None:
         """Return which state the line that lives in a slot next would go back to: the best it has had so far."""
-        if choice.kept is not None or choice.parent is None:
-            return choice.kept
+        if choice.kept_state is not None or choice.parent is None:
+            return choice.kept_state
         member, earned = self._history.last.member(choice.parent), self._history.last.fitness[choice.parent]
         kept = self.best(member)
         if kept is None or (earned is not None and earned.mean >= kept.fitness.mean):
             return member.index, self._history.last.number
         return kept.key
 
-    def best(self, member: MemberRecord) -> Kept | None:
+    def best(self, member: MemberRecord) -> KeptState | None:
         """Return the kept state of a member's line that earned most, the first of equal ones."""
         samples = self._history.last.samples_per_step
         usable = (each for each in self._kept(member) if samples % each.member.hyperparameters.group_size == 0)
         return max(usable, key=lambda each: (each.fitness.mean, -each.generation), default=None)
 
-    def _kept(self, member: MemberRecord) -> Iterator[Kept]:
+    def _kept(self, member: MemberRecord) -> Iterator[KeptState]:
         """Yield the kept states that a member's own goes back to."""
         ancestor, latest = member, self._history.last.number
         while True:
-            for kept in self._history.kept:
+            for kept in self._history.kept_states:
                 if kept.member.index == ancestor.index and kept.generation <= latest:
                     yield kept
             latest = ancestor.born if ancestor.back_to is None else ancestor.back_to

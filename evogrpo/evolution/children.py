@@ -14,14 +14,14 @@ from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
 from evogrpo.references import reference_to
 
-Draw = Callable[[np.random.Generator], Hyperparameters]
+Proposal = Callable[[np.random.Generator], Hyperparameters]
 """Proposes the hyperparameters of one birth; asked again, with another generator, where they are taken."""
 
-MOST_DRAWS = 16
+MAX_PROPOSALS = 16
 """After so many proposals that were all taken, the space is searched for a free point instead."""
 
 
-class Occupied:
+class TakenPoints:
     """What the members of a generation differ in: their parents and their hyperparameters.
 
     Equal hyperparameters under different parents are two learners, with weights of their own; under one parent they
@@ -41,7 +41,7 @@ class Occupied:
         self._points.add((parent, self._space.point(hyperparameters)))
 
     def draw(
-        self, parent: int | None, draw: Draw, stream: Callable[[int], np.random.Generator]
+        self, parent: int | None, draw: Proposal, stream: Callable[[int], np.random.Generator]
     ) -> tuple[Hyperparameters, bool]:
         """Take a free point for one birth.
 
@@ -51,18 +51,18 @@ class Occupied:
             stream: The generator of each attempt, by its number.
 
         Returns:
-            The first of at most `MOST_DRAWS` proposals that is free, or else any free point of the space; and whether
+            The first free one of `MAX_PROPOSALS` proposals, or else any free point of the space; and whether
             there was one. If not, the first proposal.
         """
         first = proposal = draw(stream(0))
-        for attempt in range(1, MOST_DRAWS):
+        for attempt in range(1, MAX_PROPOSALS):
             if self.free(parent, proposal):
                 break
             proposal = draw(stream(attempt))
         else:
             free = (
                 point
-                for point in points(self._space, first, len(self._points) + 1, stream(MOST_DRAWS))
+                for point in points(self._space, first, len(self._points) + 1, stream(MAX_PROPOSALS))
                 if self.free(parent, point)
             )
             proposal = next(free, first)
@@ -157,7 +157,9 @@ class Perturbation(Protocol):
         ...
 
 
-def proposals(perturbation: Perturbation, history: History, parent: MemberRecord, space: HyperparameterConfig) -> Draw:
+def proposals(
+    perturbation: Perturbation, history: History, parent: MemberRecord, space: HyperparameterConfig
+) -> Proposal:
     """Return what proposes the hyperparameters of a member's children, for `Plan.from_choices`.
 
     Args:
@@ -177,8 +179,8 @@ def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
 
     A number that its birth left as it was has none, and neither has one that did not count before.
     """
-    born = {seat.member.index: seat.member for each in history.generations for seat in each.seats if seat.member}
-    born |= {kept.member.index: kept.member for kept in history.kept}
+    born = {each.index: each for generation in history.generations for each in generation.members}
+    born |= {kept.member.index: kept.member for kept in history.kept_states}
     parent = None if member.parent is None else born.get(member.parent)
     if parent is None:
         return {}

@@ -216,26 +216,26 @@ class FitnessConfig:
         return cls(by=given)  # type: ignore[arg-type]  # any other text is refused
 
     @property
-    def asks(self) -> bool:
+    def uses_validation(self) -> bool:
         """Whether members are asked validation questions."""
         return self.by != ROLLOUTS
 
     @property
-    def asking(self) -> str:
+    def validation_measure(self) -> str:
         """The name of what held-out questions measure: one of `MEASURES`."""
         return SAMPLED if self.sampled else GREEDY
 
     @property
-    def selecting(self) -> str:
+    def selection_measure(self) -> str:
         """The name of what selection goes by: one of `MEASURES`."""
-        return self.asking if self.by == "validation" else ROLLOUTS
+        return self.validation_measure if self.by == "validation" else ROLLOUTS
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
 
 
-GREEDILY = FitnessConfig(racing=False)
+GREEDY_EVALUATION = FitnessConfig(racing=False)
 """Everybody answers every validation question greedily."""
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.evolution.children import Occupied
+from evogrpo.evolution.children import TakenPoints
 from evogrpo.evolution.mutation import quantile
 from evogrpo.randomness import streams
 
 
-def spread_members(
+def spread_founders(
     defaults: Hyperparameters,
     space: HyperparameterConfig,
     size: int,
@@ -37,7 +37,7 @@ def spread_members(
         size: Members.
         rng: The generator of these draws.
         samples_per_step: Samples each member collects per learning step; group sizes divide it.
-        given: The first members, such as `like_earlier` returns, if they are chosen; of too many the first ones.
+        given: The first members, such as `warm_start_founders` returns, if they are chosen; of too many the first ones.
 
     Returns:
         One record per member.
@@ -61,7 +61,7 @@ def spread_members(
     return *first, *_distinct(first, spread, space, streams(rng))
 
 
-def like_earlier(
+def warm_start_founders(
     earlier: Sequence[Hyperparameters], first: Hyperparameters, space: HyperparameterConfig, samples_per_step: int
 ) -> tuple[tuple[Hyperparameters, ...], tuple[str, ...]]:
     """Return founders with what members of an earlier run learnt with, as far as that lies in the space.
@@ -101,7 +101,7 @@ def _distinct(
     stream: Callable[..., np.random.Generator],
 ) -> list[Hyperparameters]:
     """Return the others, those drawn again that are like one of the first or an earlier one."""
-    occupied = Occupied(space)
+    occupied = TakenPoints(space)
     for each in first:
         occupied.add(None, each)
     distinct, again = list(others), []
@@ -112,13 +112,13 @@ def _distinct(
             again.append(place)
     # Only then: nobody who stands alone makes room. Where nothing is left, all stay spread as evenly as they were.
     for place in again:
-        drawn, found = occupied.draw(None, partial(anywhere, space, first[0]), partial(stream, "founder", place))
+        drawn, found = occupied.draw(None, partial(random_founder, space, first[0]), partial(stream, "founder", place))
         distinct[place] = drawn if found else distinct[place]
     return distinct
 
 
-def anywhere(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
-    """Draw a founder from all over the space, each value (log-)uniform; the rest is as in `base`."""
+def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
+    """Proposal a founder from all over the space, each value (log-)uniform; the rest is as in `base`."""
     return at(space, base, {name: float(rng.random()) for name in space})
 
 

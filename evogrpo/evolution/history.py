@@ -10,12 +10,12 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
 
-KeptKey = tuple[int, int]
+KeptStateKey = tuple[int, int]
 """Names a kept state: whose it is, by index, and after which generation. A member is evaluated once a generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptState:
     """What strategies see of a learner state that was kept, as it was when it earned its fitness.
 
     Attributes:
@@ -29,7 +29,7 @@ class Kept:
     fitness: Fitness
 
     @property
-    def key(self) -> KeptKey:
+    def key(self) -> KeptStateKey:
         """Its name."""
         return self.member.index, self.generation
 
@@ -46,7 +46,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class SlotRecord:
     """One slot in one generation.
 
     Attributes:
@@ -107,7 +107,7 @@ class Generation:
         number: From 1.
         samples_per_step: Samples each member collected per learning step.
         steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
-        seats: One for each slot of the bank.
+        slots: One for each slot of the bank.
 
     Raises:
         ValueError: If a member stands at another slot than its own.
@@ -116,39 +116,45 @@ class Generation:
     number: int
     samples_per_step: int
     steps_per_generation: int
-    seats: tuple[Seat, ...]
+    slots: tuple[SlotRecord, ...]
 
     def __post_init__(self) -> None:
-        slots = {place: seat.member.slot for place, seat in enumerate(self.seats) if seat.member is not None}
+        slots = {place: record.member.slot for place, record in enumerate(self.slots) if record.member is not None}
         if any(place != slot for place, slot in slots.items()):
             raise ValueError(f"members must come in slot order, got slots {list(slots.values())} at {list(slots)}")
 
     @property
+    def members(self) -> tuple[MemberRecord, ...]:
+        """Living members, in slot order."""
+        return tuple(record.member for record in self.slots if record.member is not None)
+
+    @property
     def fitness(self) -> tuple[Fitness | None, ...]:
         """One entry per slot; None where the member failed or nobody lived."""
-        return tuple(seat.fitness for seat in self.seats)
+        return tuple(record.fitness for record in self.slots)
 
     @property
     def empty(self) -> tuple[int, ...]:
         """The slots where nobody lived."""
-        return tuple(slot for slot, seat in enumerate(self.seats) if seat.member is None)
+        return tuple(slot for slot, record in enumerate(self.slots) if record.member is None)
 
     @property
     def failed(self) -> tuple[int, ...]:
         """The slots of members that failed: none of them can be kept or copied."""
-        return tuple(slot for slot, seat in enumerate(self.seats) if seat.member is not None and seat.fitness is None)
+        return tuple(member.slot for member in self.members if self.slots[member.slot].fitness is None)
 
     @property
     def ranked(self) -> tuple[int, ...]:
         """The slots of members that did not fail, the best first; of equal ones the lowest index, the older, first."""
-        healthy = ((seat.fitness, seat.member) for seat in self.seats)
+        healthy = ((record.fitness, record.member) for record in self.slots)
         best_first = sorted((-earned.mean, who.index, who.slot) for earned, who in healthy if earned and who)
         return tuple(slot for _, _, slot in best_first)
 
     @property
     def indices(self) -> tuple[int, ...]:
         """For each slot the index of its member, by which draws are named; for an empty one a number below 0."""
-        return tuple(-1 - slot if seat.member is None else seat.member.index for slot, seat in enumerate(self.seats))
+        members = (record.member for record in self.slots)
+        return tuple(-1 - slot if member is None else member.index for slot, member in enumerate(members))
 
     def member(self, slot: int) -> MemberRecord:
         """Return who lived in a slot.
@@ -156,19 +162,19 @@ class Generation:
         Raises:
             ValueError: If nobody did.
         """
-        member = self.seats[slot].member
+        member = self.slots[slot].member
         if member is None:
             raise ValueError(f"slot {slot} held nobody in generation {self.number}, so nothing can be copied from it")
         return member
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return {**vars(self), "seats": [seat.to_json() for seat in self.seats]}
+        return {**vars(self), "slots": [record.to_json() for record in self.slots]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from what `to_json` returned."""
-        return cls(**{**values, "seats": tuple(Seat.from_json(seat) for seat in values["seats"])})
+        return cls(**{**values, "slots": tuple(SlotRecord.from_json(record) for record in values["slots"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +185,7 @@ class History:
         space: What evolves.
         next_index: The first index no member ever had; children take this one and those after it.
         generations: The oldest first, the one to plan from last.
-        kept: The states that are kept, in the order in which they were: a plan may let children begin with them. Never
-            more than there are slots.
+        kept_states: Kept states, the oldest first; children of a plan may start from them. At most one per slot.
 
     Raises:
         ValueError: If there is no generation, generations do not follow each other or contradict `next_index`, or a
@@ -190,21 +195,21 @@ class History:
     space: HyperparameterConfig
     next_index: int
     generations: tuple[Generation, ...]
-    kept: tuple[Kept, ...] = ()
+    kept_states: tuple[KeptState, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.generations:
             raise ValueError("a history must hold the generation to plan from, got none")
         for before, after in pairwise(self.generations):
-            if after.number != before.number + 1 or len(after.seats) != len(before.seats):
+            if after.number != before.number + 1 or len(after.slots) != len(before.slots):
                 raise ValueError(
                     "generations must follow each other with equally many slots, got "
-                    f"{after.number} of {len(after.seats)} after {before.number} of {len(before.seats)}"
+                    f"{after.number} of {len(after.slots)} after {before.number} of {len(before.slots)}"
                 )
-        indices = [seat.member.index for seat in self.last.seats if seat.member is not None]
+        indices = [member.index for member in self.last.members]
         if any(index >= self.next_index for index in indices):
             raise ValueError(f"next_index must exceed every index in use, got {self.next_index} for {indices}")
-        keys = [kept.key for kept in self.kept]
+        keys = [kept.key for kept in self.kept_states]
         if len(set(keys)) < len(keys):
             raise ValueError(f"a state is kept once, got members and generations {keys}")
 
@@ -216,19 +221,19 @@ class History:
     @property
     def capacity(self) -> int:
         """Slots of the bank, those that hold nobody included."""
-        return len(self.last.seats)
+        return len(self.last.slots)
 
-    def find_kept(self, key: KeptKey) -> Kept:
+    def find_kept_state(self, key: KeptStateKey) -> KeptState:
         """Return a kept state.
 
         Raises:
             ValueError: If no such state is kept.
         """
-        for kept in self.kept:
+        for kept in self.kept_states:
             if kept.key == key:
                 return kept
         states = ", ".join(
-            f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept)
+            f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept_states)
         )
         raise ValueError(
             f"no state of #{key[0]} after generation {key[1]} is kept, only {states or 'nobody at all'}: a plan goes "
@@ -241,7 +246,7 @@ class History:
             "space": self.space.to_json(),
             "next_index": self.next_index,
             "generations": [generation.to_json() for generation in self.generations],
-            "kept": [kept.to_json() for kept in self.kept],
+            "kept_states": [kept.to_json() for kept in self.kept_states],
         }
 
     @classmethod
@@ -251,5 +256,5 @@ class History:
             space=HyperparameterConfig.from_json(values["space"]),
             next_index=values["next_index"],
             generations=tuple(Generation.from_json(each) for each in values["generations"]),
-            kept=tuple(Kept.from_json(each) for each in values["kept"]),
+            kept_states=tuple(KeptState.from_json(each) for each in values["kept_states"]),
         )

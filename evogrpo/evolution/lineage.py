@@ -170,7 +170,7 @@ class Lineage:
             known.add(birth.index)
 
     @classmethod
-    def of_founders(cls, members: Sequence[MemberRecord]) -> Self:
+    def from_founders(cls, members: Sequence[MemberRecord]) -> Self:
         """Start a lineage with members that have no parent.
 
         Raises:
@@ -190,7 +190,7 @@ class Lineage:
             )
         )
 
-    def extended(self, children: Iterable[Child], *, generation: int) -> Self:
+    def with_children(self, children: Iterable[Child], *, generation: int) -> Self:
         """Return the lineage with one generation's children appended; this one is unchanged.
 
         Raises:

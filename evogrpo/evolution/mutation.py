@@ -93,10 +93,10 @@ class Mutation:
             if name not in moving:
                 return before[name]
             if is_categorical(name):
-                return other_name(space[name], getattr(hyperparameters, name), fraction)
+                return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
             if anew < self.resample and space[name].factor is None:
-                drawn = anywhere_in(name, space[name], fraction)
+                drawn = uniform_value(name, space[name], fraction)
                 if drawn != value:
                     return drawn
             inherited = (steps or {}).get(name)
@@ -104,7 +104,7 @@ class Mutation:
             size = min(usual * float(around[column]), LARGEST)
             return neighbour(space[name], value, upward=up < 0.5, integer=is_integer(name), size=size)
 
-        return perturbed(hyperparameters, space, moved, draws[3])
+        return mutate(hyperparameters, space, moved, draws[3])
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -135,7 +135,7 @@ def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
-def perturbed(
+def mutate(
     hyperparameters: Hyperparameters,
     space: HyperparameterConfig,
     moved: Callable[[int, str], Value],
@@ -155,18 +155,18 @@ def perturbed(
     for column, name in enumerate(space.ordered):
         if space.counts(name, after):
             counted = space.counts(name, before)
-            after[name] = moved(column, name) if counted else anywhere_in(name, space[name], float(fractions[column]))
+            after[name] = moved(column, name) if counted else uniform_value(name, space[name], float(fractions[column]))
     return Hyperparameters.from_json(after)
 
 
-def anywhere_in(name: str, parameter: RLParameter, fraction: float) -> Value:
+def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
     """Return the value with `fraction` of all that a hyperparameter may be below it."""
     if is_categorical(name):
         return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
     return quantile(dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name))
 
 
-def other_name(parameter: RLParameter, value: str | None, fraction: float) -> str:
+def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> str:
     """Return one of the names other than `value`, each with equal chance for a uniform `fraction` in [0, 1)."""
     others = [name for name in parameter.names if name != value]
     return others[min(int(fraction * len(others)), len(others) - 1)]

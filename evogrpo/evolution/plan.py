@@ -10,8 +10,8 @@ import numpy as np
 from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import check_group_size, feasible_group_sizes
-from evogrpo.evolution.children import Draw, Occupied
-from evogrpo.evolution.history import History, KeptKey
+from evogrpo.evolution.children import Proposal, TakenPoints
+from evogrpo.evolution.history import History, KeptStateKey
 from evogrpo.evolution.lineage import Child, MemberRecord
 from evogrpo.evolution.mutation import changes_between
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
@@ -38,7 +38,7 @@ class Plan:
         samples: For each slot, how many samples its member collects per learning step instead, until the next plan:
             whole groups, in all no more than samples_per_step for every member. None = samples_per_step each.
         keep: Slots whose learner state, as it was evaluated just now, is kept from here on.
-        drop: Kept states that are dropped, once children have begun with them.
+        drop: KeptState states that are dropped, once children have begun with them.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -53,7 +53,7 @@ class Plan:
     steps_per_generation: int | None = None
     samples: tuple[int, ...] | None = None
     keep: tuple[int, ...] = ()
-    drop: tuple[KeptKey, ...] = ()
+    drop: tuple[KeptStateKey, ...] = ()
 
     def __post_init__(self) -> None:
         slots = range(len(self.parents))
@@ -113,14 +113,14 @@ class Plan:
         cls,
         history: History,
         choices: Sequence[Choice],
-        hyperparameters: Mapping[int, Hyperparameters | Draw] | None = None,
+        hyperparameters: Mapping[int, Hyperparameters | Proposal] | None = None,
         *,
         rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
         samples: tuple[int, ...] | None = None,
         keep: Sequence[int] = (),
-        drop: Sequence[KeptKey] = (),
+        drop: Sequence[KeptStateKey] = (),
     ) -> Self:
         """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
 
@@ -149,7 +149,7 @@ class Plan:
         reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
         children: list[Child] = []
         for slot, choice in enumerate(choices):
-            if choice.parent in (slot, None) and choice.kept is None and slot not in own:
+            if choice.parent in (slot, None) and choice.kept_state is None and slot not in own:
                 continue
             parent = parent_of(history, choice)
             values = own[slot] if slot in own or parent is None else parent.hyperparameters
@@ -161,7 +161,7 @@ class Plan:
                     hyperparameters=values,
                     changes=changes_between(values if parent is None else parent.hyperparameters, values),
                     reason=reasons[slot],
-                    back_to=None if choice.kept is None else choice.kept[1],
+                    back_to=None if choice.kept_state is None else choice.kept_state[1],
                 )
             )
         return cls(
@@ -239,15 +239,15 @@ class Plan:
     def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
         for child in self.children:
             if child.parent is not None and child.back_to is not None:
-                history.find_kept((child.parent, child.back_to))
+                history.find_kept_state((child.parent, child.back_to))
         for key in self.drop:
-            history.find_kept(key)
+            history.find_kept_state(key)
         if not set(self.keep) <= set(healthy):
             raise ValueError(
                 f"only states of healthy members can be kept, which are in slots {healthy}, got {self.keep}: leave the "
                 "others out"
             )
-        count = len(history.kept) - len(self.drop) + len(self.keep)
+        count = len(history.kept_states) - len(self.drop) + len(self.keep)
         if count > history.capacity:
             raise ValueError(
                 f"at most as many states are kept as there are slots, {history.capacity}, got {count}: drop some"
@@ -269,15 +269,15 @@ class Plan:
 
 def parent_of(history: History, choice: Choice) -> MemberRecord | None:
     """Return whose learner state a slot takes, as it was when it had that state; None where it takes nobody's."""
-    if choice.kept is not None:
-        return history.find_kept(choice.kept).member
+    if choice.kept_state is not None:
+        return history.find_kept_state(choice.kept_state).member
     return None if choice.parent is None else history.last.member(choice.parent)
 
 
 def _drawn(
     history: History,
     choices: Sequence[Choice],
-    given: Mapping[int, Hyperparameters | Draw],
+    given: Mapping[int, Hyperparameters | Proposal],
     rng: np.random.Generator | None,
     samples_per_step: int,
 ) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
@@ -290,7 +290,7 @@ def _drawn(
         raise ValueError("hyperparameters that are drawn need a generator: pass the rng of Strategy.plan on as rng=")
     if not draws or rng is None:
         return own, {}
-    occupied = Occupied(history.space.for_samples_per_step(samples_per_step))
+    occupied = TakenPoints(history.space.for_samples_per_step(samples_per_step))
     for slot, parent in enumerate(parents):
         if slot in own:
             occupied.add(None if parent is None else parent.index, own[slot])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.history import Generation, History, KeptKey
+from evogrpo.evolution.history import Generation, History, KeptStateKey
 from evogrpo.randomness import streams
 
 
@@ -18,12 +18,12 @@ class Choice:
     Attributes:
         parent: The slot whose learner state it takes; its own slot if it keeps what it holds; None for nobody's.
         reason: Why, in words.
-        kept: Names the kept state that it takes instead; then `parent` is None.
+        kept_state: Names the kept state that it takes instead; then `parent` is None.
     """
 
     parent: int | None
     reason: str
-    kept: KeptKey | None = None
+    kept_state: KeptStateKey | None = None
 
 
 def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:
@@ -110,7 +110,7 @@ def tournament(
     return tuple(choices)
 
 
-def truncation(
+def truncation_selection(
     last: Generation, quantile: float, rng: np.random.Generator, *, among: Collection[int] | None = None
 ) -> tuple[Choice, ...]:
     """Replace the worst by clones of the best, whatever the noise: each of the worst gets one of the best at random.
@@ -136,19 +136,19 @@ def truncation(
     best, worst = ranked[: max(count, 1)] or list(last.ranked[:1]), ranked[len(ranked) - count :]
     stream = streams(rng)
     choices = []
-    for slot, seat in enumerate(last.seats):
-        if seat.member is None:
+    for slot, record in enumerate(last.slots):
+        if record.member is None:
             choices.append(Choice(parent=None, reason="empty"))
-        elif seat.fitness is not None and slot not in worst:
+        elif record.fitness is not None and slot not in worst:
             choices.append(Choice(parent=slot, reason="kept: not among the worst"))
         else:
-            donor = int(stream("donor", seat.member.index).choice(best))
-            why = "failed" if seat.fitness is None else f"among the worst {count}"
+            donor = int(stream("donor", record.member.index).choice(best))
+            why = "failed" if record.fitness is None else f"among the worst {count}"
             choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return tuple(choices)
 
 
-def unselected(last: Generation, rng: np.random.Generator) -> tuple[Choice, ...]:
+def no_selection(last: Generation, rng: np.random.Generator) -> tuple[Choice, ...]:
     """Keep every healthy member; members that failed make room for clones of healthy ones, drawn at random.
 
     Args:
@@ -163,18 +163,18 @@ def unselected(last: Generation, rng: np.random.Generator) -> tuple[Choice, ...]
     """
     healthy, stream = sorted(healthy_slots(last.fitness), key=lambda slot: last.indices[slot]), streams(rng)
     choices = []
-    for slot, seat in enumerate(last.seats):
-        if seat.member is None:
+    for slot, record in enumerate(last.slots):
+        if record.member is None:
             choices.append(Choice(parent=None, reason="empty"))
-        elif seat.fitness is not None:
+        elif record.fitness is not None:
             choices.append(Choice(parent=slot, reason="kept: nothing is selected"))
         else:
-            parent = int(stream("replacement", seat.member.index).choice(healthy))
+            parent = int(stream("replacement", record.member.index).choice(healthy))
             choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
     return tuple(choices)
 
 
-def stagnates(history: History, z: float) -> bool:
+def has_stagnated(history: History, z: float) -> bool:
     """Say whether nobody has got better over the last generation, beyond the noise.
 
     Every healthy member is compared with what it, or the parent that it was born from, earned the generation before.
@@ -188,8 +188,8 @@ def stagnates(history: History, z: float) -> bool:
     """
     if len(history.generations) < 2:
         return False
-    seats = (seat for seat in history.generations[-2].seats if seat.member is not None)
-    earlier = {seat.member.index: seat.fitness for seat in seats if seat.member}
+    slots = (record for record in history.generations[-2].slots if record.member is not None)
+    earlier = {record.member.index: record.fitness for record in slots if record.member}
     compared = 0
     for slot in history.last.ranked:
         member, now = history.last.member(slot), _healthy(history.last.fitness, slot)

@@ -37,7 +37,7 @@ class SharedExperience:
         learn_from: Whose samples a member learns from beside its own: those of "all"; of all that earned no less than
             its own in the learning step ("better"); or of the one that earned most ("leader"). With n members "all"
             makes learning n times as much work, sampling no more.
-        least_ess: What the effective sample size of a source must be for a member that learns from it, as a share of
+        min_ess: What the effective sample size of a source must be for a member that learns from it, as a share of
             the source's actions, in [0, 1): 1 where both have the same policy, near 0 where few actions carry all the
             weight. Where weights are close to log-normal it is exp(-2 KL): 0.5 leaves out sources that are further
             than some 0.35 nats an action away. It is a safety net, as stricter ones did not pay: 0.9 was as good for
@@ -53,17 +53,17 @@ class SharedExperience:
     """
 
     learn_from: LearnFrom = "all"
-    least_ess: float = 0.5
+    min_ess: float = 0.5
     samplers: Samplers = "equal"
 
     def __post_init__(self) -> None:
         for name, kind in (("learn_from", LearnFrom), ("samplers", Samplers)):
             if getattr(self, name) not in get_args(kind):
                 raise unknown_name_error(f"value of {name}:", getattr(self, name), get_args(kind))
-        object.__setattr__(self, "least_ess", finite_number("least_ess", self.least_ess))
-        if not 0 <= self.least_ess < 1:
+        object.__setattr__(self, "min_ess", finite_number("min_ess", self.min_ess))
+        if not 0 <= self.min_ess < 1:
             raise ValueError(
-                f"least_ess must lie in [0, 1), got {self.least_ess:g}: 0 lets every source count, and only a source "
+                f"min_ess must lie in [0, 1), got {self.min_ess:g}: 0 lets every source count, and only a source "
                 "with the very same policy has 1"
             )
 
@@ -125,14 +125,14 @@ def shared_experience(value: object) -> SharedExperience | None:
     return SharedExperience() if value == "shared" else None
 
 
-def others_at_most(experience: SharedExperience | None, size: int) -> int:
+def max_sources(experience: SharedExperience | None, size: int) -> int:
     """Return from how many other members' samples a member of so large a population learns at most."""
     if experience is None:
         return 0
     return min(size - 1, 1) if experience.learn_from == "leader" else size - 1
 
 
-def sampling_by_rank(plan: Plan, history: History) -> Plan:
+def samples_by_rank(plan: Plan, history: History) -> Plan:
     """Return a plan in which better members sample more, as many in all; one that says who samples stays as it is.
 
     Of n members the best is to sample n parts of all samples, the next n - 1 and the last one part. Groups are dealt
@@ -164,7 +164,7 @@ def _standing(plan: Plan, history: History) -> list[float]:
     found = [-math.inf if parent is None else _mean(last[parent]) for parent in plan.parents]
     for child in plan.children:
         if child.parent is not None and child.back_to is not None:
-            found[child.slot] = history.find_kept((child.parent, child.back_to)).fitness.mean
+            found[child.slot] = history.find_kept_state((child.parent, child.back_to)).fitness.mean
     return found
 
 

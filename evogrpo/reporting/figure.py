@@ -25,7 +25,7 @@ from evogrpo.reporting.results import processed
 from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import duration_text, printable, share_text, shorten
+from evogrpo.text import duration_text, percent_text, printable, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> Non
     for level in response.levels:
         _draw_level(axes, level, names)
     share = response.share
-    told = "cannot tell" if share is None or not share.told else f"explains {share_text(share.share)}"
+    told = "cannot tell" if share is None or not share.told else f"explains {percent_text(share.share)}"
     axes.set_title(told, loc="left", size=8.5, color="#222222")
     axes.set_xlabel("gain", size=8.5)
     axes.xaxis.set_major_locator(MaxNLocator(2, min_n_ticks=2))

@@ -10,7 +10,7 @@ from evogrpo.reporting.lineage import LineageLine, ancestors, lineage_lines, win
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.step_records import Estimate
 from evogrpo.reporting.summary import RunSummary
-from evogrpo.text import counted, number_text, printable, score_text, shorten
+from evogrpo.text import number_text, pluralize, printable, score_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -457,7 +457,7 @@ def _leave_out_collapsed(axes: "Axes", run: Drawing) -> None:
     low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
     axes.set_ylim(low, high)
     left = sum(fitness < low for fitness, _ in results)
-    words = f"{counted(left, 'result')} below {number_text(low)} not shown"
+    words = f"{pluralize(left, 'result')} below {number_text(low)} not shown"
     axes.text(0.995, 0.012, words, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
 
 

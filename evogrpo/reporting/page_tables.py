@@ -14,7 +14,16 @@ from evogrpo.reporting.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
 from evogrpo.reporting.step_records import Estimate, Example
 from evogrpo.reporting.summary import MEASURES, Decision, RunSummary
-from evogrpo.text import changes_text, count_text, counted, duration_text, number_text, score_text, share_text, shorten
+from evogrpo.text import (
+    changes_text,
+    count_text,
+    duration_text,
+    number_text,
+    percent_text,
+    pluralize,
+    score_text,
+    shorten,
+)
 
 _MOST_LINES = 600
 """Of members in one table, and of members' results that generations show one by one."""
@@ -184,7 +193,7 @@ def outcome(summary: RunSummary) -> str:
     lead = "No generation has finished yet."
     if summary.generations:
         last = summary.generations[-1]
-        lead = f"{counted(len(summary.generations), 'generation')}, {processed(last, summary.words)}, "
+        lead = f"{pluralize(len(summary.generations), 'generation')}, {processed(last, summary.words)}, "
         lead += f"{duration_text(last.seconds)}."
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
@@ -257,9 +266,9 @@ def costs(summary: RunSummary) -> str:
             share = value / total
             text = count_text(value) if name == "tokens" else duration_text(value)
             kind = f"part{place}"
-            label = f"{work}: {share_text(share)} of {unit}"
+            label = f"{work}: {percent_text(share)} of {unit}"
             picture = bar([(before, before + share, kind)], label=label)
-            rows.append(("", [unit if place == 0 else "", work, text, share_text(share), picture]))
+            rows.append(("", [unit if place == 0 else "", work, text, percent_text(share), picture]))
             before += share
     told = any(cost.name == "evaluations" for cost in summary.costs)
     lead = "" if told else "This journal does not say what evaluations took."
@@ -371,10 +380,10 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
         if share is not None:
             low, high = (min(1.0, max(0.0, share.share + sign * 2 * share.standard_error)) for sign in (-1, 1))
             middle = min(1.0, max(0.0, share.share))
-            label = f"{share_text(share.share)}, between {share_text(low)} and {share_text(high)}"
+            label = f"{percent_text(share.share)}, between {percent_text(low)} and {percent_text(high)}"
             shown = Markup(
                 bar([(0, middle, "told" if share.told else "untold"), (low, high, "range")], label=label, marks=[])
-                + escape(f"{share_text(share.share)} ({share_text(low)} to {share_text(high)})")
+                + escape(f"{percent_text(share.share)} ({percent_text(low)} to {percent_text(high)})")
             )
         values = "–"
         if best is not None and share is not None and share.told:
@@ -382,7 +391,9 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
             if best.high != best.low:
                 values += f" to {number_text(best.high)}"
             values += f": {best.mean:+.3g}"
-        rows.append(("", [each.name, shown, "–" if share is None else share_text(share.chance), values, _judged(each)]))
+        rows.append(
+            ("", [each.name, shown, "–" if share is None else percent_text(share.chance), values, _judged(each)])
+        )
     if not rows or not summary.generations:
         return ""
     heads = ["hyperparameter", "explains (± 2 SE)", "chance reaches", "most gained at", "verdict"]
@@ -399,7 +410,7 @@ def _judged(response: Response) -> str:
     if response.share is None:
         if response.members >= FEWEST_MEMBERS and len(response.gains) >= FEWEST_GAINS:
             return "cannot tell: all values are equal, or too few repeat"
-        told = f"{counted(response.members, 'member')} with {counted(len(response.gains), 'gain')}"
+        told = f"{pluralize(response.members, 'member')} with {pluralize(len(response.gains), 'gain')}"
         return f"cannot tell: {told}, it takes {FEWEST_MEMBERS} with {FEWEST_GAINS}"
     if not response.share.told:
         return "cannot be told from chance"

@@ -33,7 +33,7 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def errors_with_path(path: Path) -> Iterator[None]:
     """Let errors of the system in the block name a file: a full disk, say, refuses bytes without saying whose."""
     try:
         yield
@@ -45,7 +45,7 @@ def named(path: Path) -> Iterator[None]:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Create a file that must not exist yet, and wait until its bytes are on disk."""
-    with named(path), path.open("xb") as file:
+    with errors_with_path(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -76,32 +76,32 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def sweep(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove what killed writes of files in this folder left; nobody else may be writing there."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
 
 
-class NoPlainFileError(OSError):
+class NotRegularFileError(OSError):
     """What lies at a path would lead elsewhere, or never end: a link, a pipe, a device, a folder."""
 
 
-def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file that is a file, and return its descriptor: no link is followed, no pipe or device is waited for.
 
     Raises:
-        NoPlainFileError: If it is anything else.
+        NotRegularFileError: If it is anything else.
         OSError: If it cannot be opened.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # else opening could do something already
-        raise NoPlainFileError(f"{path} is no plain file")
+        raise NotRegularFileError(f"{path} is no plain file")
     # The same once more for whatever takes its place in between.
     unmoved = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | unmoved, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NoPlainFileError(f"{path} is no plain file")
+        raise NotRegularFileError(f"{path} is no plain file")
     return descriptor
 
 
@@ -148,7 +148,7 @@ def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_ov
         )
 
 
-def left_by_kill(folder: Path) -> bool:
+def has_only_hidden_files(folder: Path) -> bool:
     """Whether a folder holds nothing but hidden files: of writing that was broken off before anything was complete."""
     return folder.is_dir() and all(map(_hidden, folder.iterdir()))
 

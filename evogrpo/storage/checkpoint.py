@@ -23,15 +23,15 @@ from evogrpo.storage.manifest import (
     FileEntry,
     Manifest,
     OtherVersionError,
-    check_files,
-    damaged,
+    damaged_error,
     dump_manifest,
-    is_plain_name,
-    read_checked,
+    is_safe_name,
     read_manifest,
+    read_verified,
     record_name,
     tensor_name,
     tensor_names,
+    verify_files,
     write_entry,
 )
 
@@ -80,21 +80,23 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     for file in tensor_names(manifest.kind, manifest.files):
         loaded = _read(folder / file, manifest.files[file])
         if repeated := sorted(tensors.keys() & loaded.keys()):
-            raise damaged(folder / file, f"must hold no tensor of another file, but holds {', '.join(repeated[:5])}")
+            raise damaged_error(
+                folder / file, f"must hold no tensor of another file, but holds {', '.join(repeated[:5])}"
+            )
         tensors.update(loaded)
     return tensors
 
 
 def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     # Parsed from the very bytes that were checked: a file that changes in between cannot slip through.
-    content = read_checked(path, entry)
+    content = read_verified(path, entry)
     header = int.from_bytes(content[:8], "little")
     if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
-        raise damaged(path, f"must hold at most {MOST_TENSORS:,} tensors, by their names")
+        raise damaged_error(path, f"must hold at most {MOST_TENSORS:,} tensors, by their names")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise damaged(path, f"must be in the safetensors format ({error})") from error
+        raise damaged_error(path, f"must be in the safetensors format ({error})") from error
 
 
 def _storable(name: str, tensor: Tensor) -> Tensor:
@@ -118,13 +120,13 @@ _PREVIOUS = re.compile(r"\.(.+)\.previous")
 _GENERATION = re.compile(r"generation-\d+")
 
 
-def stored_at(folder: Path) -> Path:
+def checkpoint_path(folder: Path) -> Path:
     """Return where a checkpoint lies: in its folder, or beside it when a kill fell between the renames of a replace."""
     previous = _previous(folder)
     return previous if previous.is_dir() and not os.path.lexists(folder) else folder
 
 
-def put_in_place(temporary: Path, folder: Path) -> None:
+def move_into_place(temporary: Path, folder: Path) -> None:
     """Rename a whole, synced folder to its final name; one that is there moves aside and is then removed."""
     previous = _previous(folder)
     replacing = os.path.lexists(folder)
@@ -141,7 +143,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what killed writes of this folder, or of any generation beside it, left; a set-aside folder comes back."""
     for entry in sorted(folder.parent.iterdir()):
         match = _TEMPORARY.fullmatch(entry.name) or _PREVIOUS.fullmatch(entry.name)
@@ -151,20 +153,20 @@ def tidy(folder: Path) -> None:
         both_generations = _GENERATION.fullmatch(target.name) and _GENERATION.fullmatch(folder.name)
         if target != folder and not both_generations:
             continue
-        if stored_at(target) == entry:
+        if checkpoint_path(target) == entry:
             entry.rename(target)
         else:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def remove_folder(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint so that it is never seen in part: it changes its name first."""
     doomed = folder.with_name(f".{folder.name}.temporary-{os.urandom(16).hex()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
+def check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
     """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else.
 
     Args:
@@ -184,7 +186,7 @@ def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[s
         manifest = read_manifest(folder)
         own |= manifest.files.keys()
         if not replace:  # what may be replaced need not be read
-            check_files(folder, manifest)
+            verify_files(folder, manifest)
             complete = True
     except OtherVersionError as error:
         if not replace:
@@ -246,8 +248,8 @@ def write_checkpoint(
         raise ValueError(f"file_bytes must be at least 1, got {file_bytes}: every tensor file holds something")
     record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
-    tidy(folder)
-    refuse_overwriting(folder, kind=kind, replace=replace, written=further.keys())
+    remove_leftovers(folder)
+    check_overwrite(folder, kind=kind, replace=replace, written=further.keys())
     temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
     try:
         temporary.mkdir()
@@ -257,7 +259,7 @@ def write_checkpoint(
             entries[name] = write_entry(temporary / name, content if isinstance(content, bytes) else content())
         write_synced(temporary / MANIFEST_NAME, dump_manifest(Manifest(kind=kind, files=entries)))
         sync_folder(temporary)
-        put_in_place(temporary, folder)
+        move_into_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -275,9 +277,9 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     Raises:
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
-    place = stored_at(Path(folder).resolve())
+    place = checkpoint_path(Path(folder).resolve())
     manifest = _manifest_of_kind(place, kind)
-    check_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
+    verify_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
     record = _record(place, manifest)
     return read_tensors(place, manifest), record
 
@@ -288,19 +290,19 @@ def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, An
     Raises:
         CheckpointError: If the manifest or the record is not as it was written.
     """
-    place = stored_at(Path(folder).resolve())
+    place = checkpoint_path(Path(folder).resolve())
     return _record(place, _manifest_of_kind(place, kind))
 
 
 def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
     path = place / record_name(manifest.kind)
-    content = read_checked(path, manifest.files[path.name])
+    content = read_verified(path, manifest.files[path.name])
     try:
         record = load_json(content)
     except ValueError as error:
-        raise damaged(path, f"must be strict JSON ({error})") from error
+        raise damaged_error(path, f"must be strict JSON ({error})") from error
     if not isinstance(record, dict):
-        raise damaged(path, f"must hold a JSON object, not a {type(record).__name__}")
+        raise damaged_error(path, f"must hold a JSON object, not a {type(record).__name__}")
     return record
 
 
@@ -317,9 +319,9 @@ def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manife
     Raises:
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
-    place = stored_at(Path(folder).resolve())
+    place = checkpoint_path(Path(folder).resolve())
     manifest = _manifest_of_kind(place, kind)
-    check_files(place, manifest)
+    verify_files(place, manifest)
     return manifest
 
 
@@ -338,7 +340,7 @@ def _check_names(kind: str, further: Iterable[str]) -> None:
     """Refuse a kind, or further files, that have no name of their own in the folder."""
     record = record_name(kind)
     for name in further:
-        if not is_plain_name(name) or name == record or tensor_names(kind, [name]):
+        if not is_safe_name(name) or name == record or tensor_names(kind, [name]):
             raise ValueError(
                 f"{name!r} cannot be a further file of a {kind} checkpoint: use letters, digits, '.', '_' and '-', "
                 f"and none of {tensor_name(kind)}, {tensor_name(kind, 1)} and so on, {record} and {MANIFEST_NAME}"
@@ -373,7 +375,7 @@ def generation_folder(run_dir: Path | str, generation: int) -> Path:
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
-def latest_complete(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
+def latest_checkpoint(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
     """Find the newest generation whose checkpoint is whole and unchanged; half-written ones are never seen.
 
     Args:
@@ -422,7 +424,7 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
         raise ValueError(f"generation {written} has no checkpoint in {run_dir}: write it before old ones are removed")
     removed = older[keep:]
     for generation in removed:
-        remove_folder(stored_at(generation_folder(run_dir, generation)))
+        remove_checkpoint(checkpoint_path(generation_folder(run_dir, generation)))
     return tuple(removed)
 
 

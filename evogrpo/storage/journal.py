@@ -8,7 +8,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.storage.atomic_files import NoPlainFileError, make_folder, named, open_plain, sync_folder
+from evogrpo.storage.atomic_files import (
+    NotRegularFileError,
+    errors_with_path,
+    make_folder,
+    open_regular_file,
+    sync_folder,
+)
 
 # Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.
 _LINE_START = b'{"event": '
@@ -67,7 +73,7 @@ class Journal:
         remaining = memoryview(line.encode("ascii"))
         size_before = os.fstat(self._file).st_size
         try:
-            with named(self.path):
+            with errors_with_path(self.path):
                 while remaining:
                     remaining = remaining[os.write(self._file, remaining) :]
                 os.fsync(self._file)
@@ -132,8 +138,8 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
 
 def _opened(path: Path, flags: int) -> int:
     try:
-        return open_plain(path, flags)
-    except NoPlainFileError as error:
+        return open_regular_file(path, flags)
+    except NotRegularFileError as error:
         raise JournalError(f"{error}, and is not followed elsewhere: put the journal itself there") from error
 
 

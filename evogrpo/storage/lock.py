@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from evogrpo.storage.atomic_files import open_plain
+from evogrpo.storage.atomic_files import open_regular_file
 from evogrpo.warnings import warn
 
 try:
@@ -18,14 +18,14 @@ except ImportError:  # Windows: nobody is kept out there
 
 LOCK = ".lock"
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_held: "weakref.WeakValueDictionary[tuple[int, int], Claim]" = weakref.WeakValueDictionary()
+_held: "weakref.WeakValueDictionary[tuple[int, int], DirectoryLock]" = weakref.WeakValueDictionary()
 
 
-class ClaimLostError(OSError):
-    """The folder of a claim is no longer there, or no longer this process's."""
+class LockLostError(OSError):
+    """The folder of a lock is no longer there, or no longer this process's."""
 
 
-class Claim:
+class DirectoryLock:
     """The sole right to write into a folder, until it is released or dropped, or the process ends.
 
     Claimed again by the same process it passes on, so that a run can be resumed in the session that began it; the
@@ -65,20 +65,18 @@ class Claim:
 
         Raises:
             ValueError: If the claim was passed on or released.
-            ClaimLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
+            LockLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
         """
         if self.lost:
             raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
         if self._pid != os.getpid():
-            raise ClaimLostError(
-                f"{self.folder} belongs to process {self._pid}; its fork {os.getpid()} must not write."
-            )
+            raise LockLostError(f"{self.folder} belongs to process {self._pid}; its fork {os.getpid()} must not write.")
         try:
             found = _identity((self.folder / LOCK).lstat())
         except OSError:
             found = None
         if found != _identity(os.fstat(self._descriptor)):
-            raise ClaimLostError(
+            raise LockLostError(
                 f"{self.folder} was moved, deleted or replaced, or its {LOCK} was removed, while the run was writing. "
                 "Nothing more is written; resume from the newest checkpoint."
             )
@@ -91,7 +89,7 @@ class Claim:
 
     def withdraw(self) -> None:
         """Let others claim the folder; if nothing was written into it, it is empty again."""
-        if not self.lost and holds_nothing(self.folder):
+        if not self.lost and is_unused(self.folder):
             with suppress(OSError):
                 (self.folder / LOCK).unlink()
         self.release()
@@ -102,7 +100,7 @@ class Claim:
         return self._descriptor
 
 
-def holds_nothing(folder: Path) -> bool:
+def is_unused(folder: Path) -> bool:
     """Tell whether a folder holds nothing but what a claim made."""
     return all(entry.name == LOCK for entry in folder.iterdir())
 
@@ -111,18 +109,18 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _held_by_this_process(path: Path) -> Claim | None:
+def _held_by_this_process(path: Path) -> DirectoryLock | None:
     try:
-        claim = _held.get(_identity(path.lstat()))
+        lock = _held.get(_identity(path.lstat()))
     except FileNotFoundError:
         return None
     # A process that was forked off has its parent's claims in memory, but not its locks.
-    return None if claim is None or claim.lost or claim._pid != os.getpid() else claim
+    return None if lock is None or lock.lost or lock._pid != os.getpid() else lock
 
 
 def _locked(path: Path, folder: Path) -> int:
     """Return a descriptor of the file, on which this process has the lock."""
-    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
+    descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT)
     if fcntl is None:
         return descriptor
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.storage.atomic_files import NoPlainFileError, open_plain, write_synced
+from evogrpo.storage.atomic_files import NotRegularFileError, open_regular_file, write_synced
 
 FORMAT = "evogrpo-checkpoint"
 VERSION = 2
@@ -76,7 +76,7 @@ def tensor_names(kind: str, names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
 
 
-def is_plain_name(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
     """Return whether a name stays inside its folder: letters, digits, dot, underscore and dash, no leading dot."""
     return _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
 
@@ -111,28 +111,28 @@ def read_manifest(folder: Path) -> Manifest:
     except CheckpointError:
         raise
     except ValueError as error:
-        raise damaged(path, f"must be strict JSON ({error})") from error
+        raise damaged_error(path, f"must be strict JSON ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise damaged(path, f'must say "format": "{FORMAT}"')
+        raise damaged_error(path, f'must say "format": "{FORMAT}"')
     _check_version(path, manifest.get("version"))
     if manifest.keys() != {"format", "version", "kind", "files"}:
-        raise damaged(path, f"must have exactly format, version, kind and files, but has {sorted(manifest)}")
+        raise damaged_error(path, f"must have exactly format, version, kind and files, but has {sorted(manifest)}")
     kind, files = manifest["kind"], manifest["files"]
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
-        raise damaged(path, f"must name the kind of checkpoint by a short word, not {kind!r:.80}")
+        raise damaged_error(path, f"must name the kind of checkpoint by a short word, not {kind!r:.80}")
     if not isinstance(files, dict):
-        raise damaged(path, "must list files by name")
+        raise damaged_error(path, "must list files by name")
     found = tensor_names(kind, files)
     numbered = [tensor_name(kind, number) for number in range(1, max(1, len(found)) + 1)]
     if found not in ([tensor_name(kind)], numbered):
         rule = f"must list {tensor_name(kind)}, or {numbered[0]} and so on without a gap"
-        raise damaged(path, f"{rule}, but lists {', '.join(found) or 'neither'}")
+        raise damaged_error(path, f"{rule}, but lists {', '.join(found) or 'neither'}")
     if record_name(kind) not in files:
-        raise damaged(path, f"must list {record_name(kind)}")
+        raise damaged_error(path, f"must list {record_name(kind)}")
     return Manifest(kind=kind, files={name: _file_entry(path, name, entry) for name, entry in files.items()})
 
 
-def check_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
+def verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
     """Check that a folder holds every file of its manifest as written, and no tensor file that is not in it.
 
     Args:
@@ -145,13 +145,13 @@ def check_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = 
     """
     for name in tensor_names(manifest.kind, (entry.name for entry in folder.iterdir())):
         if name not in manifest.files:
-            raise damaged(folder / name, "must be listed in the manifest")
+            raise damaged_error(folder / name, "must be listed in the manifest")
     for name, entry in manifest.files.items():
         if name not in besides:
-            check_file(folder / name, entry)
+            verify_file(folder / name, entry)
 
 
-def read_checked(path: Path, entry: FileEntry) -> bytes:
+def read_verified(path: Path, entry: FileEntry) -> bytes:
     """Return the bytes of a file, after checking those very bytes against the manifest."""
     content = _read_plain(path, size=entry.size)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
@@ -159,7 +159,7 @@ def read_checked(path: Path, entry: FileEntry) -> bytes:
     return content
 
 
-def check_file(path: Path, entry: FileEntry) -> None:
+def verify_file(path: Path, entry: FileEntry) -> None:
     """Check a file against the manifest, holding only a small part of it in memory."""
     digest = hashlib.sha256()
     try:
@@ -172,7 +172,7 @@ def check_file(path: Path, entry: FileEntry) -> None:
         raise _changed(path)
 
 
-def damaged(path: Path, rule: str) -> CheckpointError:
+def damaged_error(path: Path, rule: str) -> CheckpointError:
     """Return the error for a file that breaks a rule."""
     return CheckpointError(
         f"{path} {rule}: this checkpoint was cut off or changed after it was written, use another one or a copy"
@@ -180,7 +180,7 @@ def damaged(path: Path, rule: str) -> CheckpointError:
 
 
 @contextmanager
-def readable(path: Path | str) -> Iterator[None]:
+def checkpoint_errors(path: Path | str) -> Iterator[None]:
     """Turn whatever a record of the wrong shape leads to into a CheckpointError: hashes show damage, not forgery."""
     try:
         yield
@@ -199,7 +199,7 @@ def readable(path: Path | str) -> Iterator[None]:
 
 def _check_version(path: Path, version: Any) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise damaged(path, f"must have a whole-number version of at least 1, not {version!r:.80}")
+        raise damaged_error(path, f"must have a whole-number version of at least 1, not {version!r:.80}")
     if version > VERSION:
         raise OtherVersionError(
             f"{path} has format version {version}, but this evogrpo reads up to version {VERSION}: upgrade evogrpo"
@@ -213,13 +213,13 @@ def _check_version(path: Path, version: Any) -> None:
 
 def _file_entry(path: Path, name: str, entry: Any) -> FileEntry:
     """Check one line of the manifest."""
-    if not is_plain_name(name):
-        raise damaged(path, f"must list plain file names, not {name!r:.80}")
+    if not is_safe_name(name):
+        raise damaged_error(path, f"must list plain file names, not {name!r:.80}")
     size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise damaged(path, f"must give the size of {name} in bytes, not {size!r:.80}")
+        raise damaged_error(path, f"must give the size of {name} in bytes, not {size!r:.80}")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise damaged(path, f"must give the SHA-256 of {name}, not {digest!r:.80}")
+        raise damaged_error(path, f"must give the SHA-256 of {name}, not {digest!r:.80}")
     return FileEntry(size=size, sha256=digest)
 
 
@@ -234,9 +234,9 @@ def _read_plain(path: Path, *, size: int | None = None, limit: int | None = None
 def _open_plain(path: Path, *, size: int | None = None, limit: int | None = None) -> int:
     """Open a file that is a file: no link is followed, and no pipe or device is waited for."""
     try:
-        file = open_plain(path)
-    except NoPlainFileError as error:
-        raise damaged(path, "must be a plain file, not a link, folder or device") from error
+        file = open_regular_file(path)
+    except NotRegularFileError as error:
+        raise damaged_error(path, "must be a plain file, not a link, folder or device") from error
     actual = os.fstat(file).st_size
     wrong = ""
     if size is not None and actual != size:
@@ -245,15 +245,15 @@ def _open_plain(path: Path, *, size: int | None = None, limit: int | None = None
         wrong = f"must have at most {limit} bytes, but has {actual}"
     if wrong:
         os.close(file)
-        raise damaged(path, wrong)
+        raise damaged_error(path, wrong)
     return file
 
 
 def _changed(path: Path) -> CheckpointError:
-    return damaged(path, "must have the SHA-256 that the manifest gives, but its content differs")
+    return damaged_error(path, "must have the SHA-256 that the manifest gives, but its content differs")
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return damaged(path, "must exist, but is missing")
+        return damaged_error(path, "must exist, but is missing")
     return CheckpointError(f"{path} cannot be read ({error.strerror}): check the disk and the permissions")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
-from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.text import count_text, counted
+from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import AnyConfig
 
 
@@ -40,7 +40,7 @@ class Rounds:
 
     def groups_row(self) -> str:
         """Say what groups a step may consist of."""
-        groups = ", ".join(f"{counted(count, 'group')} of {group}" for group, count in self.groups.items())
+        groups = ", ".join(f"{pluralize(count, 'group')} of {group}" for group, count in self.groups.items())
         return f"{groups} per member and learning step"
 
     def steps_row(self, config: AnyConfig, held_out: str) -> str:
@@ -48,7 +48,7 @@ class Rounds:
         if self.learning_steps is None or self.evaluated is None:
             return "until what the schedule allows is spent"
         schedule = config.schedule
-        generations = counted(schedule.generations or 0, "generation")
+        generations = pluralize(schedule.generations or 0, "generation")
         return (
             f"{self.learning_steps} = {generations} × {schedule.steps_per_generation}, and "
             f"{count_text(self.evaluated)} {held_out}"
@@ -67,7 +67,7 @@ def samples_row(config: AnyConfig, samples: str) -> str:
 def _learnt_from(experience: SharedExperience, size: int, each: int) -> str:
     """Say whose samples a member learns from, and how many these are at most."""
     whose = {"leader": "its own and the leader's", "better": "its own and those of better ones", "all": "those of all"}
-    most = size * each if experience.samplers == "rank" else (1 + others_at_most(experience, size)) * each
+    most = size * each if experience.samplers == "rank" else (1 + max_sources(experience, size)) * each
     return f"; each learns from {whose[experience.learn_from]}, {most} at most"
 
 

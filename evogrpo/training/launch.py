@@ -16,7 +16,7 @@ from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.journal import read_journal
-from evogrpo.storage.lock import Claim, holds_nothing
+from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
@@ -36,12 +36,12 @@ def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
     """Yield `runs/name`, `runs/name-2` and so on: those that hold nothing yet."""
     for number in itertools.count(1):
         path = folder / (name if number == 1 else f"{name}-{number}")
-        if not path.exists() or (path.is_dir() and holds_nothing(path)):
+        if not path.exists() or (path.is_dir() and is_unused(path)):
             yield path
 
 
 @contextmanager
-def claimed(name: str, wanted: Path | None = None) -> Iterator[Claim]:
+def claimed(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
     """Claim a folder for a new run; if nothing is written into it, it is gone afterwards.
 
     Args:
@@ -57,18 +57,18 @@ def claimed(name: str, wanted: Path | None = None) -> Iterator[Claim]:
         try:
             RunDir(folder).check_unused()
             folder.mkdir(parents=True, exist_ok=True)
-            claim = Claim(folder)
+            lock = DirectoryLock(folder)
         except ValueError:
             if wanted is None and folder.is_dir():  # another process was faster
                 continue
             raise
-        if wanted is not None or holds_nothing(folder):
+        if wanted is not None or is_unused(folder):
             break
-        claim.release()
+        lock.release()
     try:
-        yield claim
+        yield lock
     finally:
-        claim.withdraw()
+        lock.withdraw()
         with suppress(OSError):  # raised by the first that holds something
             for place in missing:
                 place.rmdir()
@@ -206,7 +206,7 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
     population, run_state = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
     folder = RunDir(
-        run_dir, prepared.config.logging, claim=saved.claim, run_id=saved.run_id, config=saved.record["config"]
+        run_dir, prepared.config.logging, lock=saved.lock, run_id=saved.run_id, config=saved.record["config"]
     )
     return _make_trainer(prepared, population, resumable.schedule, strategy, folder, run_state, changed)
 

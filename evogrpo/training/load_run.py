@@ -20,20 +20,20 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.storage.atomic_files import sweep
+from evogrpo.storage.atomic_files import remove_temporary_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
+    checkpoint_path,
     generation_folder,
-    latest_complete,
+    latest_checkpoint,
     prune,
     read_checkpoint,
     read_record,
-    stored_at,
-    tidy,
+    remove_leftovers,
 )
 from evogrpo.storage.journal import read_journal
-from evogrpo.storage.lock import Claim
-from evogrpo.storage.manifest import CheckpointError, readable
+from evogrpo.storage.lock import DirectoryLock
+from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy
@@ -52,7 +52,7 @@ class StoredRun:
         best: Tensors and record of the best member; None before the first evaluation.
         folder: The checkpoint it was read from.
         skipped: Why each newer checkpoint could not be used, newest first.
-        claim: The right to write into the run's folder, if it was opened to go on.
+        lock: The right to write into the run's folder, if it was opened to go on.
     """
 
     tensors: dict[str, Tensor]
@@ -60,7 +60,7 @@ class StoredRun:
     best: tuple[dict[str, Tensor], dict[str, Any]] | None
     folder: Path
     skipped: tuple[CheckpointError, ...] = ()
-    claim: Claim | None = None
+    lock: DirectoryLock | None = None
 
     @property
     def base(self) -> Mapping[str, Any]:
@@ -89,7 +89,7 @@ class StoredRun:
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
-        with readable(self.folder):
+        with checkpoint_errors(self.folder):
             return restored_strategy(self.record["strategy"], self.record["strategy_state"], given)
 
     @property
@@ -104,7 +104,7 @@ class StoredRun:
 
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run's folder, which keeps what it kept from the beginning."""
-        return RunDir(path, self.logging, claim=self.claim, run_id=self.run_id)
+        return RunDir(path, self.logging, lock=self.lock, run_id=self.run_id)
 
     @property
     def run_id(self) -> str:
@@ -127,7 +127,7 @@ class StoredRun:
         kind = algorithm_class(self.base["kind"], self.record["algorithm"], algorithm)
         stored = self.record["population"]
         population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
-        with readable(self.folder):
+        with checkpoint_errors(self.folder):
             progress = RunState.from_json(self.record["progress"])
             if progress.members != len(population):
                 raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
@@ -172,15 +172,15 @@ def open_run(path: str | Path, *, go_on: bool = False) -> StoredRun:
 
 def _opened(folder: Path, *, go_on: bool) -> StoredRun:
     """Read a run in this process; see `open_run`."""
-    claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
-    if claim is not None:
+    lock = DirectoryLock(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    if lock is not None:
         _sweep(folder)
     expected = _journal_run_id(folder)
 
     def check(checkpoint: Path, number: int) -> None:
         _check_own(checkpoint, number, expected)
 
-    latest = latest_complete(folder, check)
+    latest = latest_checkpoint(folder, check)
     if latest.folder is None or latest.generation is None:
         reasons = "".join(f" {error}" for error in latest.skipped)
         raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
@@ -191,12 +191,12 @@ def _opened(folder: Path, *, go_on: bool) -> StoredRun:
     except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
         best = None
         skipped.append(error)
-        if claim is not None:
+        if lock is not None:
             _set_aside(folder)
     saved = StoredRun(
-        tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim
+        tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), lock=lock
     )
-    if claim is not None:
+    if lock is not None:
         prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
     return saved
 
@@ -217,7 +217,7 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
         raise CheckpointError(
             f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
         )
-    with readable(checkpoint):
+    with checkpoint_errors(checkpoint):
         progress = RunState.from_json(record["progress"])
         own = checkpoint_number(progress.generation, progress.step_in_generation)
         _check_settings(record)
@@ -271,13 +271,13 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
         CheckpointError: If there is one that cannot be read, or it is not the one that the checkpoint knows.
     """
     known = KnownBest.of(record)
-    if not stored_at(folder / BEST).is_dir():
+    if not checkpoint_path(folder / BEST).is_dir():
         if known is None:
             return None
         raise CheckpointError(_lost(folder, known, "it is missing"))
     try:
         tensors, own = read_checkpoint(folder / BEST, kind="agent")
-        with readable(folder / BEST):
+        with checkpoint_errors(folder / BEST):
             generation, run_id = own["note"]["generation"], own["note"]["run_id"]
             _read_best(tensors, own, digest="")
     except CheckpointError as error:
@@ -314,14 +314,14 @@ def _lost(folder: Path, known: KnownBest | None, reason: str) -> str:
 
 def _set_aside(folder: Path) -> None:
     """Keep what lies in the place of the best member, whatever it is: the next best is written there."""
-    found = stored_at(folder / BEST)
+    found = checkpoint_path(folder / BEST)
     if found.exists():
         found.rename(next(place for place in (folder / f"{BEST}-unusable-{n}" for n in count(1)) if not place.exists()))
 
 
 def _sweep(folder: Path) -> None:
     """Remove what a killed process left half-written; put back what it had set aside."""
-    tidy(generation_folder(folder, 0))
-    tidy(folder / BEST)
+    remove_leftovers(generation_folder(folder, 0))
+    remove_leftovers(folder / BEST)
     for place in (folder, folder / COMPLETIONS):
-        sweep(place)
+        remove_temporary_files(place)

@@ -16,17 +16,17 @@ from evogrpo.algorithms.population import Population
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.storage.atomic_files import check_new_folder, left_by_kill
+from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
+    checkpoint_path,
     generation_folder,
-    latest_complete,
+    latest_checkpoint,
     prune,
-    stored_at,
     write_checkpoint,
 )
 from evogrpo.storage.journal import Journal, read_journal
-from evogrpo.storage.lock import Claim
+from evogrpo.storage.lock import DirectoryLock
 from evogrpo.storage.manifest import MANIFEST_NAME
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -54,7 +54,7 @@ class RunDir:
     Args:
         path: The folder.
         logging: What it keeps.
-        claim: The right to write into it, if the caller has it already.
+        lock: The right to write into it, if the caller has it already.
         run_id: Of the run that lies in it; a new one by default.
         config: The run's configuration as plain values, if it has one: kept in its checkpoints.
 
@@ -70,7 +70,7 @@ class RunDir:
         path: str | Path,
         logging: LoggingConfig | None = None,
         *,
-        claim: Claim | None = None,
+        lock: DirectoryLock | None = None,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class RunDir:
             raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__})")
         self.path = Path(path).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
-        self._claim, self._config = claim, config
+        self._lock, self._config = lock, config
         self.logging = logging or LoggingConfig()
         self.completions = CompletionsLog(
             self.path / COMPLETIONS, most=self.logging.completions, form=self.logging.completions_format
@@ -98,13 +98,13 @@ class RunDir:
             ValueError: If it is; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
         # The founders are saved before the first event: a journal is always one that can be resumed.
-        if (self.path / JOURNAL).exists() or latest_complete(self.path).folder is not None:
+        if (self.path / JOURNAL).exists() or latest_checkpoint(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
                 "command line, evogrpo.resume in Python), or choose another run directory"
             )
         # A run that was killed before its founders were saved has left nothing that could be gone on with.
-        left_over = [CHECKPOINTS] if left_by_kill(self.path / CHECKPOINTS) else []
+        left_over = [CHECKPOINTS] if has_only_hidden_files(self.path / CHECKPOINTS) else []
         if is_stored(self.path / CONFIG_FILE):
             left_over.append(CONFIG_FILE)
         check_new_folder(self.path, "run directory", left_over=left_over)
@@ -113,13 +113,13 @@ class RunDir:
         """Make the folder and claim it; refuse one that already holds a run, as `check_unused` does."""
         self.check_unused()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._claim = Claim(self.path)
+        self._lock = DirectoryLock(self.path)
         self.check_unused()  # whoever had it until now has perhaps begun a run
 
     def close(self) -> None:
         """Let go of the folder: nothing more is written."""
-        if self._claim is not None:
-            self._claim.release()
+        if self._lock is not None:
+            self._lock.release()
         if self._journal is not None:
             self._journal.close()
         with self._logging():
@@ -134,7 +134,7 @@ class RunDir:
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
-        self._check_claim()
+        self._check_lock()
         if self._journal is None:
             self._journal = Journal(self.path / JOURNAL)
         if event == "run":
@@ -152,7 +152,7 @@ class RunDir:
         experience: SharedExperience | None,
     ) -> None:
         """Checkpoint everything as the generation under way, and drop old generations; `data` is what it acts in."""
-        self._check_claim()
+        self._check_lock()
         tensors, record = population_state(population)
         record = {
             "run_id": self.run_id,
@@ -181,7 +181,7 @@ class RunDir:
 
     def _left(self) -> str:
         """Say what can be gone on from although a checkpoint could not be written."""
-        left = latest_complete(self.path).generation
+        left = latest_checkpoint(self.path).generation
         if left is None:
             return "nothing of this run has been saved yet, so it is to be started again"
         return f"the checkpoint of generation {left} is whole, so the run goes on from there once that is mended"
@@ -198,17 +198,17 @@ class RunDir:
         Returns:
             What identifies this very folder; see `digest_of`.
         """
-        self._check_claim()
+        self._check_lock()
         note: dict[str, Any] = {"generation": generation, "run_id": self.run_id}
         if second is not None:
             note["second"] = second.to_json()
         save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note, fitness=fitness)
         return digest_of(self.path / BEST)
 
-    def _check_claim(self) -> None:
-        if self._claim is None:
-            self._claim = Claim(self.path)
-        self._claim.check()
+    def _check_lock(self) -> None:
+        if self._lock is None:
+            self._lock = DirectoryLock(self.path)
+        self._lock.check()
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers for TensorBoard, by tag, under the number of the learning step that came before."""
@@ -244,4 +244,4 @@ def checkpoint_number(generation: int, step_in_generation: int) -> int:
 
 def digest_of(folder: Path) -> str:
     """Return the SHA-256 of a checkpoint's manifest, and so of all its files, in hexadecimal digits."""
-    return hashlib.sha256((stored_at(folder) / MANIFEST_NAME).read_bytes()).hexdigest()
+    return hashlib.sha256((checkpoint_path(folder) / MANIFEST_NAME).read_bytes()).hexdigest()

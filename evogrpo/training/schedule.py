@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.checks import MOST_COUNTED, finite_number, flag, whole_between
 from evogrpo.config.default_space import without_effect
 from evogrpo.config.search_space import MOST_SAMPLES, check_group_size
-from evogrpo.text import counted
+from evogrpo.text import pluralize
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -107,7 +107,7 @@ class Schedule:
         if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
             return f"fitness {fitness:.4g} reaches target_fitness {self.target_fitness:g}"
         if self.generations is not None and generation >= self.generations:
-            return counted(generation, "generation")
+            return pluralize(generation, "generation")
         return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:

@@ -10,7 +10,7 @@ from evogrpo.functional.corrections import effective_sample_fraction
 from tests.algorithms.test_shared_samples import collected, episodes, prompts
 from tests.rounding import assert_states_agree
 
-EVERY = SharedExperience(learn_from="all", least_ess=0.0)
+EVERY = SharedExperience(learn_from="all", min_ess=0.0)
 
 
 def near_and_far(make, **options):
@@ -31,7 +31,7 @@ def near_and_far(make, **options):
 def test_only_sources_that_are_near_enough_count(make):
     (one, env), (other, _) = (near_and_far(make, update_epochs=2, batch_size=8) for _ in range(2))
     experience = collected(one, env)
-    found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, least_ess=0.9))[1]
+    found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, min_ess=0.9))[1]
     same = other.learn(experience, step=0, sources={1: [0, 1]}, shared=EVERY)[1]
     assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
     assert found.metrics["shared_share"] == 0.5
@@ -54,7 +54,7 @@ def test_what_is_measured_is_what_the_two_policies_give(make):
     ratios = (bank.log_probs(learner) - theirs.sampler_log_probs)[theirs.action_mask]
     expected = float(effective_sample_fraction(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
     outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
-    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, least_ess=0.01))
+    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
     assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)
     assert reports[1].metrics["shared_outside"] == pytest.approx(outside, abs=1e-6)
     assert "shared_share" not in reports[0].metrics  # it learns from its own

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.storage.checkpoint import generation_folder, latest_complete
+from evogrpo.storage.checkpoint import generation_folder, latest_checkpoint
 from evogrpo.storage.journal import read_journal
 from tests.cli.project import command
 
@@ -147,7 +147,7 @@ def test_training_further_equals_having_planned_it(project, here, uninterrupted,
 def test_a_damaged_newest_checkpoint_is_skipped_and_named(project, here, uninterrupted, capsys):
     tiny = str(project / "tiny.yaml")
     assert main(["train", tiny, "--run-dir", "run", SHORT[0], "schedule.generations=2"]) == 0
-    newest = latest_complete("run").generation
+    newest = latest_checkpoint("run").generation
     assert newest == 2
     tensors = generation_folder("run", newest) / "population.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-7])

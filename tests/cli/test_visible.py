@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.cli import main
-from evogrpo.storage.checkpoint import read_checkpoint, stored_at, write_checkpoint
+from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.training.display.console import VisibleConsole
 from tests.cli.project import ROOT
 from tests.tiny_steps import step_run
@@ -119,7 +119,9 @@ def test_what_a_checkpoint_says_it_was_trained_on_is_shown_as_it_is(runs, here, 
     best = Path("run/best")
     tensors, record = read_checkpoint(best, kind="agent")
     record["shared"]["source"] = HOSTILE
-    files = {path.name: path.read_bytes() for path in stored_at(best).iterdir() if path.name.startswith("adapter")}
+    files = {
+        path.name: path.read_bytes() for path in checkpoint_path(best).iterdir() if path.name.startswith("adapter")
+    }
     write_checkpoint(best, tensors, record, files=files, kind="agent", replace=True)
     with output_of(kind, monkeypatch) as output:
         assert main(["export", "run", "adapter"]) == 0

@@ -17,13 +17,13 @@ from evogrpo.evolution import (
     Fitness,
     Generation,
     History,
-    Kept,
+    KeptState,
     Lineage,
     MemberRecord,
     Plan,
-    Seat,
+    SlotRecord,
     Strategy,
-    spread_members,
+    spread_founders,
     strategy_from_json,
 )
 
@@ -70,7 +70,7 @@ class Life:
         space: HyperparameterConfig = SPACE,
     ) -> None:
         self.failures, self.spread, self.seed, self.space = failures, spread, seed, space
-        values = spread_members(Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
+        values = spread_founders(Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
         # Indices that differ from slots, as after a few generations.
         self.members: list[MemberRecord | None] = [
             None
@@ -78,16 +78,18 @@ class Life:
             else MemberRecord(slot=slot, index=10 + 3 * slot, parent=None, born=0, hyperparameters=value)
             for slot, value in enumerate(values)
         ]
-        self.lineage = Lineage.of_founders([member for member in self.members if member is not None])
+        self.lineage = Lineage.from_founders([member for member in self.members if member is not None])
         self.next_index = 100
         self.samples_per_step, self.steps_per_generation = SAMPLES_PER_STEP, STEPS_PER_GENERATION
         self.generations: tuple[Generation, ...] = ()
-        self.kept: tuple[Kept, ...] = ()
+        self.kept: tuple[KeptState, ...] = ()
 
     @property
     def history(self) -> History:
         """What a strategy sees."""
-        return History(space=self.space, next_index=self.next_index, generations=self.generations, kept=self.kept)
+        return History(
+            space=self.space, next_index=self.next_index, generations=self.generations, kept_states=self.kept
+        )
 
     def evaluate(self) -> History:
         """Let the members earn their fitness; return the history with it."""
@@ -96,21 +98,21 @@ class Life:
         living = [slot for slot, member in enumerate(self.members) if member is not None]
         survivor = int(rng.choice(living))
         difficulty = 3 * rng.standard_normal(QUESTIONS)
-        seats = []
+        slots = []
         for slot, member in enumerate(self.members):
             if member is None:
-                seats.append(Seat())
+                slots.append(SlotRecord())
                 continue
             worth = -self.spread * abs(np.log10(member.hyperparameters.lr) + 4.5)
             scores = difficulty + worth + rng.standard_normal(QUESTIONS)
             failed = slot != survivor and rng.random() < self.failures
             fitness = None if failed else Fitness.from_scores(scores.tolist())
-            seats.append(Seat(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot))
+            slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot))
         generation = Generation(
             number=number,
             samples_per_step=self.samples_per_step,
             steps_per_generation=self.steps_per_generation,
-            seats=tuple(seats),
+            slots=tuple(slots),
         )
         self.generations = (*self.generations, generation)
         return self.history
@@ -118,7 +120,7 @@ class Life:
     def carry_out(self, plan: Plan) -> None:
         """Let the next generation be born."""
         self.kept = kept_next(self.history, plan)
-        self.lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        self.lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         self.members = [
             member if parent is not None else None for parent, member in zip(plan.parents, self.members, strict=True)
         ]
@@ -136,15 +138,15 @@ class Life:
         self.steps_per_generation = plan.steps_per_generation or self.steps_per_generation
 
 
-def kept_next(history: History, plan: Plan) -> tuple[Kept, ...]:
+def kept_next(history: History, plan: Plan) -> tuple[KeptState, ...]:
     """Return the states that are kept once a plan has been carried out."""
-    new = (history.last.seats[slot] for slot in plan.keep)
+    new = (history.last.slots[slot] for slot in plan.keep)
     return (
-        *(kept for kept in history.kept if kept.key not in plan.drop),
+        *(kept for kept in history.kept_states if kept.key not in plan.drop),
         *(
-            Kept(member=seat.member, generation=plan.generation, fitness=seat.fitness)
-            for seat in new
-            if seat.member is not None and seat.fitness is not None
+            KeptState(member=record.member, generation=plan.generation, fitness=record.fitness)
+            for record in new
+            if record.member is not None and record.fitness is not None
         ),
     )
 
@@ -152,7 +154,7 @@ def kept_next(history: History, plan: Plan) -> tuple[Kept, ...]:
 def origin(history: History, plan: Plan, child: Child) -> MemberRecord | None:
     """Return whose state a child takes; None for a founder."""
     if child.back_to is not None:
-        return history.find_kept((child.parent or 0, child.back_to)).member
+        return history.find_kept_state((child.parent or 0, child.back_to)).member
     source = plan.parents[child.slot]
     return None if source is None else history.last.member(source)
 
@@ -160,13 +162,13 @@ def origin(history: History, plan: Plan, child: Child) -> MemberRecord | None:
 def moved(history: History, order: Sequence[int]) -> History:
     """Return the same history with every member in another slot: `order[slot]` tells whose place each takes."""
 
-    def seat(slot: int, old: Seat) -> Seat:
+    def record(slot: int, old: SlotRecord) -> SlotRecord:
         return (
             old if old.member is None else dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
         )
 
     generations = tuple(
-        dataclasses.replace(each, seats=tuple(seat(slot, each.seats[old]) for slot, old in enumerate(order)))
+        dataclasses.replace(each, slots=tuple(record(slot, each.slots[old]) for slot, old in enumerate(order)))
         for each in history.generations
     )
     return dataclasses.replace(history, generations=generations)
@@ -274,7 +276,7 @@ class StrategyTestCase(ABC):
             assert best.mean == max(healthy)
             heir = next((child for child in plan.children if child.slot == plan.elite), None)
             if heir is not None and heir.back_to is not None:
-                earned = history.find_kept((heir.parent or 0, heir.back_to)).fitness
+                earned = history.find_kept_state((heir.parent or 0, heir.back_to)).fitness
                 assert earned.mean > best.mean  # even the best of today goes back to what was better
             else:
                 assert (plan.parents[plan.elite] == plan.elite and heir is None) == self.keeps_elite
@@ -332,8 +334,8 @@ class StrategyTestCase(ABC):
 
     def test_a_population_without_a_healthy_member_is_refused(self) -> None:
         history = Life(3).evaluate()
-        seats = tuple(dataclasses.replace(seat, fitness=None) for seat in history.last.seats)
-        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=seats),))
+        slots = tuple(dataclasses.replace(record, fitness=None) for record in history.last.slots)
+        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
         with pytest.raises(ValueError, match="every member failed"):
             self.make_strategy().plan(failed, np.random.default_rng(0))
 

@@ -107,7 +107,7 @@ def lent(folder: Path) -> Trainer:
     return step_run(
         folder,
         size=4,
-        experience=SharedExperience(least_ess=0.2, samplers="rank"),
+        experience=SharedExperience(min_ess=0.2, samplers="rank"),
         options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
         generations=2,
         samples_per_step=16,
@@ -119,7 +119,7 @@ def led(folder: Path) -> Trainer:
     return step_run(
         folder,
         size=6,
-        experience=SharedExperience(learn_from="leader", least_ess=0.0),
+        experience=SharedExperience(learn_from="leader", min_ess=0.0),
         strategy=Narrowing(every=1, z=0.0),
         options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
         generations=2,

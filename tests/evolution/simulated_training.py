@@ -1,7 +1,7 @@
 """Training in numbers alone, to try strategies on: what members would learn is a formula of their learning rates.
 
 A member's skill grows each generation at a rate that is a bell in log10(lr); above an edge it collapses, and far above
-it the member fails. Fitness is a saturating function of skill, seen through noise. Histories, seats and plans are those
+it the member fails. Fitness is a saturating function of skill, seen through noise. Histories, slots and plans are those
 that a run makes, so a strategy is led through thousands of generations in a few seconds:
 
     arm = Simulation(Tournament(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=0)
@@ -23,12 +23,12 @@ from evogrpo.evolution import (
     Fitness,
     Generation,
     History,
-    Kept,
+    KeptState,
     MemberRecord,
     Plan,
-    Seat,
+    SlotRecord,
     Strategy,
-    spread_members,
+    spread_founders,
 )
 from evogrpo.randomness import generator
 from tests.conformance.strategy import kept_next
@@ -69,9 +69,9 @@ def wrong_founders(size: int, *, lr: float) -> tuple[Hyperparameters, ...]:
     return (Hyperparameters(lr=lr),) * size
 
 
-def spread_founders(size: int, *, lr: float, space: HyperparameterConfig, seed: int) -> tuple[Hyperparameters, ...]:
+def simulated_founders(size: int, *, lr: float, space: HyperparameterConfig, seed: int) -> tuple[Hyperparameters, ...]:
     """Return founders as a run makes them: one with this learning rate, the others spread over the space."""
-    return spread_members(Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES)
+    return spread_founders(Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES)
 
 
 class Simulation:
@@ -102,7 +102,7 @@ class Simulation:
         self.next_index = len(founders)
         self.skill = dict.fromkeys(range(len(founders)), 0.0)
         self.generations: tuple[Generation, ...] = ()
-        self.kept: tuple[Kept, ...] = ()
+        self.kept: tuple[KeptState, ...] = ()
         self.kept_skill: dict[tuple[int, int], float] = {}
         self.samples, self.steps = SAMPLES, 4
         self.plans: list[Plan] = []
@@ -119,21 +119,21 @@ class Simulation:
         """Let members learn for a generation and earn their fitness."""
         number = len(self.generations) + 1
         difficulty = 0.3 * generator(self.seed, "questions").standard_normal(self.surface.questions)
-        seats = []
+        slots = []
         for slot, member in enumerate(self.members):
             if member is None:
-                seats.append(Seat())
+                slots.append(SlotRecord())
                 continue
             rng = generator(self.seed, "life", number, slot)
             failed = self._learn(member, rng)
             scores = self.score(member.index) + difficulty + self.surface.noise * rng.standard_normal(len(difficulty))
             fitness = None if failed else Fitness.from_scores(scores.tolist())
-            seats.append(Seat(member=member, fitness=fitness, tokens=1000, seconds=1.0))
-        if not any(seat.fitness for seat in seats):  # a run would end here; so that it can be compared, one is spared
+            slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000, seconds=1.0))
+        if not any(record.fitness for record in slots):  # a run would end here: let one member live
             slot = next(slot for slot, member in enumerate(self.members) if member)
-            seats[slot] = dataclasses.replace(seats[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist()))
+            slots[slot] = dataclasses.replace(slots[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist()))
         generation = Generation(
-            number=number, samples_per_step=self.samples, steps_per_generation=self.steps, seats=tuple(seats)
+            number=number, samples_per_step=self.samples, steps_per_generation=self.steps, slots=tuple(slots)
         )
         self.generations = (*self.generations, generation)
         return self.history
@@ -141,7 +141,9 @@ class Simulation:
     @property
     def history(self) -> History:
         """What a strategy sees."""
-        return History(space=self.space, next_index=self.next_index, generations=self.generations, kept=self.kept)
+        return History(
+            space=self.space, next_index=self.next_index, generations=self.generations, kept_states=self.kept
+        )
 
     def score(self, index: int) -> float:
         """Return what a member would earn without noise."""
@@ -213,9 +215,7 @@ class Simulation:
     @property
     def lines(self) -> int:
         """How many founders have living descendants."""
-        parents = {
-            seat.member.index: seat.member.parent for each in self.generations for seat in each.seats if seat.member
-        }
+        parents = {member.index: member.parent for each in self.generations for member in each.members}
 
         def founder(index: int) -> int:
             parent = parents[index]

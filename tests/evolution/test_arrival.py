@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from tests.trainer.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
 
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
+from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders, wrong_founders
 
 SEEDS = range(24)
 
@@ -48,21 +48,21 @@ def test_where_the_start_was_right_little_is_lost():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_on_noise_more_than_one_founders_line_lives_after_four_generations(seed):
-    founders = spread_founders(8, lr=1e-4, space=SPACE, seed=seed)
+    founders = simulated_founders(8, lr=1e-4, space=SPACE, seed=seed)
     assert Simulation(Tournament(), Surface(speed=0.0), founders, seed=seed).run(5).lines > 1
 
 
 def test_steps_descend_with_the_line_and_not_with_the_slot():
     """Children of one who took a small step take small steps; a founder's take the usual ones."""
-    arm = Simulation(Tournament(), Surface(), spread_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
+    arm = Simulation(Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
     history = arm.evaluate()
     sizes = {}
-    for seat in history.last.seats:
-        draw = proposals(Mutation(resample=0), history, seat.member, SPACE)
-        logs = [math.log10(draw(np.random.default_rng(n)).lr / seat.member.hyperparameters.lr) for n in range(200)]
-        born = next((c for plan in arm.plans for c in plan.children if c.index == seat.member.index), None)
+    for record in history.last.slots:
+        draw = proposals(Mutation(resample=0), history, record.member, SPACE)
+        logs = [math.log10(draw(np.random.default_rng(n)).lr / record.member.hyperparameters.lr) for n in range(200)]
+        born = next((c for plan in arm.plans for c in plan.children if c.index == record.member.index), None)
         own = None if born is None else abs(math.log10(born.changes["lr"][1] / born.changes["lr"][0]))
-        sizes[seat.member.index] = (0.8 if own is None else min(max(own, 0.08), 1.0), np.median(np.abs(logs)))
+        sizes[record.member.index] = (0.8 if own is None else min(max(own, 0.08), 1.0), np.median(np.abs(logs)))
     assert len({inherited for inherited, _ in sizes.values()}) > 2
     for inherited, typical in sizes.values():
         assert typical == pytest.approx(inherited, rel=0.5)

@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.trainer.simulated_training import SPACE, Simulation, Surface, spread_founders
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.evolution import Choice, Fitness, Generation, History, Kept, MemberRecord, Seat, Tournament
-from evogrpo.evolution.backtracking import backtracked
+from evogrpo.evolution import Choice, Fitness, Generation, History, KeptState, MemberRecord, SlotRecord, Tournament
+from evogrpo.evolution.backtracking import apply_backtracking
 from tests.conformance.strategy import StrategyTestCase
+from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders
 
 QUESTIONS = np.random.default_rng(0).standard_normal(16)
 
@@ -31,15 +31,15 @@ def told(*generations, kept=()):
     return History(
         space=HyperparameterConfig(),
         next_index=100,
-        kept=tuple(Kept(member=who, generation=number, fitness=fitness) for who, number, fitness in kept),
+        kept_states=tuple(KeptState(member=who, generation=number, fitness=fitness) for who, number, fitness in kept),
         generations=tuple(
             Generation(
                 number=number,
                 samples_per_step=8,
                 steps_per_generation=2,
-                seats=tuple(Seat(member=who, fitness=fitness) for who, fitness in seats),
+                slots=tuple(SlotRecord(member=who, fitness=fitness) for who, fitness in slots),
             )
-            for number, seats in enumerate(generations, start=1)
+            for number, slots in enumerate(generations, start=1)
         ),
     )
 
@@ -53,17 +53,17 @@ A, B = member(0, 0), member(1, 1)
 
 def test_the_best_state_of_every_line_is_kept_and_nothing_else():
     first = told([(A, earned(5)), (B, earned(3))])
-    assert backtracked(first, stay(2)) == dataclasses.replace(
-        backtracked(first, stay(2)), choices=tuple(stay(2)), keep=(0, 1), drop=()
+    assert apply_backtracking(first, stay(2)) == dataclasses.replace(
+        apply_backtracking(first, stay(2)), choices=tuple(stay(2)), keep=(0, 1), drop=()
     )
     kept = [(A, 1, earned(5)), (B, 1, earned(3))]
     second = told([(A, earned(5)), (B, earned(3))], [(A, earned(4.9)), (B, earned(3.1))], kept=kept)
-    after = backtracked(second, stay(2))  # one is no better, the other is
+    after = apply_backtracking(second, stay(2))  # one is no better, the other is
     assert (after.keep, after.drop) == ((1,), ((1, 1),))
     # A clone of the one that is not kept now takes its line's state with it; the other line ends.
-    after = backtracked(second, [Choice(parent=0, reason="kept"), Choice(parent=0, reason="won")])
+    after = apply_backtracking(second, [Choice(parent=0, reason="kept"), Choice(parent=0, reason="won")])
     assert (after.keep, after.drop) == ((), ((1, 1),))
-    after = backtracked(second, stay(2), allowed=False)
+    after = apply_backtracking(second, stay(2), allowed=False)
     assert (after.choices, after.keep, after.drop) == (tuple(stay(2)), (), ((0, 1), (1, 1)))
 
 
@@ -71,8 +71,8 @@ def test_the_best_state_of_every_line_is_kept_and_nothing_else():
 def test_a_fall_beyond_the_noise_sends_a_member_back(fall, back):
     then = earned(5.0)
     now = earned(5.0 - fall, noise=1)
-    choice = backtracked(told([(A, then)], [(A, now)], kept=[(A, 1, then)]), stay(1)).choices[0]
-    assert (choice.kept == (0, 1), choice.parent is None) == (back, back)
+    choice = apply_backtracking(told([(A, then)], [(A, now)], kept=[(A, 1, then)]), stay(1)).choices[0]
+    assert (choice.kept_state == (0, 1), choice.parent is None) == (back, back)
     if back:
         assert choice.reason.startswith("went back to #0 as it was in generation 1: fell by")
 
@@ -82,14 +82,14 @@ def test_who_failed_goes_back_unless_whoever_replaces_it_earned_as_much():
     kept = [(A, 1, earned(5)), (B, 1, earned(3))]
     replaced = [Choice(parent=0, reason="kept"), Choice(parent=0, reason="replaced by slot 0: failed")]
     history = told(then, [(A, earned(5)), (B, None)], kept=kept)
-    assert backtracked(history, replaced).choices == tuple(replaced)
+    assert apply_backtracking(history, replaced).choices == tuple(replaced)
     history = told(then, [(A, earned(1, noise=1)), (B, None)], kept=kept)
-    choices = backtracked(history, replaced).choices
-    assert [choice.kept for choice in choices] == [(0, 1), (1, 1)]
+    choices = apply_backtracking(history, replaced).choices
+    assert [choice.kept_state for choice in choices] == [(0, 1), (1, 1)]
     assert choices[1].reason == "went back to #1 as it was in generation 1: failed"
     # Nobody's slot stays nobody's.
     retired = [Choice(parent=0, reason="kept"), Choice(parent=None, reason="retired: failed")]
-    assert backtracked(history, retired).choices[1] == retired[1]
+    assert apply_backtracking(history, retired).choices[1] == retired[1]
 
 
 def test_only_states_on_the_way_to_a_member_are_its_own():
@@ -98,29 +98,29 @@ def test_only_states_on_the_way_to_a_member_are_its_own():
     generations = [(A, earned(5)), (B, earned(0))], [(A, earned(9)), (clone, earned(5))]
     low = (A, earned(9)), (clone, earned(-9))
     late = told(*generations, list(low), kept=[(A, 2, earned(9))])
-    assert backtracked(late, stay(2)).choices[1].kept is None
+    assert apply_backtracking(late, stay(2)).choices[1].kept_state is None
     early = told(*generations, list(low), kept=[(A, 1, earned(5)), (A, 2, earned(9))])
-    assert backtracked(early, stay(2)).choices[1].kept == (0, 1)
+    assert apply_backtracking(early, stay(2)).choices[1].kept_state == (0, 1)
     returned = member(1, 6, parent=0, born=3, back_to=1)
     again = told(*generations, list(low), [(A, earned(9)), (returned, earned(-9))], kept=early_kept(early))
-    assert backtracked(again, stay(2)).choices[1].kept == (0, 1)
+    assert apply_backtracking(again, stay(2)).choices[1].kept_state == (0, 1)
 
 
 def early_kept(history):
-    return [(kept.member, kept.generation, kept.fitness) for kept in history.kept]
+    return [(kept.member, kept.generation, kept.fitness) for kept in history.kept_states]
 
 
 def test_members_that_answered_different_questions_are_compared_all_the_same():
     then = earned(5)
     now = Fitness.from_scores(earned(0).scores, keys=range(100, 116))
     history = told([(A, then)], [(A, now)], kept=[(A, 1, then)])
-    assert backtracked(history, stay(1)).choices[0].kept == (0, 1)
+    assert apply_backtracking(history, stay(1)).choices[0].kept_state == (0, 1)
 
 
 def test_a_state_whose_groups_no_longer_fit_the_samples_is_not_gone_back_to():
     odd = dataclasses.replace(A, hyperparameters=Hyperparameters(group_size=3))
     history = told([(odd, earned(5))], [(A, earned(-5))], kept=[(odd, 1, earned(5))])
-    assert backtracked(history, stay(1)).choices[0].kept is None
+    assert apply_backtracking(history, stay(1)).choices[0].kept_state is None
 
 
 class TestTournamentThatGoesBack(StrategyTestCase):
@@ -149,7 +149,7 @@ def test_it_pays_where_members_collapse():
     scores = {
         on: [
             Simulation(
-                Tournament(backtrack=on), surface, spread_founders(2, lr=1e-2, space=SPACE, seed=seed), seed=seed
+                Tournament(backtrack=on), surface, simulated_founders(2, lr=1e-2, space=SPACE, seed=seed), seed=seed
             )
             .run(12)
             .best_score

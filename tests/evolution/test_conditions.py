@@ -5,8 +5,8 @@ import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution import Mutation, changes_between, spread_members
-from evogrpo.evolution.children import Occupied, points
+from evogrpo.evolution import Mutation, changes_between, spread_founders
+from evogrpo.evolution.children import TakenPoints, points
 from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])
@@ -57,7 +57,7 @@ def test_mutation_moves_what_counts_and_nothing_else(space, probability):
 @pytest.mark.parametrize("seed", range(5))
 def test_founders_are_not_spread_over_what_does_not_count(seed):
     first = Hyperparameters(loss_type="cispo", batch_size=32)
-    members = spread_members(first, TREE, 30, np.random.default_rng(seed), 64)
+    members = spread_founders(first, TREE, 30, np.random.default_rng(seed), 64)
     for member in members:
         for name in set(TREE) - counting(TREE, member):
             assert getattr(member, name) == getattr(first, name)
@@ -71,7 +71,7 @@ def test_every_point_of_a_tree_is_found_once():
 
 
 def test_what_does_not_count_makes_no_difference():
-    occupied = Occupied(TREE)
+    occupied = TakenPoints(TREE)
     occupied.add(1, Hyperparameters(loss_type="gspo", batch_size=8))
     assert not occupied.free(1, Hyperparameters(loss_type="gspo", batch_size=16))
     assert occupied.free(1, Hyperparameters(loss_type="grpo", batch_size=8))

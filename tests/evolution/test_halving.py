@@ -37,7 +37,7 @@ def test_rungs_follow_from_the_number_of_members_and_all_generations_cost_the_sa
     generations = 6 * strategy.every
     list(TestSuccessiveHalving().follow(strategy, life, generations))
     told = life.generations
-    living = [len(each.seats) - len(each.empty) for each in told]
+    living = [len(each.members) for each in told]
     assert living == [math.ceil(size / strategy.eta ** (number // strategy.every)) for number in range(generations)]
     spent = 0
     for number, (count, each) in enumerate(zip(living, told, strict=True), start=1):

@@ -1,4 +1,4 @@
-"""Kept states in plans and histories: what can be kept, dropped and gone back to, and what is refused."""
+"""KeptState states in plans and histories: what can be kept, dropped and gone back to, and what is refused."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution import Child, Choice, History, Kept, Lineage, MemberRecord, Plan, parent_of
+from evogrpo.evolution import Child, Choice, History, KeptState, Lineage, MemberRecord, Plan, parent_of
 from tests.conformance.strategy import Life
 
 KEYS = ((10, 1), (13, 1))
@@ -18,14 +18,14 @@ def history():
     life = Life(3)
     before = life.evaluate().last
     after = life.evaluate()
-    seats = before.seats[:2]
-    kept = tuple(Kept(member=seat.member, generation=1, fitness=seat.fitness) for seat in seats)
-    return dataclasses.replace(after, kept=kept)
+    slots = before.slots[:2]
+    kept = tuple(KeptState(member=record.member, generation=1, fitness=record.fitness) for record in slots)
+    return dataclasses.replace(after, kept_states=kept)
 
 
 def choices(*parents):
     return [
-        Choice(parent=None, kept=parent, reason="back")
+        Choice(parent=None, kept_state=parent, reason="back")
         if isinstance(parent, tuple)
         else Choice(parent=parent, reason="-")
         for parent in parents
@@ -35,7 +35,7 @@ def choices(*parents):
 def test_a_history_with_kept_states_is_read_back_as_it_was(history):
     values = json.loads(json.dumps(history.to_json()))
     assert History.from_json(values) == history
-    assert tuple(kept.key for kept in history.kept) == KEYS
+    assert tuple(kept.key for kept in history.kept_states) == KEYS
 
 
 def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_with(history):
@@ -46,8 +46,8 @@ def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_w
     assert plan.parents == (0, None, None)
     assert plan.vacant == ()
     assert (one.index, one.parent, one.back_to, one.changes) == (100, 10, 1, {})
-    assert one.hyperparameters == history.kept[0].member.hyperparameters
-    lr = history.kept[1].member.hyperparameters.lr
+    assert one.hyperparameters == history.kept_states[0].member.hyperparameters
+    lr = history.kept_states[1].member.hyperparameters.lr
     assert (two.parent, two.back_to, two.changes["lr"], two.hyperparameters) == (13, 1, (lr, 0.123), other)
     said = json.loads(json.dumps(plan.to_json()))
     assert (said["keep"], said["drop"]) == ([0], [[10, 1]])
@@ -56,7 +56,7 @@ def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_w
 
 
 def test_whose_state_a_choice_takes(history):
-    assert parent_of(history, Choice(parent=None, kept=KEYS[1], reason="")) == history.kept[1].member
+    assert parent_of(history, Choice(parent=None, kept_state=KEYS[1], reason="")) == history.kept_states[1].member
     assert parent_of(history, Choice(parent=2, reason="")) == history.last.member(2)
     assert parent_of(history, Choice(parent=None, reason="")) is None
 
@@ -75,10 +75,10 @@ def test_whose_state_a_choice_takes(history):
     ],
 )
 def test_plans_that_cannot_be_carried_out_are_refused(history, parents, changes, rule):
-    seats = list(history.last.seats)
+    slots = list(history.last.slots)
     if parents[1] == 0:  # its member failed
-        seats[1] = dataclasses.replace(seats[1], fitness=None)
-        last = dataclasses.replace(history.last, seats=tuple(seats))
+        slots[1] = dataclasses.replace(slots[1], fitness=None)
+        last = dataclasses.replace(history.last, slots=tuple(slots))
         history = dataclasses.replace(history, generations=(*history.generations[:-1], last))
     with pytest.raises(ValueError, match=rule):
         Plan.from_choices(history, choices(*parents), **changes).check(history)
@@ -95,13 +95,13 @@ def test_fields_that_contradict_each_other_are_refused(history):
     with pytest.raises(ValueError, match=r"got none or both in \[1\]"):
         dataclasses.replace(plan, parents=(0, 0, 2))
     with pytest.raises(ValueError, match="a state is kept once"):
-        dataclasses.replace(history, kept=history.kept * 2)
+        dataclasses.replace(history, kept_states=history.kept_states * 2)
 
 
 def test_the_lineage_knows_the_generation_that_a_member_went_back_to(history):
-    members = [seat.member for seat in history.last.seats]
+    members = [record.member for record in history.last.slots]
     plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
-    lineage = Lineage.of_founders(members).extended(plan.children, generation=2)
+    lineage = Lineage.from_founders(members).with_children(plan.children, generation=2)
     assert [(birth.index, birth.back_to) for birth in lineage.path(100)] == [(10, None), (100, 1)]
     assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
     old = {name: value for name, value in members[0].to_json().items() if name != "back_to"}

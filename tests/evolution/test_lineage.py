@@ -28,9 +28,9 @@ def family():
     first = Hyperparameters(lr=2e-4)
     second = Hyperparameters(lr=4e-4, clip_coef=0.1)
     return (
-        Lineage.of_founders(founders(2))
-        .extended([child(2, 1, hyperparameters=first, changes={"lr": (1e-4, 2e-4)})], generation=1)
-        .extended(
+        Lineage.from_founders(founders(2))
+        .with_children([child(2, 1, hyperparameters=first, changes={"lr": (1e-4, 2e-4)})], generation=1)
+        .with_children(
             [
                 child(3, 2, hyperparameters=second, changes={"lr": (2e-4, 4e-4), "clip_coef": (0.2, 0.1)}),
                 child(4, 1, slot=1),
@@ -58,8 +58,8 @@ def test_changes_are_those_on_the_path_only_and_add_up_to_the_members_hyperparam
 
 
 def test_extending_leaves_the_old_lineage_as_it_was():
-    lineage = Lineage.of_founders(founders(1))
-    longer = lineage.extended([child(1, 0)], generation=1)
+    lineage = Lineage.from_founders(founders(1))
+    longer = lineage.with_children([child(1, 0)], generation=1)
     assert (len(lineage.births), len(longer.births)) == (1, 2)
 
 
@@ -69,13 +69,13 @@ def test_json_round_trip():
 
 
 def test_births_that_cannot_have_happened_are_refused():
-    lineage = Lineage.of_founders(founders(2))
+    lineage = Lineage.from_founders(founders(2))
     with pytest.raises(ValueError, match="second birth of index 1"):
-        lineage.extended([child(1, 0)], generation=1)
+        lineage.with_children([child(1, 0)], generation=1)
     with pytest.raises(ValueError, match="got parent 7 of 2"):
-        lineage.extended([child(2, 7)], generation=1)
+        lineage.with_children([child(2, 7)], generation=1)
     with pytest.raises(ValueError, match="got parent 5 of 0"):
-        Lineage.of_founders([MemberRecord(slot=0, index=0, parent=5, born=0, hyperparameters=BASE)])
+        Lineage.from_founders([MemberRecord(slot=0, index=0, parent=5, born=0, hyperparameters=BASE)])
     with pytest.raises(ValueError, match="no member has index 9: known are 0, 1"):
         lineage.ancestors(9)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution.founders import spread_members
+from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
@@ -306,7 +306,9 @@ class TestSteps:
 
 class TestSpread:
     def spread(self, size, *, defaults=None, space=SPACE, samples_per_step=64, seed=0):
-        return spread_members(defaults or Hyperparameters(), space, size, np.random.default_rng(seed), samples_per_step)
+        return spread_founders(
+            defaults or Hyperparameters(), space, size, np.random.default_rng(seed), samples_per_step
+        )
 
     def test_the_first_member_is_the_defaults_untouched_even_outside_the_space(self):
         defaults = Hyperparameters(lr=0.5, group_size=32)

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tests.trainer.simulated_training import Simulation, Surface, wrong_founders
 
 from evogrpo.evolution import Narrowing, strategy_from_json
 from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
+from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 
 
 class NarrowingTestCase(StrategyTestCase):
@@ -28,7 +28,7 @@ class TestNarrowingToOne(NarrowingTestCase):
 def test_members_get_fewer_and_each_learning_step_costs_the_same():
     life = Life(8, spread=3.0)
     list(TestNarrowing().follow(Narrowing(z=0.0), life, 30))
-    living = [len(each.seats) - len(each.empty) for each in life.generations]
+    living = [len(each.members) for each in life.generations]
     assert living[0] == 8
     assert living[-1] == 2
     assert all(after in (before, before / 2) for before, after in pairwise(living))

@@ -5,7 +5,7 @@ import numpy as np
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation, History, Seat
+from evogrpo.evolution.history import Generation, History, SlotRecord
 from evogrpo.evolution.lineage import Lineage, MemberRecord
 from evogrpo.evolution.strategies import Tournament
 
@@ -20,16 +20,16 @@ def surviving_founders(z, *, seed, size=8, generations=6):
     members = [
         MemberRecord(slot=i, index=i, parent=None, born=0, hyperparameters=Hyperparameters()) for i in range(size)
     ]
-    lineage = Lineage.of_founders(members)
+    lineage = Lineage.from_founders(members)
     for generation in range(generations):
         fitness = [Fitness.from_scores(rng.standard_normal(QUESTIONS).tolist()) for _ in members]
-        seats = (Seat(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
+        slots = (SlotRecord(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
         evaluated = Generation(
-            number=generation, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, seats=tuple(seats)
+            number=generation, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=tuple(slots)
         )
         history = History(space=SPACE, next_index=len(lineage.births), generations=(evaluated,))
         plan = Tournament(z=z).plan(history, rng)
-        lineage = lineage.extended(plan.children, generation=generation)
+        lineage = lineage.with_children(plan.children, generation=generation)
         for child in plan.children:
             members[child.slot] = MemberRecord(
                 slot=child.slot,

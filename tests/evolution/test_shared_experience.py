@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from tests.trainer.test_strategies import Life
 
 from evogrpo.evolution import Fixed, SharedExperience
-from evogrpo.evolution.shared_experience import sampling_by_rank, shared_experience
+from evogrpo.evolution.shared_experience import samples_by_rank, shared_experience
+from tests.evolution.test_strategies import Life
 
 REWARDS = {0: 3.0, 2: 5.0, 3: 3.0, 5: -1.0}
 
@@ -40,10 +40,10 @@ def test_members_learn_from_somebody_although_no_reward_applies(learn_from, unkn
     [
         ({"learn_from": "best"}, "unknown value of learn_from: 'best'"),
         ({"samplers": 3}, "unknown value of samplers: 3"),
-        ({"least_ess": 1.0}, r"must lie in \[0, 1\), got 1: 0 lets every source count"),
-        ({"least_ess": -0.1}, r"must lie in \[0, 1\)"),
-        ({"least_ess": math.nan}, "must be finite"),
-        ({"least_ess": "0.5"}, "must be a number"),
+        ({"min_ess": 1.0}, r"must lie in \[0, 1\), got 1: 0 lets every source count"),
+        ({"min_ess": -0.1}, r"must lie in \[0, 1\)"),
+        ({"min_ess": math.nan}, "must be finite"),
+        ({"min_ess": "0.5"}, "must be a number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
@@ -60,7 +60,7 @@ def test_what_stands_for_no_experience_is_refused(value):
 
 
 def test_names_and_settings_stand_for_the_same():
-    settings = {"learn_from": "all", "least_ess": 0.5, "samplers": "rank"}
+    settings = {"learn_from": "all", "min_ess": 0.5, "samplers": "rank"}
     assert shared_experience("own") is shared_experience(None) is None
     assert shared_experience("shared") == shared_experience({}) == SharedExperience()
     assert (
@@ -74,15 +74,15 @@ def test_names_and_settings_stand_for_the_same():
 def ranked(means, **life):
     """Return the plan of a strategy that keeps everybody, with samples by rank; and who is there."""
     history = Life(len(means), **life).evaluate()
-    seats = [
-        seat
-        if seat.fitness is None
-        else dataclasses.replace(seat, fitness=type(seat.fitness).from_scores([mean - 1, mean + 1]))
-        for seat, mean in zip(history.last.seats, means, strict=True)
+    slots = [
+        record
+        if record.fitness is None
+        else dataclasses.replace(record, fitness=type(record.fitness).from_scores([mean - 1, mean + 1]))
+        for record, mean in zip(history.last.slots, means, strict=True)
     ]
-    last = dataclasses.replace(history.last, seats=tuple(seats))
+    last = dataclasses.replace(history.last, slots=tuple(slots))
     history = dataclasses.replace(history, generations=(last,))
-    plan = sampling_by_rank(Fixed().plan(history, np.random.default_rng(0)), history)
+    plan = samples_by_rank(Fixed().plan(history, np.random.default_rng(0)), history)
     plan.check(history)  # whole groups, and no more in all than samples_per_step for each
     return plan, history.last
 
@@ -90,7 +90,7 @@ def ranked(means, **life):
 @pytest.mark.parametrize("means", [(1, 4, 2, 3), (0, 0, 0, 0), (-5, -1, 7, 7), (9, 8)])
 def test_better_members_sample_more_and_all_of_the_samples_are_dealt_out(means):
     plan, last = ranked(means)
-    sizes = [seat.member.hyperparameters.group_size for seat in last.seats]
+    sizes = [record.member.hyperparameters.group_size for record in last.slots]
     whole = last.samples_per_step * len(means)
     assert whole - sum(plan.samples) < min(sizes)
     order = sorted(range(len(means)), key=lambda slot: (-means[slot], slot))
@@ -105,4 +105,4 @@ def test_nobody_samples_where_nobody_lives_and_a_plan_that_says_who_samples_stay
     assert plan.samples[3] == 0
     size = last.member(0).hyperparameters.group_size
     own = dataclasses.replace(plan, samples=(size, 0, 0, 0))
-    assert sampling_by_rank(own, None) is own
+    assert samples_by_rank(own, None) is own

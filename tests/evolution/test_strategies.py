@@ -18,8 +18,8 @@ from evogrpo.evolution import (
     MutationOnly,
     Plan,
     RandomSearch,
-    Seat,
     SelectionOnly,
+    SlotRecord,
     Tournament,
     TruncationPBT,
     changes_between,
@@ -123,11 +123,11 @@ def got_better(history):
     """Whether a member earned more than it, or its parent, did the generation before, by more than a standard error."""
     if len(history.generations) < 2:
         return False
-    before = {seat.member.index: seat.fitness for seat in history.generations[-2].seats if seat.member}
+    before = {record.member.index: record.fitness for record in history.generations[-2].slots if record.member}
     pairs = [
-        (np.array(seat.fitness.scores), before.get(seat.member.index) or before.get(seat.member.parent))
-        for seat in history.last.seats
-        if seat.fitness
+        (np.array(record.fitness.scores), before.get(record.member.index) or before.get(record.member.parent))
+        for record in history.last.slots
+        if record.fitness
     ]
     differences = [now - np.array(then.scores) for now, then in pairs if then]
     return any(each.mean() > each.std(ddof=1) / len(each) ** 0.5 for each in differences)
@@ -258,8 +258,8 @@ class TestFixed(BuiltInTestCase):
 
     def test_it_prefers_no_healthy_member_when_replacing(self):
         history = Life(4, spread=3.0).evaluate()
-        seats = (dataclasses.replace(history.last.seats[0], fitness=None), *history.last.seats[1:])
-        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=seats),))
+        slots = (dataclasses.replace(history.last.slots[0], fitness=None), *history.last.slots[1:])
+        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
         parents = [self.strategy.plan(failed, np.random.default_rng(seed)).parents[0] for seed in range(60)]
         assert set(parents) == {1, 2, 3}
 
@@ -433,9 +433,9 @@ def test_choices_become_births_retirements_and_founders():
 def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
     """Slot 1 holds a member that failed, slot 3 nobody."""
     history = Life(4, empty=(3,)).evaluate()
-    seats = [*history.last.seats]
-    seats[1] = dataclasses.replace(seats[1], fitness=None)
-    last = dataclasses.replace(history.last, seats=tuple(seats))
+    slots = [*history.last.slots]
+    slots[1] = dataclasses.replace(slots[1], fitness=None)
+    last = dataclasses.replace(history.last, slots=tuple(slots))
     history = dataclasses.replace(history, generations=(last,))
     valid = {"generation": 1, "parents": (0, None, 2, None), "children": (), "reasons": ("",) * 4, "elite": 0}
     Plan(**valid).check(history)
@@ -457,9 +457,9 @@ def test_a_history_that_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match="must follow each other with equally many slots, got 1 of 3 after 2 of 3"):
         dataclasses.replace(first, generations=second.generations[::-1])
     with pytest.raises(ValueError, match="must come in slot order"):
-        dataclasses.replace(first.last, seats=first.last.seats[::-1])
+        dataclasses.replace(first.last, slots=first.last.slots[::-1])
     with pytest.raises(ValueError, match="a slot without a member has no fitness"):
-        Seat(fitness=first.last.seats[0].fitness)
-    empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, seats=(Seat(),))
+        SlotRecord(fitness=first.last.slots[0].fitness)
+    empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=(SlotRecord(),))
     with pytest.raises(ValueError, match="slot 0 held nobody in generation 4"):
         empty.member(0)

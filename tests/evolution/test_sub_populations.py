@@ -24,11 +24,11 @@ class TestMultiFrequencyThatGoesBack(StrategyTestCase):
 def ranked(life, order):
     """Return a history in which the members of these slots rank like this in the newest generation, the best first."""
     history = life.evaluate()
-    seats = list(history.last.seats)
+    slots = list(history.last.slots)
     for place, slot in enumerate(order):
         fitness = Fitness.from_scores([10.0 - place, 11.0 - place])
-        seats[slot] = dataclasses.replace(seats[slot], fitness=fitness)
-    last = dataclasses.replace(history.last, seats=tuple(seats))
+        slots[slot] = dataclasses.replace(slots[slot], fitness=fitness)
+    last = dataclasses.replace(history.last, slots=tuple(slots))
     life.generations = (*life.generations[:-1], last)
     return life.history
 
@@ -87,14 +87,14 @@ def test_a_migrant_to_the_fast_brings_all():
 def test_who_fails_is_replaced_whatever_the_interval():
     life, strategy = Life(8), MultiFrequency(intervals=(1, 5))
     history = ranked(life, (*FAST, *SLOW))
-    seats = list(history.last.seats)
-    seats[3] = dataclasses.replace(seats[3], fitness=None)
-    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=tuple(seats)),))
+    slots = list(history.last.slots)
+    slots[3] = dataclasses.replace(slots[3], fitness=None)
+    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=tuple(slots)),))
     assert strategy.plan(history, RNG).parents[3] == 1
     # With its whole sub-population failed, the best of all takes their places.
     for slot in SLOW:
-        seats[slot] = dataclasses.replace(seats[slot], fitness=None)
-    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=tuple(seats)),))
+        slots[slot] = dataclasses.replace(slots[slot], fitness=None)
+    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=tuple(slots)),))
     assert [strategy.plan(history, RNG).parents[slot] for slot in SLOW] == [0, 0, 0, 0]
 
 

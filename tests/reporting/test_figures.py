@@ -27,7 +27,7 @@ from evogrpo.reporting.figure_panels import (
 from evogrpo.reporting.response import responses
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import share_text
+from evogrpo.text import percent_text
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
 
@@ -231,7 +231,7 @@ def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
     expected = [(gain.gain, names.index(gain.value) if names else gain.value) for gain in found.gains]
     assert sorted(points_of(beside, "o")) == sorted(expected)
     assert sorted(x for x, _ in points_of(beside, "s")) == sorted(level.mean for level in found.levels)
-    assert beside.get_title(loc="left") in ("cannot tell", f"explains {share_text(found.share.share)}")
+    assert beside.get_title(loc="left") in ("cannot tell", f"explains {percent_text(found.share.share)}")
 
 
 @pytest.mark.parametrize("shape", [{"size": 12, "generations": 3, "failures": [(1, 3)]}, {"size": 2, "generations": 1}])

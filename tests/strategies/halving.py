@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, Draw, History, Mutation, Plan, Stateless, proposals
+from evogrpo.evolution import Choice, History, Mutation, Plan, Proposal, Stateless, proposals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Halving(Stateless):
             ]
             return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
         space = history.space.for_samples_per_step(first.samples_per_step)
-        born: dict[int, Draw] = {}
+        born: dict[int, Proposal] = {}
         choices = []
         for slot in range(history.capacity):
             if slot in ranked:

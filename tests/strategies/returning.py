@@ -22,10 +22,10 @@ class Returning:
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         last, healthy = history.last, healthy_slots(history.last.fitness)
         worst = min(healthy, key=lambda slot: (last.fitness[slot].mean, slot))
-        back = history.kept[0].key if history.kept else None
+        back = history.kept_states[0].key if history.kept_states else None
         self.returns += back is not None
         choices = [
-            Choice(parent=None, kept=back, reason=f"went back to #{back[0]}, return {self.returns}")
+            Choice(parent=None, kept_state=back, reason=f"went back to #{back[0]}, return {self.returns}")
             if back and (slot == worst or slot in last.failed)
             else Choice(parent=slot if slot in healthy else None, reason="kept" if slot in healthy else "failed")
             for slot in range(history.capacity)

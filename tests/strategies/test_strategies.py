@@ -16,7 +16,7 @@ class TestGaussianProcess(StrategyTestCase):
     def test_what_it_remembers_is_what_members_earned(self):
         strategy, life = self.make_strategy(), Life(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, life)]
-        earned = [seat.fitness for each in histories[-1].generations for seat in each.seats]
+        earned = [record.fitness for each in histories[-1].generations for record in each.slots]
         assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]
         assert strategy.failures == earned.count(None) > 0
 
@@ -39,9 +39,9 @@ class TestHalving(StrategyTestCase):
 
     def test_halves_retire_at_doubled_cost_until_all_slots_fill_again(self):
         history = [h for h, _ in self.follow(self.make_strategy(), Life(8, spread=3.0), 5)][-1]
-        living = [len(each.seats) - len(each.empty) for each in history.generations]
+        living = [len(each.members) for each in history.generations]
         assert living == [8, 4, 2, 1, 8]
         samples = [each.samples_per_step for each in history.generations]
         assert samples == [SAMPLES_PER_STEP * factor for factor in (1, 2, 4, 8, 1)]
-        founders = [seat.member.index for seat in history.last.seats if seat.member.parent is None]
+        founders = [record.member.index for record in history.last.slots if record.member.parent is None]
         assert len(founders) == 2  # who survived the round, and one that starts afresh

@@ -12,7 +12,7 @@ import pytest
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
-from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_members
+from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.reading import parse_config
@@ -42,7 +42,7 @@ def test_a_dataset_and_a_reward_are_enough():
     assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
     assert config.model == "smollm2-135m"
     assert config.schedule.generations == 10
-    founders = spread_members(
+    founders = spread_founders(
         config.hyperparameters, config.search_space, 4, np.random.default_rng(0), config.schedule.samples_per_step
     )
     rates = sorted(founder.lr for founder in founders)

@@ -10,7 +10,7 @@ from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.rollout.evaluation import answered, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
-from evogrpo.evolution.history import Kept
+from evogrpo.evolution.history import KeptState
 from evogrpo.reporting.descent import winner_of
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import FinalsReport
@@ -340,7 +340,7 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
     for report, stored in zip(generations, run.run_state.history, strict=True):
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
-        assert [seat.evaluation_tokens for seat in stored.seats] == each
+        assert [record.evaluation_tokens for record in stored.slots] == each
         total = report.evaluation.tokens
         assert sum(each) == total - spent or spent == 0  # the first total holds the untrained network's as well
         spent = total
@@ -425,7 +425,9 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
 def test_a_lucky_finalist_does_not_stay_the_best():
     lucky, good = Fitness.from_scores([1.0, 1.0, 1.0, 1.0]), Fitness.from_scores([0.9, 0.9, 0.9, 0.9])
     birth = step_population(1).agents[0].record()
-    finalists = [Kept(member=birth, generation=number, fitness=each) for number, each in enumerate((lucky, good), 1)]
+    finalists = [
+        KeptState(member=birth, generation=number, fitness=each) for number, each in enumerate((lucky, good), 1)
+    ]
     second = [Fitness.from_scores([0.2] * 8), Fitness.from_scores([0.8] * 8)]
     assert winner(finalists, second, pooled=True) == winner(finalists, second, pooled=False) == 1
     assert winner(finalists, [good, Fitness.from_scores([0.95, 0.95])], pooled=False) == 1

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import yaml
-from tests.trainer.simulated_training import Simulation, Surface, wrong_founders
 
 from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
@@ -16,6 +15,7 @@ from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.load_run import open_run
 from tests.cli.project import write_project
 from tests.conformance.strategy import SPACE, StrategyTestCase
+from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.halved import Gaussian, halved
 from tests.tiny_models import tiny_model
 from tests.tiny_training import finish, resumed_run, story, tiny_env, tiny_run

@@ -113,12 +113,13 @@ def test_the_history_is_what_the_reports_said(tmp_path):
         assert [generation.number for generation in each.run_state.history] == [1, 2, 3, 4]
     for generation, twin, report in zip(run.run_state.history, parts.run_state.history, reports, strict=True):
         assert (generation.samples_per_step, generation.steps_per_generation) == (8, 2)
-        assert [seat.fitness for seat in generation.seats] == [seat.fitness for seat in twin.seats]
-        for seat, member in zip(generation.seats, report.members, strict=True):
-            record = (seat.member.index, seat.member.parent, seat.member.born, seat.member.hyperparameters)
-            assert record == (member.index, member.parent, member.born, member.hyperparameters)
-            assert (seat.fitness.mean, seat.tokens, seat.seconds) == (member.fitness, member.tokens, member.seconds)
-            assert len(seat.fitness.scores) == 8
+        assert [record.fitness for record in generation.slots] == [record.fitness for record in twin.slots]
+        for record, member in zip(generation.slots, report.members, strict=True):
+            expected = (record.member.index, record.member.parent, record.member.born, record.member.hyperparameters)
+            assert expected == (member.index, member.parent, member.born, member.hyperparameters)
+            assert record.fitness.mean == member.fitness
+            assert (record.tokens, record.seconds) == (member.tokens, member.seconds)
+            assert len(record.fitness.scores) == 8
 
 
 # ---- retired and added members, and other budgets

@@ -18,7 +18,7 @@ from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population
 from tests.tiny_training import SPACE, equal_states, final_states, story, tiny_env, tiny_population
 from tests.training import test_multi_agent_runs as teams
 
-RANKED = SharedExperience(learn_from="all", least_ess=0.2, samplers="rank")
+RANKED = SharedExperience(learn_from="all", min_ess=0.2, samplers="rank")
 
 
 def language():

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
-from evogrpo.evolution.founders import like_earlier, spread_members
+from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.presets import packaged_values, with_sections
 from tests.algorithms.test_multi_agent import groups, population_for
@@ -86,7 +86,7 @@ def test_values_outside_the_space_are_moved_to_the_nearest_and_every_move_is_tol
         replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + place)
         for place in range(4)
     ]
-    founders, words = like_earlier(earlier, FIRST, SPACE, 8)
+    founders, words = warm_start_founders(earlier, FIRST, SPACE, 8)
     told = " ".join(words)
     for record in earlier:
         for name, parameter in SPACE.items():
@@ -106,11 +106,11 @@ def test_values_outside_the_space_are_moved_to_the_nearest_and_every_move_is_tol
 def test_the_rest_of_a_population_is_spread_and_without_founders_nothing_has_changed():
     given = (replace(FIRST, lr=2e-3), replace(FIRST, lr=3e-3))
     rng = np.random.default_rng
-    records = spread_members(FIRST, SPACE, 6, rng(1), 8, given)
+    records = spread_founders(FIRST, SPACE, 6, rng(1), 8, given)
     assert records[:2] == given
     assert len({record.lr for record in records}) == 6
-    assert spread_members(FIRST, SPACE, 1, rng(1), 8, given) == given[:1]
-    assert spread_members(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
+    assert spread_founders(FIRST, SPACE, 1, rng(1), 8, given) == given[:1]
+    assert spread_founders(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
 
 
 def test_a_population_begins_with_the_earlier_runs_best_and_with_weights_of_its_own(earlier):

@@ -262,14 +262,14 @@ class FilteredRows:
 
 
 def filter_by_sample_size(bank: PolicyBank, lessons: TrainingRows, learners: Mapping[int, Learner]) -> FilteredRows:
-    """Leave out what members would learn from sources whose effective sample size is below their `least_ess`.
+    """Leave out what members would learn from sources whose effective sample size is below their `min_ess`.
 
     Args:
         bank: Whose policies; nothing has been learnt yet.
         lessons: Of all members.
         learners: By slot.
     """
-    least = {slot: each.shared.least_ess for slot, each in learners.items() if each.shared is not None}
+    least = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
     outcomes, of_others = lessons.outcomes, lessons.of_others
     asked = torch.tensor([slot for slot, share in least.items() if share > 0], device=of_others.device)
     rows = (of_others & torch.isin(outcomes.member_ids, asked)).nonzero()[:, 0]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from evogrpo.evolution.children import Perturbation, checked_perturbation, perturbation_to_json, proposals
-from evogrpo.evolution.founders import anywhere
+from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, unselected
+from evogrpo.evolution.selection import Choice, no_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.evolution.strategies.tournament import Tournament
 
@@ -30,7 +30,7 @@ class Fixed(Stateless):
         last = history.last
         # A space that evolution would refuse is refused here too: an arm and its control take the same settings.
         history.space.for_samples_per_step(last.samples_per_step)
-        return Plan.from_choices(history, unselected(last, rng))
+        return Plan.from_choices(history, no_selection(last, rng))
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values: there are none."""
@@ -61,7 +61,7 @@ class MutationOnly(Stateless):
         """Mutate whom there is; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        choices, draws = list(unselected(last, rng)), {}
+        choices, draws = list(no_selection(last, rng)), {}
         for slot, choice in enumerate(choices):
             if choice.parent is None:
                 continue
@@ -94,11 +94,11 @@ class RandomSearch(Stateless):
         """Keep every healthy member; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        choices, draws = list(unselected(last, rng)), {}
+        choices, draws = list(no_selection(last, rng)), {}
         oldest = min(last.ranked, key=lambda slot: last.indices[slot])  # has the values that do not evolve
         for slot in last.failed:
             choices[slot] = Choice(parent=None, reason="a fresh founder: its predecessor failed")
-            draws[slot] = partial(anywhere, space, last.member(oldest).hyperparameters)
+            draws[slot] = partial(random_founder, space, last.member(oldest).hyperparameters)
         return Plan.from_choices(history, choices, draws, rng=rng)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import numpy as np
 
 from evogrpo.config.checks import flag, names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.backtracking import apply_backtracking
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan, parent_of
-from evogrpo.evolution.selection import Choice, truncation
+from evogrpo.evolution.selection import Choice, truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
 QUARTER = 0.25
@@ -71,23 +71,23 @@ class MultiFrequency(Stateless):
         space = history.space.for_samples_per_step(last.samples_per_step)
         groups = self._groups(history)
         ready = [last.number % interval == 0 for interval in self.intervals]
-        choices = list(truncation(last, QUARTER, rng, among=()))
+        choices = list(truncation_selection(last, QUARTER, rng, among=()))
         hosts: dict[int, MemberRecord] = {}
         for number, group in enumerate(groups):
-            inside = truncation(last, QUARTER, rng, among=group)
+            inside = truncation_selection(last, QUARTER, rng, among=group)
             for slot in group:
                 if ready[number] or slot in last.failed:
                     choices[slot] = inside[slot]
             if ready[number]:
                 hosts |= self._migrants(history, groups, number, choices)
-        states = backtracked(history, choices, allowed=self.backtrack)
-        draws: dict[int, Draw] = {}
+        states = apply_backtracking(history, choices, allowed=self.backtrack)
+        draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
             if parent is None or choice.parent == slot:
                 continue
             draws[slot] = proposals(self.mutation, history, parent, space)
-            if slot in hosts and choice.kept is None:
+            if slot in hosts and choice.kept_state is None:
                 host = hosts[slot]
                 draws[slot] = _unless_taken(host.hyperparameters, proposals(self.mutation, history, host, space))
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
@@ -95,7 +95,7 @@ class MultiFrequency(Stateless):
     def _groups(self, history: History) -> list[list[int]]:
         """Return the slots of each sub-population."""
         first = history.generations[0]
-        founders = sorted((seat.member.index, slot) for slot, seat in enumerate(first.seats) if seat.member is not None)
+        founders = sorted((member.index, member.slot) for member in first.members)
         count = max(1, min(len(self.intervals), len(founders) // 4))
         return [[slot for place, (_, slot) in enumerate(founders) if place % count == group] for group in range(count)]
 
@@ -129,7 +129,7 @@ class MultiFrequency(Stateless):
         }
 
 
-def _unless_taken(values: Hyperparameters, draw: Draw) -> Draw:
+def _unless_taken(values: Hyperparameters, draw: Proposal) -> Proposal:
     """Return what proposes these values first, and others where they are taken."""
     first = [values]
     return lambda rng: first.pop() if first else draw(rng)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from evogrpo.config.checks import finite_number, names_unknown, whole_between
-from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, stagnates, truncation
+from evogrpo.evolution.selection import Choice, has_stagnated, truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
@@ -67,18 +67,18 @@ class Narrowing(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Stop all but the best at a rung, and replace the worst of the rest."""
         first, last = history.generations[0], history.last
-        founders, living = (len(each.seats) - len(each.empty) for each in (first, last))
-        stuck = stagnates(history, self.z)
+        founders, living = len(first.members), len(last.members)
+        stuck = has_stagnated(history, self.z)
         rung = not stuck and (last.number - first.number + 1) % self.every == 0
         places = max(self.least, math.ceil(living / self.eta)) if rung else living
         kept = last.ranked[:places]
         samples = first.samples_per_step * self._times(founders, len(kept))
         space = history.space.for_samples_per_step(samples)
-        choices = list(truncation(last, self.quantile, rng, among=kept))
-        draws: dict[int, Draw] = {}
-        for slot, seat in enumerate(last.seats):
-            if seat.member is not None and slot not in kept:
-                why = "failed" if seat.fitness is None else f"not among the best {places}"
+        choices = list(truncation_selection(last, self.quantile, rng, among=kept))
+        draws: dict[int, Proposal] = {}
+        for slot, record in enumerate(last.slots):
+            if record.member is not None and slot not in kept:
+                why = "failed" if record.fitness is None else f"not among the best {places}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {why}")
             elif stuck and slot in last.ranked[1:]:
                 choices[slot] = Choice(parent=slot, reason="mutated in place: nobody got better")

@@ -119,11 +119,11 @@ class Replay(Stateless):
         last = history.last
         stage, steps = self.planned(last.number + 1)
         choices, changed = [], {}
-        for slot, seat in enumerate(last.seats):
-            if seat.member is None or seat.fitness is None:
-                choices.append(Choice(parent=None, reason="empty" if seat.member is None else "retired: failed"))
+        for slot, record in enumerate(last.slots):
+            if record.member is None or record.fitness is None:
+                choices.append(Choice(parent=None, reason="empty" if record.member is None else "retired: failed"))
                 continue
-            if seat.member.hyperparameters != stage.hyperparameters:
+            if record.member.hyperparameters != stage.hyperparameters:
                 changed[slot] = stage.hyperparameters
             reason = f"kept: stage of {stage.steps} learning steps" if slot not in changed else "next stage"
             choices.append(Choice(parent=slot, reason=reason))

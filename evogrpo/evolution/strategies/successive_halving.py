@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between
-from evogrpo.evolution.history import Generation, History
+from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, healthy_slots
 from evogrpo.evolution.strategies.strategy import Stateless
@@ -56,16 +56,16 @@ class SuccessiveHalving(Stateless):
         history.space.for_samples_per_step(first.samples_per_step)
         healthy_slots(last.fitness)
         done, rest = divmod(last.number - first.number + 1, self.every)
-        places = math.ceil(_living(first) / self.eta**done)
+        places = math.ceil(len(first.members) / self.eta**done)
         kept = last.ranked[:places]
         choices = []
-        for slot, seat in enumerate(last.seats):
-            if seat.member is None:
+        for slot, record in enumerate(last.slots):
+            if record.member is None:
                 choices.append(Choice(parent=None, reason="empty"))
             elif slot in kept:
                 choices.append(Choice(parent=slot, reason="kept: among the best" if rest == 0 else "kept: no rung yet"))
             else:
-                why = "failed" if seat.fitness is None else f"not among the best {places}"
+                why = "failed" if record.fitness is None else f"not among the best {places}"
                 choices.append(Choice(parent=None, reason=f"stopped: {why}"))
         steps, samples = self._budgets(history, len(kept))
         return Plan.from_choices(
@@ -79,16 +79,12 @@ class SuccessiveHalving(Stateless):
         """Return the steps of the next generation and the samples of its steps, for so many members."""
         first, last = history.generations[0], history.last
         if self.grow == "samples_per_step":  # a multiple, so that every group size still divides it
-            return last.steps_per_generation, first.samples_per_step * max(1, _living(first) // members)
+            return last.steps_per_generation, first.samples_per_step * max(1, len(first.members) // members)
         # What rounding has left over in one generation is spent in the next.
-        allowed = _living(first) * first.steps_per_generation * (len(history.generations) + 1)
-        spent = sum(_living(each) * each.steps_per_generation for each in history.generations)
+        allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
+        spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
         return max(1, (allowed - spent) // members), last.samples_per_step
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         return {"eta": self.eta, "every": self.every, "grow": self.grow}
-
-
-def _living(generation: Generation) -> int:
-    return len(generation.seats) - len(generation.empty)

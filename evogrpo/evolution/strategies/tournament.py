@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
-from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.backtracking import apply_backtracking
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan, parent_of
-from evogrpo.evolution.selection import Choice, best_slot, stagnates, tournament
+from evogrpo.evolution.selection import Choice, best_slot, has_stagnated, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
@@ -70,12 +70,12 @@ class Tournament(Stateless):
         choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, names=last.indices))
         if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
-        if self.explore_when_stuck and self.mutation is not None and stagnates(history, self.z):
+        if self.explore_when_stuck and self.mutation is not None and has_stagnated(history, self.z):
             for slot in last.ranked[1:]:
                 if choices[slot].parent == slot:
                     choices[slot] = Choice(parent=slot, reason="mutated in place: nobody got better")
-        states = backtracked(history, choices, allowed=self.backtrack)
-        draws: dict[int, Draw] = {}
+        states = apply_backtracking(history, choices, allowed=self.backtrack)
+        draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
             renewed = choice.parent != slot or choice.reason.startswith("mutated")

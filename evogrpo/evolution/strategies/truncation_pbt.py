@@ -9,19 +9,19 @@ import numpy as np
 from evogrpo.config.checks import finite_number, flag, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.backtracking import apply_backtracking
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import anywhere_in, neighbour, other_name, perturbed, share
+from evogrpo.evolution.mutation import mutate, neighbour, other_choice, share, uniform_value
 from evogrpo.evolution.plan import Plan, parent_of
-from evogrpo.evolution.selection import truncation
+from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class TruncationPBT(Stateless):
-    """Replace the worst by clones of the best, each with all its hyperparameters perturbed, whatever the noise.
+    """Replace the worst by clones of the best, each with all its hyperparameters mutate, whatever the noise.
 
     The semantics are those of Ray Tune's synchronous PopulationBasedTraining, so that the two can be compared: every
     evolving hyperparameter of a clone is drawn anew or multiplied by one of `factors`; ladders move one rung. Where Ray
@@ -73,8 +73,8 @@ class TruncationPBT(Stateless):
         """Replace the worst and whoever failed; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        states = backtracked(history, truncation(last, self.quantile, rng), allowed=self.backtrack)
-        draws: dict[int, Draw] = {}
+        states = apply_backtracking(history, truncation_selection(last, self.quantile, rng), allowed=self.backtrack)
+        draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
             if parent is not None and choice.parent != slot:
@@ -90,15 +90,15 @@ class TruncationPBT(Stateless):
         def moved(column: int, name: str) -> Value:
             anew, way, fraction = (float(draw) for draw in draws[:, column])
             if is_categorical(name):
-                return other_name(space[name], getattr(hyperparameters, name), fraction)
+                return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
             if anew < self.resample:
-                drawn = anywhere_in(name, space[name], fraction)
+                drawn = uniform_value(name, space[name], fraction)
                 if drawn != value:
                     return drawn
             return self._multiplied(space[name], value, self.factors[int(way < 0.5)], integer=is_integer(name))
 
-        return perturbed(hyperparameters, space, moved, draws[2])
+        return mutate(hyperparameters, space, moved, draws[2])
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
         """Multiply inside the range; where that would not move a number, take a step."""

@@ -12,7 +12,7 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import OnRewardError, check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
-from evogrpo.text import counted, number_text
+from evogrpo.text import number_text, pluralize
 from evogrpo.training.configuration.user_code import load_named, read_hub, read_rows
 
 Messages = tuple[Mapping[str, str], ...]
@@ -58,7 +58,7 @@ class QuestionTask(ABC):
         """Return where rewards are computed and what stops them, where that has been set."""
         parts = []
         if self.reward_workers is not None:
-            parts.append(counted(self.reward_workers, "worker process", "es"))
+            parts.append(pluralize(self.reward_workers, "worker process", "es"))
         if self.reward_timeout is not None:
             parts.append(f"at most {number_text(self.reward_timeout)} s a call")
         if self.on_reward_error == "exclude":

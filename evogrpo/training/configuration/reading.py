@@ -14,7 +14,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.config.synonyms import counterpart
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.founders import like_earlier
+from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import Precision
 from evogrpo.reporting.descent import best_hyperparameters
@@ -173,7 +173,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
-        (first, *_), _ = like_earlier(config.founders, config.hyperparameters, config.search_space, samples)
+        (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
         config = replace(config, hyperparameters=first)
     if config.experience is not None and "population.size" not in config.auto:
         config.experience.check_size(config.population.size)

@@ -11,7 +11,7 @@ import yaml
 
 from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
 from evogrpo.config.synonyms import close_match, counterpart
-from evogrpo.safe_parsing import BoundedLoader, bounded_yaml
+from evogrpo.safe_parsing import BoundedLoader, load_yaml
 
 
 class _StrictLoader(BoundedLoader):
@@ -49,7 +49,7 @@ def read_yaml(text: str, where: str) -> Any:
     Raises:
         ValueError: If it is not YAML, more than is bearable, or a key stands twice; with the line.
     """
-    return bounded_yaml(text, where, _StrictLoader)
+    return load_yaml(text, where, _StrictLoader)
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:

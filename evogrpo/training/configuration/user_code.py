@@ -18,7 +18,7 @@ from evogrpo.evolution.children import defined
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.installing import extra_command
-from evogrpo.references import USER_MODULE, is_found, reference_to
+from evogrpo.references import USER_MODULE_PREFIX, is_importable, reference_to
 from evogrpo.safe_parsing import dump_json, load_json
 
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -172,7 +172,7 @@ def _run_file(path: Path, what: str) -> ModuleType:
     # One name for one state of one file: two functions of it live in the same module, where worker processes that are
     # sent them look them up, and files of the same name do not replace each other.
     state = f"{path.resolve()} {path.stat().st_mtime_ns}"
-    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+    name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -292,7 +292,7 @@ def check_resumable(strategy: Strategy) -> None:
     """
     kind, record, mutation = type(strategy), strategy_record(strategy), _own_mutation(strategy)
     for what, thing in (("class of a strategy", kind), ("mutation of a strategy", mutation)):
-        if thing is not None and not is_found(thing):
+        if thing is not None and not is_importable(thing):
             raise ValueError(
                 f"the {what} must be found by its name when the run is resumed, got {reference_to(thing)}: define it "
                 "at the top of a module of its own and import it from there, or leave run_dir out"

@@ -385,7 +385,7 @@ class RunDisplay:
         trainer, schedule = self._trainer, self._trainer.schedule
         progress = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
-        if not progress.begun and trainer.fitness.asks:
+        if not progress.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.words.untrained}")
         if trainer.finished():
             return Text(f"testing on {self._trainer.stages.questions('test')} {self.words.questions}")
@@ -400,7 +400,7 @@ class RunDisplay:
 def baseline_text(baseline: Fitness, config: FitnessConfig, words: Words) -> str:
     """Say what the untrained base earned, or in its place the founders in the first learning step."""
     score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
-    if not config.asks:
+    if not config.uses_validation:
         return f"first learning step: mean reward {score} over {count} {words.questions}, before anything is learnt"
     sampled = ", sampled" if config.sampled else ""
     return f"{words.untrained}: fitness {score} on {count} validation {words.questions}{sampled}"

@@ -7,7 +7,7 @@ from typing import Any
 from evogrpo.algorithms.population import Population
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, ahead
-from evogrpo.evolution.history import Kept
+from evogrpo.evolution.history import KeptState
 from evogrpo.reporting.results import Finalist, FinalsReport
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
@@ -36,7 +36,7 @@ def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
     return tuple(range(size - config.second_set, size))
 
 
-def enlist(run_state: RunState, kept: Kept, state: object, most: int) -> None:
+def enlist(run_state: RunState, kept: KeptState, state: object, most: int) -> None:
     """Keep a generation's best among the finalists, and forget the worst of them if there are too many now."""
     finalists = run_state.finalists
     finalists.keep(kept, state)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def enlist(run_state: RunState, kept: Kept, state: object, most: int) -> None:
         finalists.drop([worst.key])
 
 
-def winner(finalists: Sequence[Kept], second: Sequence[Fitness], *, pooled: bool) -> int:
+def winner(finalists: Sequence[KeptState], second: Sequence[Fitness], *, pooled: bool) -> int:
     """Return the place of the best finalist: by all its answers, or by those on the second set alone.
 
     Args:
@@ -78,7 +78,7 @@ class BestTracker:
         self, population: Population, run_state: RunState, config: FitnessConfig, run_dir: RunDir | None
     ) -> None:
         self._population, self._run_state, self._config, self._run_dir = population, run_state, config, run_dir
-        self._by = config.asking if config.asks else config.selecting
+        self._by = config.validation_measure if config.uses_validation else config.selection_measure
 
     def contest(self, measured: Mapping[int, Measured]) -> int:
         """Let the best of a generation be the best ever if it is, and a finalist; return its slot."""
@@ -97,7 +97,7 @@ class BestTracker:
         if self._config.second_set:
             enlist(
                 run_state,
-                Kept(member=agent.record(), generation=run_state.generation, fitness=fitness),
+                KeptState(member=agent.record(), generation=run_state.generation, fitness=fitness),
                 state,
                 self._config.finalists,
             )
@@ -111,7 +111,7 @@ class BestTracker:
     def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalsReport:
         """Crown the best of the finalists, by what they earned on the second set."""
         run_state, finalists = self._run_state, self._run_state.finalists.seen
-        place = winner(finalists, second, pooled=self._config.asks)
+        place = winner(finalists, second, pooled=self._config.uses_validation)
         chosen = finalists[place]
         best = Best(
             index=chosen.member.index,
@@ -140,7 +140,7 @@ class BestTracker:
                 )
                 for each, again in zip(finalists, second, strict=True)
             ),
-            measure=self._config.asking,
+            measure=self._config.validation_measure,
             cost=cost,
         )
 

@@ -111,7 +111,7 @@ def measure(
     """
     earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
-    if config.selecting == ROLLOUTS and len(rollouts) < len(earned):
+    if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
         raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
     slots = _asked(config, rollouts, list(earned))
@@ -124,7 +124,7 @@ def measure(
     costs = shared_out(assessed.tokens, population.executor.processes.now() - began)
     measured = {}
     for slot in earned:
-        answers = {config.asking: assessed.fitness[slot]} if slot in slots else {}
+        answers = {config.validation_measure: assessed.fitness[slot]} if slot in slots else {}
         trained = {ROLLOUTS: rollouts[slot]} if slot in rollouts else {}
         measured[slot] = Measured(
             by={**answers, **trained},
@@ -134,7 +134,7 @@ def measure(
     for cost in costs.values():
         run_state.add_evaluation(cost)
     for agent in population.agents:  # only now: an evaluation that is abandoned has changed nothing
-        agent.fitness = measured[agent.slot].by[config.selecting] if agent.slot in measured else None
+        agent.fitness = measured[agent.slot].by[config.selection_measure] if agent.slot in measured else None
     return measured
 
 
@@ -148,7 +148,7 @@ def _asked(config: FitnessConfig, rollouts: Mapping[int, Fitness], healthy: Sequ
     """Return the slots that are asked validation questions."""
     if config.by == "validation":
         return list(healthy)
-    return candidates(rollouts, config.z, config.candidates) if config.asks else []
+    return candidates(rollouts, config.z, config.candidates) if config.uses_validation else []
 
 
 def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.shared_experience import SharedExperience, sampling_by_rank
+from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
@@ -92,7 +92,7 @@ class Planner:
             if self._experience is None:
                 _check_samples(plan)
             elif self._experience.samplers == "rank":
-                plan = sampling_by_rank(plan, self._population.history(self._run_state.history))
+                plan = samples_by_rank(plan, self._population.history(self._run_state.history))
         except (Exception, SystemExit) as error:
             self._strategy.load_state(remembered)  # what it noted half-way is forgotten
             name = type(self._strategy).__name__

@@ -6,7 +6,7 @@ from typing import Any
 
 from evogrpo.algorithms.population import Population
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
-from evogrpo.evolution.history import Generation, Seat
+from evogrpo.evolution.history import Generation, SlotRecord
 from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.reporting.results import BestMember, Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost
@@ -22,10 +22,10 @@ def generation_of(population: Population, run_state: RunState, measured: Mapping
         number=run_state.generation,
         samples_per_step=run_state.samples_per_step,
         steps_per_generation=run_state.steps_per_generation,
-        seats=tuple(
-            Seat()
+        slots=tuple(
+            SlotRecord()
             if agent.retired
-            else Seat(
+            else SlotRecord(
                 member=agent.record(),
                 fitness=agent.fitness,
                 tokens=run_state.member_tokens[agent.slot],
@@ -176,11 +176,11 @@ def result_of(
 
 
 def _best_member(best: Best, history: Sequence[Generation]) -> BestMember:
-    seats = (seat.member for generation in history if generation.number == best.generation for seat in generation.seats)
+    members = (member for each in history if each.number == best.generation for member in each.members)
     return BestMember(
         index=best.index,
         generation=best.generation,
         fitness=estimate(best.fitness),
         second=None if best.second is None else estimate(best.second),
-        hyperparameters=next(member.hyperparameters for member in seats if member and member.index == best.index),
+        hyperparameters=next(member.hyperparameters for member in members if member.index == best.index),
     )

@@ -241,8 +241,8 @@ class RunState:
         whole_between("members", self.members, 1, MOST_SAMPLES)
         for name in ("generation", "step", "step_in_generation", "tokens", "timesteps", "evaluation_tokens", "finals"):
             whole_between(name, getattr(self, name), 0)
-        if any(len(each.seats) != self.members for each in self.history):
-            raise ValueError(f"each generation must have a seat for each of {self.members} slots")
+        if any(len(each.slots) != self.members for each in self.history):
+            raise ValueError(f"each generation must have one entry for each of {self.members} slots")
         numbers = [each.number for each in self.history]
         if numbers != list(range(self.generation - len(numbers) + 1, self.generation + 1)):
             raise ValueError(f"generations must follow each other up to {self.generation}, got {numbers}")

@@ -154,7 +154,7 @@ class Stages:
     def can_evaluate(self) -> bool:
         """Whether the generation under way says enough of every healthy member to select by."""
         slots = [agent.slot for agent in self.population.healthy]
-        return self.fitness.selecting != ROLLOUTS or all(rollouts_of(self.run_state, slot) for slot in slots)
+        return self.fitness.selection_measure != ROLLOUTS or all(rollouts_of(self.run_state, slot) for slot in slots)
 
     def overstepped(self) -> str | None:
         """Return in words which limit another learning step and its evaluation would overstep; None if none."""

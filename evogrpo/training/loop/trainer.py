@@ -18,7 +18,7 @@ from evogrpo.interruption import Interrupted, raise_exit_error
 from evogrpo.reporting.records import GenerationReport, Report, TestReport
 from evogrpo.reporting.results import Result
 from evogrpo.reporting.step_records import EvaluationCost, StepReport
-from evogrpo.text import counted
+from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.best_tracker import BestTracker, check_second_set
 from evogrpo.training.loop.evaluation import (
@@ -99,7 +99,7 @@ class Trainer:
         self.run_state = run_state or RunState(members=len(population))
         schedule.check_counted(plays=population.plays)
         self.experience = experience
-        if self.fitness.selecting == ROLLOUTS:
+        if self.fitness.selection_measure == ROLLOUTS:
             check_starts(population, schedule, experience)
         self.stages = Stages(population, env, schedule, self.run_state, self.fitness, experience)
         check_second_set(env, self.fitness)
@@ -240,7 +240,7 @@ class Trainer:
         """End the run amid a generation, without its evaluation."""
         self._given_up = True
         steps = self.run_state.step_in_generation
-        warn(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as {why}")
+        warn(f"what the last {pluralize(steps, 'learning step')} taught was not evaluated, as {why}")
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
@@ -285,8 +285,8 @@ class Trainer:
         if run_state.begun:
             if before != run_state.threads:
                 warn(
-                    f"The run began with {counted(before, 'thread')} and goes on with {run_state.threads}, so results "
-                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
+                    f"The run began with {pluralize(before, 'thread')} and goes on with {run_state.threads}, so "
+                    f"results are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             threads = {"threads": run_state.threads} if before != run_state.threads else {}
@@ -296,7 +296,7 @@ class Trainer:
             return
         self._book.save()
         self._begin()
-        if not self.fitness.asks:  # the first learning step will tell
+        if not self.fitness.uses_validation:  # the first learning step will tell
             return
         try:
             run_state.baseline = self.stages.baseline()
@@ -304,7 +304,9 @@ class Trainer:
             self.stages.clock.end()
             return
         self.stages.clock.tick()
-        self._book.report(baseline_report(run_state.baseline, measure=self.fitness.asking, cost=run_state.evaluation))
+        self._book.report(
+            baseline_report(run_state.baseline, measure=self.fitness.validation_measure, cost=run_state.evaluation)
+        )
         self._book.save()
 
     def _begin(self) -> None:
@@ -368,7 +370,7 @@ class Trainer:
         self.stages.clock.tick()
         seconds, most = self.stages.clock.now() - began, self._book.completions
         closed = close_step(self.population, self.run_state, collected, learned, seconds, most)
-        if closed.report.step == 0 and not self.fitness.asks:
+        if closed.report.step == 0 and not self.fitness.uses_validation:
             self.run_state.baseline = first_step(self.run_state)
             if self.run_state.baseline is not None:
                 self._book.report(baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
@@ -440,7 +442,7 @@ class Trainer:
         except OutOfTime:
             warn("the test is left out, as no time was left for it: give max_seconds more")
             return
-        self._tested = test_report(best.index, before, after, measure=self.fitness.asking, cost=cost)
+        self._tested = test_report(best.index, before, after, measure=self.fitness.validation_measure, cost=cost)
         self._book.test(self._tested)
         yield self._tested
 

@@ -12,7 +12,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
-from evogrpo.text import counted, duration_text
+from evogrpo.text import duration_text, pluralize
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.loop.planner import sources_of
@@ -149,7 +149,7 @@ def _measured_step(
 def _remark(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
     schedule = chosen.schedule
     texts = {
-        "population.size": counted(chosen.population.size, "member"),
+        "population.size": pluralize(chosen.population.size, "member"),
         "schedule.samples_per_step": f"{schedule.samples_per_step} episodes a step",
         "hyperparameters.group_size": f"in groups of {chosen.hyperparameters.group_size}",
         "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",

@@ -29,7 +29,7 @@ from evogrpo.models.language.quantised import PACKAGES, check_quantised
 from evogrpo.models.language.targets import Trained, choose_targets
 from evogrpo.models.language.token_model import check_context
 from evogrpo.storage.checkpoint import CheckpointError, read_record
-from evogrpo.text import counted
+from evogrpo.text import pluralize
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
@@ -83,7 +83,7 @@ class PreparedLanguage:
             "model": f"{self.model} on {self.device} in {config.precision}{self._in_parts()}",
             **({"adapters": f"train {told}"} if told else {}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
-            "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
+            "population": f"{pluralize(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
 

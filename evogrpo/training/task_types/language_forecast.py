@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
-from evogrpo.evolution.shared_experience import others_at_most
+from evogrpo.evolution.shared_experience import max_sources
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.fsdp import gathered_parameters, parameters_per_rank, shard_count
 from evogrpo.models.language.loading import own_precision
@@ -17,7 +17,7 @@ from evogrpo.models.language.lora import Target
 from evogrpo.models.language.quantised import PACKAGES, bytes_of
 from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import learning_bytes, sampling_bytes
-from evogrpo.text import count_text, counted, number_text, shorten
+from evogrpo.text import count_text, number_text, pluralize, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
@@ -99,7 +99,7 @@ class LanguageForecast:
         tokens = f"at most {count_text(self.tokens_per_step)} a learning step"
         if self.tokens is not None:
             tokens += f", {count_text(self.tokens)} in all"
-        steps = counted(most, "step") if fewest == most else f"{fewest} to {counted(most, 'step')}"
+        steps = pluralize(most, "step") if fewest == most else f"{fewest} to {pluralize(most, 'step')}"
         fetched = f"{bytes_text(self.fetched)} of other processes' parts for each pass, and for each token written"
         written, form = config.logging.completions, config.logging.completions_format
         return {
@@ -184,7 +184,7 @@ def forecast_of(
 
 def _ids(tokens: Sequence[int]) -> str:
     first = " ".join(map(str, tokens[:12]))
-    return f"{counted(len(tokens), 'token')}: {first}{' …' if len(tokens) > 12 else ''}"
+    return f"{pluralize(len(tokens), 'token')}: {first}{' …' if len(tokens) > 12 else ''}"
 
 
 def _earned(trial: Preflight) -> str:
@@ -202,8 +202,8 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     # A group cut in two by the end of an optimizer step runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
     if config.experience is not None:  # and one pass over others' samples tells how near they are
-        others = others_at_most(config.experience, config.population.size)
-        updates += others * (updates + (groups * longest + completions if config.experience.least_ess else 0))
+        others = max_sources(config.experience, config.population.size)
+        updates += others * (updates + (groups * longest + completions if config.experience.min_ess else 0))
     reference = (
         groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
     )
@@ -285,7 +285,7 @@ def peak_memory(
 def _micro_batches(wanted: int | None, device: str) -> str:
     if wanted is None and device.startswith("cuda"):
         return f"as many tokens as fit into memory, {count_text(DEFAULT_MICRO_BATCH_TOKENS)} assumed below"
-    return f"at most {counted(wanted or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
+    return f"at most {pluralize(wanted or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
 
 
 def _memory_row(memory: Memory, size: int) -> str:

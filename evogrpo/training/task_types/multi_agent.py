@@ -17,8 +17,8 @@ from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
-from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.text import count_text, counted
+from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import ParallelTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
@@ -127,7 +127,7 @@ class PreparedTeam:
             f"{'all agents earn' if config.task.credit == 'team' else 'it earns itself'}"
             f"{', told who it is' if config.task.agent_ids else ''}",
             "policies": "; ".join(policies),
-            "population": f"{counted(config.population.size, 'member')}, each "
+            "population": f"{pluralize(config.population.size, 'member')}, each "
             f"{'a network' if len(specs) == 1 else f'{len(specs)} networks'} "
             f"({self.words.network}, {count_text(self.parameters)} parameters in all) on {self.device}",
             "observations": f"{self.words.observations}{normalised_text(config.agent)}",
@@ -156,7 +156,7 @@ class PreparedTeam:
                 samples=config.schedule.samples_per_step,
                 validation=rounds.validation,
                 parameters=self.parameters,
-                others=others_at_most(config.experience, config.population.size),
+                others=max_sources(config.experience, config.population.size),
             ).with_kept(kept_size(config.strategy, config.population.size, state_size(self.parameters))),
         )
 
@@ -209,7 +209,7 @@ class MultiAgentTask:
             samples=schedule.samples_per_step,
             validation=limited(env.size("validation"), schedule.validation_questions),
             parameters=parameters_of(population.executor.members.banks.state(0)),
-            others=others_at_most(experience, len(population)),
+            others=max_sources(experience, len(population)),
         )
 
     def film(

@@ -18,9 +18,9 @@ from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import leaf_spaces
-from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
+from evogrpo.evolution.shared_experience import SharedExperience, max_sources
 from evogrpo.models.networks.networks import Encoding
-from evogrpo.text import count_text, counted
+from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
@@ -130,7 +130,7 @@ class NetworkForecast:
             "samples": samples_row(config, "episodes"),
             "groups": self.rounds.groups_row(),
             "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}",
-            "optimizer": f"at most {counted(most, 'step')} per member and learning step",
+            "optimizer": f"at most {pluralize(most, 'step')} per member and learning step",
             "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
             "memory": memory_row(self.need),
@@ -182,7 +182,7 @@ class PreparedNetworks:
         return {
             "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut}",
             **noise,
-            "population": f"{counted(config.population.size, 'member')}, each a network "
+            "population": f"{pluralize(config.population.size, 'member')}, each a network "
             f"({self.words.network}, {count_text(self.parameters)} parameters) on {self.device}",
             "observations": f"{self.words.observations}{normalised_text(config.agent)}",
             "actions": self.words.actions,
@@ -297,7 +297,7 @@ def _need(
         samples=schedule.samples_per_step,
         validation=limited(env.size("validation"), schedule.validation_questions),
         parameters=parameters,
-        others=others_at_most(experience, members),
+        others=max_sources(experience, members),
     )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo.storage.atomic_files import sweep
-from evogrpo.storage.lock import LOCK, Claim
+from evogrpo.storage.atomic_files import remove_temporary_files
+from evogrpo.storage.lock import LOCK, DirectoryLock
 
-HOLD = "import pathlib, sys; from evogrpo.storage.lock import Claim; c = Claim(pathlib.Path(sys.argv[1])); "
+HOLD = "import sys, pathlib; from evogrpo.storage import lock; c = lock.DirectoryLock(pathlib.Path(sys.argv[1])); "
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -34,25 +34,25 @@ def holder(tmp_path):
 
 def test_a_folder_that_another_process_writes_into_is_refused_until_that_is_gone(tmp_path, holder):
     with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on '.+': wait until it has ended"):
-        Claim(tmp_path)
+        DirectoryLock(tmp_path)
     holder.send_signal(signal.SIGSTOP)  # one that sleeps will wake up
     with pytest.raises(ValueError, match=f"process {holder.pid}"):
-        Claim(tmp_path)
+        DirectoryLock(tmp_path)
     holder.kill()
     holder.wait()
-    Claim(tmp_path).check()
+    DirectoryLock(tmp_path).check()
 
 
 def test_what_a_lock_file_says_is_not_believed(tmp_path, holder):
     for said in ("", "[1, 2]", '{"pid": "x"}', "\x1b[31m" * 1000):
         (tmp_path / LOCK).write_text(said)
         with pytest.raises(ValueError, match=f"{tmp_path.name} is in use by another process: "):
-            Claim(tmp_path)
+            DirectoryLock(tmp_path)
 
 
 def test_within_a_process_the_right_passes_on(tmp_path):
-    first = Claim(tmp_path)
-    second = Claim(tmp_path)
+    first = DirectoryLock(tmp_path)
+    second = DirectoryLock(tmp_path)
     assert first.lost
     second.check()
     with pytest.raises(ValueError, match="opened again"):
@@ -66,12 +66,12 @@ def test_within_a_process_the_right_passes_on(tmp_path):
 
 @pytest.mark.parametrize("let_go", ["release", "drop"])
 def test_what_is_let_go_of_is_free(tmp_path, let_go):
-    claim = Claim(tmp_path)
+    lock = DirectoryLock(tmp_path)
     if let_go == "release":
-        claim.release()
-        claim.release()
-        assert claim.lost
-    del claim
+        lock.release()
+        lock.release()
+        assert lock.lost
+    del lock
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], env=ENVIRONMENT, check=True)
 
 
@@ -87,17 +87,17 @@ def test_what_lies_in_the_place_of_the_lock_is_not_followed_or_taken_for_one(tmp
     else:
         (folder / LOCK).mkdir()
     with pytest.raises(OSError, match=r"\.lock is no plain file"):
-        Claim(folder)
+        DirectoryLock(folder)
     assert (tmp_path / "precious").read_text() == "kept"
 
 
 def test_a_claim_is_withdrawn_without_a_trace_unless_something_was_written(tmp_path):
-    Claim(tmp_path).withdraw()
+    DirectoryLock(tmp_path).withdraw()
     assert list(tmp_path.iterdir()) == []
-    claim = Claim(tmp_path)
+    lock = DirectoryLock(tmp_path)
     (tmp_path / "file").touch()
-    claim.withdraw()
-    assert claim.lost
+    lock.withdraw()
+    assert lock.lost
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [LOCK, "file"]
 
 
@@ -105,6 +105,6 @@ def test_a_sweep_removes_what_killed_writes_left_and_nothing_else(tmp_path):
     kept = ["step-000001.jsonl", ".step-1.temporary", "notes.temporary", ".hidden"]
     for name in (*kept, ".step-000002.jsonl.4711.temporary", ".config.yaml.1.temporary"):
         (tmp_path / name).write_text("")
-    sweep(tmp_path)
-    sweep(tmp_path / "missing")
+    remove_temporary_files(tmp_path)
+    remove_temporary_files(tmp_path / "missing")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(kept)
