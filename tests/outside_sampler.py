@@ -1,6 +1,6 @@
 """A sampler that an outsider might write: another process that holds PEFT adapters and samples with transformers.
 
-It is built on nothing but the protocol: `Sampler.sample(rows) -> Rollout` and `Sampler.sync(changed)`.
+It is built on nothing but the protocol: `Sampler.sample(rows) -> Rollout` and `Sampler.sync(slots)`.
 """
 
 import multiprocessing
@@ -33,9 +33,9 @@ class GenerateSampler:
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = started(_serve, theirs, str(folder), dtype, daemon=True)
 
-    def sync(self, changed: "list[int]") -> None:
-        self.loaded.append(list(changed))
-        for slot in changed:
+    def sync(self, slots: "list[int]") -> None:
+        self.loaded.append(list(slots))
+        for slot in slots:
             path = self._folder / f"slot_{slot}"
             self._population.agents[slot].save_checkpoint(path, replace=True)
             self._ask("load", slot, str(path))

@@ -183,7 +183,7 @@ def test_networks_larger_than_memory_are_refused_before_they_are_made():
         {"network": NetworkConfig(hidden=(65_536,) * 64)},
         {"network": NetworkConfig(hidden=(50_000,) * 40)},
     ):
-        with pytest.raises(ValueError, match=r"GB would be needed.*the networks of 1 members with [\d,]+ weights each"):
+        with pytest.raises(ValueError, match="networks of 1 members"):
             GRPO(**spaces, **options)
     with pytest.raises(ValueError, match="the networks of 100000 members"):
         GRPO.population(100_000, **spaces, network=NetworkConfig(hidden=(4096, 4096)))

@@ -1,4 +1,4 @@
-"""PolicyBank and Sampler protocols: weights of all members, and what samples with them."""
+"""PolicyBank and Sampler protocols: the weights of all members, and sampling with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,23 +11,20 @@ from evogrpo.data import Batch, Rollout, SamplingBatch, UpdateReport
 
 
 class Sampler(Protocol):
-    """Whatever samples completions for members: their bank, or an engine that holds copies of their weights."""
+    """Generates completions, either in-process (the bank) or through an external engine such as vLLM."""
 
     def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
-        """Sample one completion for each row, in the order of the rows; the tensors may be on any device.
+        """Sample one completion per row, in the order of the rows; tensors may be on any device.
 
         Args:
-            rows: Which member completes which prompt, and from how much of the distribution (`rows.options`): what is
-                left out is not drawn, and the log-probabilities are those of what is left.
-            base: Sample from the untrained base, whatever `rows.member_ids` says.
+            rows: Prompts, member of each row, and sampling options. Log-probabilities are those of the truncated and
+                rescaled distribution that `rows.options` describes.
+            base: Sample from the untrained base model and ignore `rows.member_ids`.
         """
         ...
 
-    def sync(self, changed: Sequence[int]) -> None:
-        """Be told, before it samples again, which slots' weights have changed since it was last told.
-
-        An engine with copies of its own loads these members again.
-        """
+    def sync(self, slots: Sequence[int]) -> None:
+        """Reload the weights of these slots. Called before sampling whenever weights have changed."""
         ...
 
 
@@ -38,27 +35,26 @@ With `update(..., reference_distributions=...)` a fourth argument follows: diver
 0 where masked."""
 
 PolicyVersion = Literal["weights", "reference", "base"]
-"""What members are, what beta holds them to, or the untrained policy that all share."""
+"""The members' current weights, the reference policy of the KL term, or the untrained base policy."""
 
 TrainState = dict[str, Tensor]
-"""Everything a member has learnt: weights, optimiser moments, step count, running statistics, and its own reference
-where it has one. Plain tensors, each a copy."""
+"""Copies of one member's weights, optimizer moments, step count, running statistics and, if it has one, reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceDistributions:
-    """What the policies of a batch's rows are held to, as whole distributions.
+    """Reference policy of the rows of a batch as full distributions, for an exact KL.
 
     Attributes:
-        outputs: `[n, t, o]` as `FullDistributionBank.distributions` returns them.
-        reverse: Whether the divergence is KL(these || policy) instead of KL(policy || these).
+        outputs: `[n, t, o]` distribution parameters from `FullDistributionBank.distributions`.
+        reverse: Compute KL(reference || policy) instead of KL(policy || reference).
     """
 
     outputs: Tensor
     reverse: bool
 
     def select(self, rows: Tensor) -> "ReferenceDistributions":
-        """Return what the given rows are held to, in that order."""
+        """Return the given rows, in that order."""
         return ReferenceDistributions(outputs=self.outputs[rows], reverse=self.reverse)
 
 
@@ -67,14 +63,13 @@ RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2")
 raw rewards so far (running reward normalisation)."""
 
 INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0)
-"""What a fresh member carries, column by column."""
+"""Running statistics of a new member."""
 
 
 class PolicyBank(Protocol):
-    """N members' policies and optimisers in one place.
+    """Policies and optimizers of all members of a population.
 
-    Members never influence each other: what a method computes for one is, up to rounding, what a bank of that member
-    alone would compute.
+    Members are independent: up to rounding, each gets the result that a bank with that member alone would compute.
     """
 
     @property
@@ -84,18 +79,15 @@ class PolicyBank(Protocol):
 
     @property
     def rows_are_transitions(self) -> bool:
-        """Whether actions are scored one by one, so that an episode may be taken apart into rows of one action each.
+        """True if each action is scored independently, so that an episode can be split into rows of one action.
 
-        False where actions depend on those before them, as the tokens of a completion do.
+        False if actions depend on earlier ones, as the tokens of a completion do.
         """
         ...
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 4]` float64 on the CPU: running statistics that members inherit and save, to be changed in place.
-
-        Columns: `RUNNING_STATS`. TrainState key "running_stats".
-        """
+        """`[p, 4]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`. Inherited and saved."""
         ...
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
@@ -103,29 +95,30 @@ class PolicyBank(Protocol):
 
         Args:
             batch: Rows of any members, in any order.
-            base: Under the untrained policy that all members started from, whatever beta holds them to.
+            base: Use the untrained base policy instead of the members' policies.
         """
         ...
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the distributions acted from, in nats, without gradient; 0 where masked."""
+        """Return `[n, t]` entropies of the action distributions in nats, without gradient; 0 where masked."""
         ...
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the policy that beta holds to, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities under the reference policy in nats, without gradient; 0 where masked.
 
-        That is each member's own reference where the bank was made with them, and the base otherwise.
+        The reference is each member's own if the bank stores one per member, and the base policy otherwise.
         """
         ...
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current policies of these members their own references; ValueError without own references."""
+        """Copy the current policies of these members to their own references; ValueError without own references."""
         ...
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its policy: reference = mixing * policy + (1 - mixing) * reference.
+        """Set the weights of a member's own reference to mixing * policy + (1 - mixing) * reference.
 
-        Weights are mixed, not distributions; ValueError without own references.
+        Raises:
+            ValueError: If the bank has no own references.
         """
         ...
 
@@ -138,50 +131,59 @@ class PolicyBank(Protocol):
         entropy_gradient: bool = False,
         last: bool = False,
     ) -> dict[int, UpdateReport]:
-        """Take one optimizer step for every member named in `hyperparameters`, rows or no rows.
+        """Take one optimizer step for every slot in `hyperparameters`, even for slots without rows.
 
-        A member whose gradient is not finite takes no step; its report shows the norm. With `entropy_gradient` the
-        entropies that the loss sees carry a gradient; otherwise they are numbers. `last` says that the learning step
-        ends with this one, which `evogrpo.interruption.before_changes` wants to know before anything is changed.
+        A member with a non-finite gradient takes no step; its report has a norm of NaN.
+
+        Args:
+            batch: Rows of these members.
+            loss_fn: Weighted losses of rows; their sum is minimised.
+            hyperparameters: By slot.
+            entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
+            last: This is the last optimizer step of the learning step; see `evogrpo.interruption.before_changes`.
         """
         ...
 
     def cost(self, batch: Batch) -> dict[int, int]:
-        """Return how many tokens (or environment steps) one pass over the batch processes, by slot."""
+        """Return the number of tokens (or environment steps) in one pass over the batch, by slot."""
         ...
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i the whole learner state of slot parents[i], all at once; None = a fresh initialisation."""
+        """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member."""
         ...
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name: the keys of `state`, the same for all members."""
+        """Keys of a train state, the same for all members."""
         ...
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of what the member in `slot` has learnt."""
+        """Return a copy of one tensor of a member's train state."""
         ...
 
     def state(self, slot: int) -> TrainState:
-        """Return a copy of everything the member in `slot` has learnt."""
+        """Return a copy of a member's train state."""
         ...
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put a learner state into `slot`; refuse one of other names, shapes or types before changing anything."""
+        """Load a train state into a slot.
+
+        Raises:
+            ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
+        """
         ...
 
 
 @runtime_checkable
 class FullDistributionBank(Protocol):
-    """What a bank can do beside `PolicyBank` where the distributions over actions are small enough to be kept."""
+    """A `PolicyBank` that can also return full action distributions, for an exact KL."""
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` numbers that make each action's distribution, without gradient; 0 where masked.
+        """Return `[n, t, o]` parameters of the action distributions, without gradient; 0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
-            reference: Under the policy that beta holds to rather than under the members' own.
+            reference: Use the reference policy instead of the members' policies.
         """
         ...
 
@@ -195,5 +197,5 @@ class FullDistributionBank(Protocol):
         reference_distributions: ReferenceDistributions | None = None,
         last: bool = False,
     ) -> dict[int, UpdateReport]:
-        """Take one optimizer step; with `reference_distributions`, the loss also receives the divergences from them."""
+        """Take one optimizer step; with `reference_distributions`, the loss also gets the divergences from them."""
         ...

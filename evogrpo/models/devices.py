@@ -1,4 +1,4 @@
-"""Devices: whether one can be used, the memory it has, and how many threads compute."""
+"""Devices: availability, memory and threads."""
 
 import os
 from collections.abc import Iterator
@@ -10,23 +10,19 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-LEAST_ROOM, MOST_TIMES = 2**26, 100
-"""What a stored record may ask for: so many bytes, and so many times what its tensors take."""
+BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
+"""`limit_memory` allows BASE_ALLOWANCE bytes plus ALLOWANCE_FACTOR times the size of the stored tensors."""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
-"""In what a frozen base may be held; see `evogrpo.models.language.loading.choose_precision`."""
+"""Precisions of a base model; see `evogrpo.models.language.loading.choose_precision`."""
 DEFAULT_MICRO_BATCH_TOKENS = 1024
-"""Default size of a micro-batch. On CUDA the default follows the memory estimate."""
+"""Default size of a micro-batch. On CUDA, the default follows from the memory estimate."""
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
 
 
 def check_device(device: "str | torch.device") -> None:
-    """Refuse a device that is not there.
-
-    Raises:
-        ValueError: If nothing can be put on it.
-    """
+    """Raise a ValueError unless tensors can be created on the device."""
     import torch
 
     if device == "auto":
@@ -40,22 +36,22 @@ def check_device(device: "str | torch.device") -> None:
 
 
 def local_gpu() -> str:
-    """Return the GPU of this process: one of its own where a launcher has started several on a machine."""
+    """Return the GPU of this process: the one with the number LOCAL_RANK, if a launcher has set it."""
     import torch
 
-    place = os.environ.get("LOCAL_RANK", "0")
-    return f"cuda:{int(place) % torch.cuda.device_count()}" if place.isdigit() and place != "0" else "cuda"
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank.isdigit() and rank != "0" else "cuda"
 
 
 @contextmanager
 def single_threaded(*, enabled: bool) -> Iterator[None]:
-    """Let torch compute in one thread meanwhile, unless OMP_NUM_THREADS names a number.
+    """Run torch on one thread inside the block, unless OMP_NUM_THREADS is set.
 
-    Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
-    long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
+    Measured with 8 members on CartPole: a second thread is 5 % faster on an idle machine and nine times slower on a
+    busy one. Results are bit-equal.
 
     Args:
-        enabled: Whether the products are so small that this pays; False changes nothing.
+        enabled: False changes nothing. Set it for small networks.
     """
     import torch
 
@@ -68,48 +64,49 @@ def single_threaded(*, enabled: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_most: ContextVar[int | None] = ContextVar("most", default=None)
+_limit: ContextVar[int | None] = ContextVar("limit", default=None)
 
 
 @contextmanager
 def limit_memory(stored: int) -> Iterator[None]:
-    """Let `check_allocation` refuse, in the block, what is out of all proportion to what was stored.
+    """Inside the block, make `check_allocation` reject sizes out of proportion to the stored tensors.
 
-    What a record says of widths and ranks is anybody's word: the tensors beside it are what there is.
+    Protects against checkpoints whose records name huge widths or ranks.
 
     Args:
-        stored: Bytes of these.
+        stored: Bytes of the tensors in the checkpoint.
     """
-    token = _most.set(LEAST_ROOM + MOST_TIMES * stored)
+    token = _limit.set(BASE_ALLOWANCE + ALLOWANCE_FACTOR * stored)
     try:
         yield
     finally:
-        _most.reset(token)
+        _limit.reset(token)
 
 
 def check_allocation(needed: int, device: "torch.device", what: str) -> None:
-    """Refuse what is larger than all the memory of a device, rather than let the system end the process.
+    """Reject allocations larger than a device's whole memory, before the system kills the process.
 
     Args:
         needed: Bytes.
-        device: Where.
-        what: What needs them, and how it could need less, for the message: "the adapters of 8 members: use fewer".
+        device: Device of the allocation.
+        what: What is allocated and how to make it smaller, for the message: "the adapters of 8 members: use fewer".
 
     Raises:
-        ValueError: If there is less memory.
+        ValueError: If the device has less memory, or inside `limit_memory` if `needed` is out of proportion.
     """
-    most = _most.get()
-    if most is not None and needed > most:
+    limit = _limit.get()
+    if limit is not None and needed > limit:
         raise ValueError(
-            f"its record asks for {needed / 1e9:.1f} GB, hundreds of times what its tensors take, for {what}"
+            f"its record asks for {needed / 1e9:.1f} GB, more than {ALLOWANCE_FACTOR} times the size of its tensors, "
+            f"for {what}"
         )
-    there, _ = device_memory(str(device))
-    if there is not None and needed > there:
-        raise ValueError(f"{needed / 1e9:.0f} GB would be needed, and {device} has {there / 1e9:.0f} GB, for {what}")
+    available, _ = device_memory(str(device))
+    if available is not None and needed > available:
+        raise ValueError(f"{needed / 1e9:.0f} GB needed on {device}, {available / 1e9:.0f} GB available, for {what}")
 
 
 def device_memory(device: str) -> tuple[int | None, str]:
-    """Return how much memory a device has, in bytes, and what it is called; None if that cannot be told."""
+    """Return a device's memory in bytes (None if unknown) and its name in messages."""
     if device.startswith("cuda"):
         import torch
 
@@ -120,11 +117,11 @@ def device_memory(device: str) -> tuple[int | None, str]:
 
 
 def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the machine's memory in bytes, or the process's share of it: a container's, or a control group's.
+    """Return the memory that this process may use, in bytes: the machine's, or less inside a container or cgroup.
 
     Args:
-        groups: Where control groups are, of either version.
-        membership: Which of them the process is in.
+        groups: Mount point of the control groups, of either version.
+        membership: File that lists the groups of the process.
     """
     sizes = list(_limits(groups, membership))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -133,7 +130,7 @@ def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/c
 
 
 def _limits(groups: Path, membership: Path) -> Iterator[int]:
-    """Yield the limits of the process's control groups and of those they are in."""
+    """Yield the limits of the process's control groups and of their parents."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -146,7 +143,7 @@ def _limits(groups: Path, membership: Path) -> Iterator[int]:
             continue
         root = groups / controller
         inner = Path(path.strip("/"))
-        # Inside a container the path may be that of the machine, which is not there; its root is the container's.
+        # Inside a container the path may be the host's and not exist; the root is then the container's own group.
         for folder in (inner, *inner.parents):
             try:
                 yield int((root / folder / file).read_text())

@@ -371,7 +371,7 @@ def test_a_scale_of_places_that_nothing_reads_limits_nothing(changes):
 
 
 def test_members_that_no_memory_could_hold_are_refused_at_once():
-    with pytest.raises(ValueError, match=r"would be needed, and cpu has \d+ GB, for the adapters of 90000000 members"):
+    with pytest.raises(ValueError, match="90000000 members"):
         different_members(tiny_model("llama"), 90_000_000)
 
 

@@ -328,7 +328,7 @@ SETTINGS = {
 @pytest.mark.parametrize("architecture", ["mistral, window", "llama 3"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_token_that_is_written_waits_for_the_device(settings, architecture, monkeypatch):
-    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 100)
+    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 100)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
     bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
     for tokens in (4, 11):

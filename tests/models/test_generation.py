@@ -303,7 +303,7 @@ def test_asking_rarely_which_rows_have_ended_changes_no_completion(every, monkey
     rows = clear(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)
     assert 0 < int(expected.truncated.sum()) < len(rows)
-    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", every)
+    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", every)
     actual = bank.sample(rows)
     for field in FIELDS:
         assert torch.equal(getattr(actual, field), getattr(expected, field))

@@ -88,7 +88,7 @@ def test_a_bank_learns_what_separate_peft_models_do(device):
 
 def test_neither_the_order_nor_the_waves_matter_and_all_is_told(device, monkeypatch):
     """At the distance between looks that an accelerator has."""
-    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 8)
+    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 8)
     model = tiny_model("llama").to(device)
     ends = [EOS, *ends_that_occur(different_members(tiny_model("llama"), 3))]
     bank = different_members(model, 3, eos_token_ids=ends)

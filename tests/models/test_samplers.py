@@ -31,8 +31,8 @@ class Returned:
         self._copy = AdapterBank(bank.base.model, size=bank.size, lora_config=bank.lora_config, **own)
         self.sync(range(bank.size))
 
-    def sync(self, changed):
-        for slot in changed:
+    def sync(self, slots):
+        for slot in slots:
             tensors, _ = self._bank.peft_files(slot)
             state = self._copy.state(slot)
             for target in self._copy.weights.targets:

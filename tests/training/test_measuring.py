@@ -121,7 +121,7 @@ def test_tokens_of_evaluations_are_prompts_once_and_answers():
             heard.append(wrapped(rows, base=base))
             return heard[-1]
 
-        def sync(self, changed):
+        def sync(self, slots):
             pass
 
     members.sample_with(Listening())

@@ -363,7 +363,7 @@ class LanguagePolicySet:
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model."""
-        self.bank.recompile()
+        torch.compiler.reset()
 
     def unwrap(self) -> None:
         """Stop computing under the accelerator's precision."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -30,28 +31,26 @@ W = TypeVar("W", bound=Weights)
 
 
 class LanguageBank(Generic[W]):
-    """A population of language models over one base; see `evogrpo.models.bank.PolicyBank`.
-
-    It is its own sampler. The base is never changed and may be shared with other banks.
+    """PolicyBank and Sampler of language models that share one frozen base model.
 
     Args:
-        base: The base model, ready to change the modules that the weights change.
-        weights: What members have learnt.
+        base: The base model; never changed, can be shared with other banks.
+        weights: Weights of all members.
         eos_token_ids: Tokens that end a completion.
-        micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
-            runs out.
-        reduce_memory_peak: Compute logits in chunks of a few hundred tokens rather than for a whole micro-batch at
-            once. Same results, up to rounding.
+        micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
+            memory.
+        reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at once. Results
+            agree up to rounding.
 
     Raises:
-        ValueError: If no token ends a completion, or `micro_batch_tokens` is below 1.
+        ValueError: If `eos_token_ids` is empty or `micro_batch_tokens` is below 1.
 
     Attributes:
-        base: As given.
-        weights: As given.
-        passes: How batches are scored and gradients found.
-        end_ids: The tokens that end a completion, sorted.
-        reduce_memory_peak: As given.
+        base: The base model.
+        weights: Weights of all members.
+        passes: Scores batches and computes gradients.
+        end_ids: Sorted `eos_token_ids`.
+        reduce_memory_peak: As passed.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class LanguageBank(Generic[W]):
         reduce_memory_peak: bool = True,
     ) -> None:
         if not eos_token_ids:
-            raise ValueError("eos_token_ids must name at least one token: otherwise no completion can end")
+            raise ValueError("eos_token_ids must contain at least one token, got none")
         if micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
         self.base: TokenModel[Any] = base
@@ -86,7 +85,7 @@ class LanguageBank(Generic[W]):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens, padding included, in one forward pass with gradients, after all halvings so far."""
+        """Maximum tokens, padding included, of a forward pass with gradients; halved when out of memory."""
         return self.passes.micro_batch_tokens
 
     @micro_batch_tokens.setter
@@ -95,7 +94,7 @@ class LanguageBank(Generic[W]):
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
-        """What makes the context that forward passes run in, for mixed precision."""
+        """Factory of the context manager of forward passes, for mixed precision."""
         return self.base.autocast
 
     @autocast.setter
@@ -105,52 +104,52 @@ class LanguageBank(Generic[W]):
     # ---- sampling
 
     def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
-        """Sample one completion per row; rows may come in any order.
+        """Sample one completion per row; rows may be in any order.
 
         Args:
-            rows: Which member completes which prompt; see `SamplingBatch`.
-            base: Sample from the untrained base, whatever `rows.member_ids` says.
+            rows: Prompts, members and sampling options.
+            base: Sample from the base model and ignore `rows.member_ids`.
 
         Returns:
             Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
 
         Raises:
-            ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
+            ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast():
             return sample(self.base, self.weights, rows, self.end_ids, base=base)
 
-    def sync(self, changed: Sequence[int]) -> None:
-        """Do nothing: the bank samples from the weights that it trains."""
+    def sync(self, slots: Sequence[int]) -> None:
+        """Do nothing: the bank samples with the weights it trains."""
 
     # ---- scoring and learning
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked.
+        """Return `[n, t]` log-probabilities of the actions in nats, without gradient; 0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
-            base: Under the untrained base rather than under the members' policies.
+            base: Use the base model instead of the members' policies.
         """
         with self.base.working():
             return self.passes.score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the distributions sampled from, in nats, without gradient; 0 where masked."""
+        """Return `[n, t]` entropies of the sampling distributions in nats, without gradient; 0 where masked."""
         with self.base.working():
             return self.passes.score(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the base without adapters, or under members' own references.
+        """Return `[n, t]` log-probabilities under members' own references, or under the base without adapters.
 
-        Without own references, members share each prompt's pass.
+        Under the base, all members share the forward pass of a prompt.
         """
         with self.base.working():
             return self.passes.score(batch, "reference" if self.weights.own_reference else "base")[0]
 
     @property
     def rows_are_transitions(self) -> bool:
-        """False: a token depends on those before it."""
+        """False: a token depends on the tokens before it."""
         return False
 
     @property
@@ -159,11 +158,11 @@ class LanguageBank(Generic[W]):
         return self.weights.running_stats
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current adapters of these members their own references; see `TrainStates.keep_reference`."""
+        """Copy the current adapters of these members to their own references."""
         self.weights.keep_reference(slots)
 
     def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its adapters; see `TrainStates.mix_reference`."""
+        """Move a member's own reference towards its adapters; see `PolicyBank.mix_reference`."""
         self.weights.mix_reference(slot, mixing)
 
     def update(
@@ -175,23 +174,23 @@ class LanguageBank(Generic[W]):
         entropy_gradient: bool = False,
         last: bool = False,
     ) -> dict[int, UpdateReport]:
-        """Take one AdamW step for every member named in `hyperparameters`.
+        """Take one AdamW step for every slot in `hyperparameters`.
 
-        The batch runs in micro-batches whose gradients add up. A member without rows steps with a zero gradient; one
-        whose gradient or weights are not finite, or whose single completion does not fit into memory, is reported with
-        a norm of NaN and takes no step.
+        Gradients of micro-batches are summed. A member without rows steps with a zero gradient. A member takes no step,
+        and its report has a norm of NaN, if its gradient is not finite or one completion alone is out of memory.
 
         Args:
             batch: Rows of these members.
             loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
             hyperparameters: By slot; `lr` and `max_grad_norm` are used.
-            entropy_gradient: Whether the entropies are differentiable; costs a second product with the vocabulary.
-            last: Whether the learning step ends with this one; all gradients are kept then until nothing can be
-                abandoned, rather than a copy of what members have learnt, which is three times as large.
+            entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
+            last: This is the last optimizer step of the learning step. All gradients are then computed before the first
+                weight changes, so an interruption needs no copy of the train states (three times as large).
 
         Returns:
-            One report per member, by slot.
+            One report per slot.
         """
+        # 1. Gradients of each member. Step at once, or keep the gradient if this is the last step.
         reports: dict[int, UpdateReport] = {}
         kept: dict[int, tuple[Tensor, float]] = {}
         settle = before_changes(last=last)
@@ -205,8 +204,9 @@ class LanguageBank(Generic[W]):
                             reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
                         else:
                             kept[slot] = gradient.clone(), loss
-                except torch.OutOfMemoryError:  # never from a single row, so this ends
+                except torch.OutOfMemoryError:  # a single row never raises, so the loop ends
                     self.passes.halve()
+        # 2. Last step: pass the point of no return, then change the weights.
         if settle is not None:
             settle()
             for slot, (gradient, loss) in kept.items():
@@ -214,14 +214,14 @@ class LanguageBank(Generic[W]):
         return reports
 
     def cost(self, batch: Batch) -> dict[int, int]:
-        """Return how many tokens one pass over the batch processes for each member; shared prompts count once."""
+        """Return the tokens of one pass over the batch, by slot; shared prompts count once."""
         inputs: TokenInputs = batch.inputs
         return self.tokens_of(inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist())
 
     def tokens_of(
         self, prompts: Sequence[Sequence[int]], prompt_ids: Tensor, member_ids: Tensor, lengths: Sequence[int]
     ) -> dict[int, int]:
-        """Return how many tokens rows of so many tokens after their prompts have, by slot; see `cost`."""
+        """Return the tokens of rows with completions of these lengths, by slot; see `cost`."""
         tokens: dict[int, int] = {}
         pairs, rows = share_prefixes(member_ids.cpu(), prompt_ids.cpu())
         for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
@@ -231,50 +231,49 @@ class LanguageBank(Generic[W]):
         return tokens
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt; see `TrainStates.inherit`."""
+        """Copy the train state of slot `parents[i]` to slot i; see `TrainStates.inherit`."""
         self.weights.inherit(parents)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name."""
+        """Keys of a train state."""
         return self.weights.state_keys
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of a member's learner state."""
+        """Return a copy of one tensor of a member's train state."""
         return self.weights.state_tensor(slot, name)
 
     def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of all parts of a member's learner state."""
+        """Return a copy of a member's train state."""
         return {name: self.state_tensor(slot, name) for name in self.state_keys}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot; see `TrainStates.load_state`."""
+        """Load a train state into a slot; see `TrainStates.load_state`."""
         self.weights.load_state(slot, state)
 
 
 class AdapterBank(LanguageBank[AdapterWeights]):
-    """A population of language models that share one frozen base.
+    """LoRA adapters of all members on one frozen base model.
 
-    Every member's adapters are one row of a flat matrix `[p, k]`, and so are its AdamW moments: cloning a member copies
-    a row. Gradients live only while they are needed. The base is never changed and may be shared with other banks.
+    Adapters and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients
+    exist only until their optimizer step. The base is never changed and can be shared with other banks.
 
     Args:
         model: A causal language model of transformers, on its device and in its dtype.
         size: Number of members.
         pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
-        lora_config: What to adapt and how; rank 16 on all linear layers by default.
+        lora_config: LoRA configuration; rank 16 on all linear layers by default.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
-        micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
-            runs out.
+        micro_batch_tokens: See `LanguageBank`.
         reduce_memory_peak: See `LanguageBank`.
-        explicit_positions: Whether positions, counted without padding, are passed to the model.
-        autocast: Makes the context that forward passes run in, for mixed precision.
-        own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
-            by `mix_reference`, rather than with the base. It costs as much memory as the adapters.
-        start: An adapter that every member starts from, with the lora_config that it brings; fresh ones by default.
-        like: A bank over the same model with the same adapters, whose probes of the model are not repeated.
+        explicit_positions: Pass position ids, counted without padding, to the model.
+        autocast: Returns the context manager of forward passes, for mixed precision.
+        own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
+            as the adapters. See `keep_reference` and `mix_reference`.
+        start: Adapter that every member starts from; brings its own lora_config.
+        like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
     """
 
     base: CausalModel
@@ -298,11 +297,11 @@ class AdapterBank(LanguageBank[AdapterWeights]):
         like: "AdapterBank | None" = None,
     ) -> None:
         if start is not None and lora_config is not None:
-            raise ValueError("an adapter brings its own lora_config: leave out lora_config")
+            raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
         check_causal_class(model)
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
-        own_weights = partial(
+        make_weights = partial(
             AdapterWeights,
             model,
             size,
@@ -313,17 +312,16 @@ class AdapterBank(LanguageBank[AdapterWeights]):
             start=start,
         )
 
-        def probed() -> tuple[AdapterWeights, CausalModel]:
-            weights = own_weights()
-            changed = weights.modules
-            return weights, CausalModel(
-                model, pad_token_id, changed=changed, explicit_positions=explicit_positions, autocast=autocast
-            )
+        def checked() -> tuple[AdapterWeights, CausalModel]:
+            weights = make_weights()
+            options: dict[str, Any] = {"explicit_positions": explicit_positions, "autocast": autocast}
+            return weights, CausalModel(model, pad_token_id, changed=weights.modules, **options)
 
         if like is None:
-            weights, base = run_on_all_ranks(model, probed)
+            weights, base = run_on_all_ranks(model, checked)
         else:
-            weights, base = own_weights(trained=like.weights.trained), like.base.again(autocast)
+            weights, base = make_weights(trained=like.weights.trained), copy(like.base)
+            base.autocast = autocast
         super().__init__(
             base,
             weights,
@@ -334,46 +332,42 @@ class AdapterBank(LanguageBank[AdapterWeights]):
 
     @property
     def lora_config(self) -> LoraConfig:
-        """What is adapted, and how."""
+        """LoRA configuration of all members."""
         return self.weights.lora_config
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
-        """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
         return self.weights.files(slot, loadable_name(self.base.model))
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module whose call gives one member's logits; it reads the bank, and holds no weights of its own."""
+        """Return one member as a module; it reads the weights of the bank."""
         return MemberPolicy(self, slot, base=base)
-
-    def recompile(self) -> None:
-        """Forget what torch.compile made of the base model, so that the next call compiles it again."""
-        torch.compiler.reset()
 
 
 class MemberPolicy(nn.Module):
     """One member of a bank as a module: token ids in, logits out.
 
     Args:
-        bank: Where the member's weights live.
-        slot: Which member.
-        base: The untrained base instead, whatever the slot.
+        bank: Bank of the member.
+        slot: Slot of the member.
+        base: Use the base model without adapters.
     """
 
     def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
         super().__init__()
         self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
         self.slot = slot
-        self._acts_as: PolicyVersion = "base" if base else "weights"
+        self._policy_version: PolicyVersion = "base" if base else "weights"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
 
         Args:
             input_ids: `[n, t]` token ids.
-            attention_mask: `[n, t]`, True or 1 on real tokens; all are real by default.
+            attention_mask: `[n, t]`, True or 1 for real tokens; all tokens by default.
         """
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        hook = bank.weights.hook_factory(self._acts_as)(torch.full((len(input_ids),), self.slot))
+        hook = bank.weights.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast():
             return bank.base.head(bank.base.run(input_ids, mask.bool(), None, hook))

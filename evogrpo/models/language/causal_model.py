@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -131,13 +130,6 @@ class CausalModel:
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
                 "again for every completion, and sampling recomputes the whole sequence for every token"
             )
-
-    def again(self, autocast: Callable[[], AbstractContextManager[None]]) -> "CausalModel":
-        """Return the same for another bank; what the probes have found is not asked again."""
-        assert not self._working
-        other = copy(self)
-        other.autocast = autocast
-        return other
 
     @property
     def exact(self) -> bool:

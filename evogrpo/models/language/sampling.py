@@ -1,4 +1,4 @@
-"""Sampling rows of any order and number: in waves that fit into memory, each prompt once per member or gone on with."""
+"""Sampling of rows in any order and number, in waves that fit into memory."""
 
 import math
 from collections.abc import Sequence
@@ -15,108 +15,123 @@ from evogrpo.models.language.forward import lexsort, share_prefixes
 from evogrpo.models.language.token_model import Decoding, HookFactory, TokenModel, Weights, check_context
 from evogrpo.progress import ProgressCounter
 
-CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
-ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 10 %
+CACHED_TOKENS = 32_768
+"""Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
+CPU_ROWS, CPU_TOKENS = 128, 16_384
+"""On a CPU, waves stop growing at this many rows or tokens: twice as many are only 6 to 10 % faster."""
 
 WeightsVersion = tuple[int, int] | None
-"""Which weights a row was run under: slot and count of changes, or None for the base."""
+"""Weights of a row: slot and its change counter, or None for the base."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedRows:
-    """What the rows of a rollout can be gone on from.
+    """KV caches of the rows of a rollout, to continue them in the next turn.
 
     Attributes:
-        parts: What was set aside.
-        part_of: `[n]` which part a row is in; -1 = nothing was kept of it.
-        row_of: `[n]` which row of that part it is.
-        tokens: What has been run of each row, prompt included.
-        stamps: Under which weights.
+        parts: Saved caches, each of several rows.
+        part_of: `[n]` index into `parts`; -1 = nothing saved.
+        row_of: `[n]` row within that part.
+        tokens: Cached tokens of each row, prompt included.
+        versions: Weights that computed each row's cache.
     """
 
     parts: tuple[Any, ...]
     part_of: Tensor
     row_of: Tensor
     tokens: tuple[tuple[int, ...], ...]
-    stamps: tuple[WeightsVersion, ...]
+    versions: tuple[WeightsVersion, ...]
 
-    def serves(self, row: int, whole: tuple[int, ...], stamp: WeightsVersion) -> bool:
-        """Tell whether a row can be gone on with: the same weights, and more tokens than have been run."""
-        run = self.tokens[row]
+    def extends(self, row: int, tokens: tuple[int, ...], version: WeightsVersion) -> bool:
+        """Return True if `tokens` extend the cached tokens of a row and the weights are unchanged."""
+        cached = self.tokens[row]
         return (
             int(self.part_of[row]) >= 0
-            and self.stamps[row] == stamp
-            and len(run) < len(whole)
-            and whole[: len(run)] == run
+            and self.versions[row] == version
+            and len(cached) < len(tokens)
+            and tokens[: len(cached)] == cached
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Piece:
-    """Rows that were sampled together: their numbers, their completions, and what was set aside of them."""
+class _Wave:
+    """Rows that were sampled together: row numbers, completions and saved caches."""
 
     numbers: Tensor
     rollout: Rollout
-    aside: list[tuple[Tensor, Any]]
+    caches: list[tuple[Tensor, Any]]
 
 
 def sample(model: TokenModel[Any], weights: Weights, rows: SamplingBatch, end_ids: Tensor, *, base: bool) -> Rollout:
     """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
 
-    What was kept of rows serves those whose weights have not changed and whose prompt and history begin with it; all
-    others run again.
+    A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the cached
+    tokens. All other rows start with a prefill.
 
     Args:
-        model: The base model, working and without gradients.
-        weights: What members have learnt.
-        rows: Work in any order; without uniforms, torch's default generator draws them.
+        model: The base model, inside `working` and without gradients.
+        weights: Weights of all members.
+        rows: Rows in any order; without uniforms, torch's default generator draws them.
         end_ids: `[e]` token ids that end a completion.
-        base: Sample from the untrained base.
+        base: Sample from the base model.
 
     Raises:
-        ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
+        ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
     """
+    # 1. Validate; prompt and history become one prompt.
     hearing = listened(rows)
     if not len(rows):
-        raise ValueError("there is nothing to sample: rows is empty")
+        raise ValueError("rows must contain at least one row, got none")
     if any(not prompt for prompt in rows.prompts):
-        raise ValueError("a prompt must hold at least one token, got an empty one")
+        raise ValueError("prompts must contain at least one token each, got an empty prompt")
     rows = _with_history(rows)
     if rows.uniforms is None:
         rows = replace(rows, uniforms=torch.rand(len(rows), rows.max_new_tokens, generator=torch.default_generator))
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
     check_context(model.context, width)
-    stamps: list[WeightsVersion] = [
+    # 2. Find rows that continue from a saved cache.
+    versions: list[WeightsVersion] = [
         None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()
     ]
     kept = rows.kept if isinstance(rows.kept, CachedRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
-    served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
-    sampling = _Sampling(
+    resumed = torch.zeros(len(rows), dtype=torch.bool)
+    if kept is not None:
+        saved = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
+        prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+        resumed = torch.tensor([kept.extends(*each) for each in zip(saved, prompts, versions, strict=True)])
+    # 3. Sample in waves, sorted by member and prompt.
+    sampler = _WaveSampler(
         model=model,
         make_hook=weights.hook_factory("base" if base else "weights"),
         end_ids=end_ids,
         counter=ProgressCounter("writing", len(rows), "completions"),
         hearing=hearing,
     )
-    spare, pieces = CACHED_TOKENS, list[_Piece]()
-    for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
-        waves = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
-        for wave in numbers.chunk(waves) if waves else ():  # all about as large: few rows wait for the weights
-            spare -= len(wave) * width
-            part = replace(rows, keep=rows.keep and spare >= 0)
-            pieces += sampling.wave(part, wave, going_on)
-    return _joined(rows, pieces, stamps)
+    budget, waves = CACHED_TOKENS, list[_Wave]()
+    for caches, numbers in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
+        count = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
+        for wave in numbers.chunk(count) if count else ():  # equal sizes, so no wave is inefficiently small
+            budget -= len(wave) * width
+            part = replace(rows, keep=rows.keep and budget >= 0)
+            waves += sampler.sample(part, wave, caches)
+    # 4. Collect completions and caches in the caller's row order.
+    return _joined(rows, waves, versions)
 
 
 def rows_at_once(width: int, device: str) -> int:
-    """Return how many rows of at most so many tokens, prompts included, a kind of device samples at once."""
-    most = max(1, CACHED_TOKENS // width)
-    return min(most, max(ENOUGH_ROWS, ENOUGH_TOKENS // width)) if device == "cpu" else most
+    """Return the maximum rows of a wave.
+
+    Args:
+        width: Maximum tokens of a row, prompt included.
+        device: Type of the device.
+    """
+    fitting = max(1, CACHED_TOKENS // width)
+    return min(fitting, max(CPU_ROWS, CPU_TOKENS // width)) if device == "cpu" else fitting
 
 
 def _with_history(rows: SamplingBatch) -> SamplingBatch:
-    """Return the same rows with what came after the prompts as a part of these."""
+    """Append each row's history to its prompt."""
     if rows.history is None:
         return rows
     numbers: dict[tuple[int, ...], int] = {}
@@ -127,23 +142,16 @@ def _with_history(rows: SamplingBatch) -> SamplingBatch:
     return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
 
 
-def _served(kept: CachedRows, rows: SamplingBatch, stamps: Sequence[WeightsVersion]) -> Tensor:
-    """Tell which rows what was kept serves, `[n]`."""
-    earlier = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
-    wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-    return torch.tensor([kept.serves(*each) for each in zip(earlier, wholes, stamps, strict=True)])
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Sampling:
-    """How all rows of a call are sampled.
+class _WaveSampler:
+    """Samples one wave of rows at a time.
 
     Attributes:
         model: The base model.
-        make_hook: Directs rows to weights.
+        make_hook: Hooks of the policy version.
         end_ids: `[e]` token ids that end a completion.
-        counter: Counts completions.
-        hearing: Whether somebody listens to which of them are finished.
+        counter: Progress in completions.
+        hearing: Report finished rows to the listener.
     """
 
     model: TokenModel[Any]
@@ -152,8 +160,8 @@ class _Sampling:
     counter: ProgressCounter
     hearing: bool
 
-    def wave(self, rows: SamplingBatch, wave: Tensor, kept: CachedRows | None) -> list[_Piece]:
-        """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
+    def sample(self, rows: SamplingBatch, wave: Tensor, kept: CachedRows | None) -> list[_Wave]:
+        """Sample rows with the numbers `wave` together; if out of memory, sample the unfinished ones in halves."""
         part, device = rows.select(wave), self.model.device
         assert part.uniforms is not None  # `sample` has drawn them
         part = replace(
@@ -167,13 +175,15 @@ class _Sampling:
         exact = self.model.exact and rows.options.whole
 
         def finished(local: Tensor) -> None:
-            new = local[~buffers.told[local]]
+            new = local[~buffers.reported[local]]
             tell(wave[new.cpu()].tolist(), buffers.tokens(new))
-            buffers.told[new] = True
+            buffers.reported[new] = True
 
         try:
-            decoding = self._fresh(part) if kept is None else self._resumed(part, kept)
-            aside = generate(
+            # 1. Prefill: run each distinct prompt once per member, or only the new tokens of resumed rows.
+            decoding = self._prefill(part) if kept is None else self._resume(part, kept)
+            # 2. Decode token by token.
+            caches = generate(
                 self.model,
                 decoding,
                 part,
@@ -183,39 +193,40 @@ class _Sampling:
                 finished if self.hearing else None,
             )
             rollout = buffers.rollout(slice(None), self.end_ids, exact=exact)
-            return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
+            return [_Wave(numbers=wave, rollout=rollout, caches=caches)]
         except torch.OutOfMemoryError:
             if len(wave) == 1:
                 raise
-        # What somebody has been told of stays as it is; everything else begins anew.
-        told = buffers.told.cpu()
-        done = _Piece(numbers=wave[told], rollout=buffers.rollout(buffers.told, self.end_ids, exact=exact), aside=[])
-        pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept)]
-        return [done, *pieces] if len(done.numbers) else pieces
+        # 3. Out of memory: rows already reported stay as they are, all others start again.
+        reported = buffers.reported.cpu()
+        rollout = buffers.rollout(buffers.reported, self.end_ids, exact=exact)
+        done = _Wave(numbers=wave[reported], rollout=rollout, caches=[])
+        waves = [each for half in wave[~reported].chunk(2) for each in self.sample(rows, half, kept)]
+        return [done, *waves] if len(done.numbers) else waves
 
-    def _fresh(self, rows: SamplingBatch) -> Decoding:
-        """Begin with rows whose prompts have not been run: each runs once per member."""
+    def _prefill(self, rows: SamplingBatch) -> Decoding:
+        """Run each prompt once per member."""
         pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
         prefix = self.model.prefix(prompts, slots, self.make_hook)
         return self.model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, self.make_hook)
 
-    def _resumed(self, rows: SamplingBatch, kept: CachedRows) -> Decoding:
-        """Begin with rows of which everything but their latest tokens has been run."""
-        assert rows.kept_rows is not None  # `SamplingBatch.select` numbers them
-        earlier = rows.kept_rows.cpu()
-        wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-        latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
-        places = kept.part_of[earlier], kept.row_of[earlier]
-        prefix = self.model.resume(kept.parts, *places, latest, rows.member_ids, self.make_hook)
+    def _resume(self, rows: SamplingBatch, kept: CachedRows) -> Decoding:
+        """Run the tokens of each row that its saved cache does not contain."""
+        assert rows.kept_rows is not None  # set by `SamplingBatch.select`
+        saved = rows.kept_rows.cpu()
+        prompts = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+        new = [prompt[len(kept.tokens[row]) :] for row, prompt in zip(saved.tolist(), prompts, strict=True)]
+        places = kept.part_of[saved], kept.row_of[saved]
+        prefix = self.model.resume(kept.parts, *places, new, rows.member_ids, self.make_hook)
         every = torch.arange(len(rows), device=self.model.device)
         return self.model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, self.make_hook)
 
 
-def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[WeightsVersion]) -> Rollout:
-    """Put the completions into the order of the rows, and together what was set aside of them."""
-    rollouts = [piece.rollout for piece in pieces]
-    back = torch.argsort(torch.cat([piece.numbers for piece in pieces])).to(rollouts[0].actions.device)
+def _joined(rows: SamplingBatch, waves: Sequence[_Wave], versions: Sequence[WeightsVersion]) -> Rollout:
+    """Join waves into one rollout, in the order of the rows."""
+    rollouts = [wave.rollout for wave in waves]
+    back = torch.argsort(torch.cat([wave.numbers for wave in waves])).to(rollouts[0].actions.device)
     whole = Rollout(
         actions=torch.cat([part.actions for part in rollouts])[back],
         present=torch.cat([part.present for part in rollouts])[back],
@@ -225,17 +236,17 @@ def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[Weig
     )
     parts: list[Any] = []
     part_of, row_of = (torch.full((len(rows),), fill) for fill in (-1, 0))
-    for piece in pieces:
-        for local, context in piece.aside:
-            numbers = piece.numbers[local.cpu()]
+    for wave in waves:
+        for local, cache in wave.caches:
+            numbers = wave.numbers[local.cpu()]
             part_of[numbers], row_of[numbers] = len(parts), torch.arange(len(numbers))
-            parts.append(context)
+            parts.append(cache)
     if not parts:
         return whole
     lengths = whole.present.sum(1).tolist()
     tokens = tuple(
-        (*rows.prompts[prompt], *said[: length - 1])
-        for prompt, said, length in zip(rows.prompt_ids.tolist(), whole.actions.tolist(), lengths, strict=True)
+        (*rows.prompts[prompt], *completion[: length - 1])
+        for prompt, completion, length in zip(rows.prompt_ids.tolist(), whole.actions.tolist(), lengths, strict=True)
     )
-    kept = CachedRows(parts=tuple(parts), part_of=part_of, row_of=row_of, tokens=tokens, stamps=tuple(stamps))
+    kept = CachedRows(parts=tuple(parts), part_of=part_of, row_of=row_of, tokens=tokens, versions=tuple(versions))
     return replace(whole, kept=kept)

@@ -1,4 +1,4 @@
-"""TokenModel and Weights protocols: a language model's passes, and the weights of its members."""
+"""Protocols of language models: TokenModel (forward passes of the base) and Weights (what members train)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,25 +13,25 @@ from evogrpo.models.bank import PolicyVersion
 
 
 class AdapterHook(Protocol):
-    """The weights that the rows of one forward pass act with, each row with its own member's."""
+    """Adds the members' weights to the outputs of the base's modules in one forward pass."""
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
-        """Return what a module of the base puts out under these weights; may overwrite `output`.
+        """Return a module's output with each row's adapter applied; may overwrite `output`.
 
         Args:
-            module: Its dotted name; one of `Weights.modules`.
-            inputs: What went into it, the rows in their order.
-            output: What came out of the base's own.
+            module: Dotted name, one of `Weights.modules`.
+            inputs: Input of the module.
+            output: Output of the base's module.
         """
         ...
 
 
 HookFactory = Callable[[Tensor], AdapterHook | None]
-"""Slots of the rows of a forward pass, sorted -> the weights that these rows act with; None = the base's alone."""
+"""Sorted slots of the rows of a forward pass -> hook that applies their weights; None = base only."""
 
 
 class Weights(Protocol):
-    """What members have learnt, with one flat gradient `[k]` per member that is open."""
+    """Trainable weights of all members; the gradient of one member is a flat vector `[k]`."""
 
     @property
     def size(self) -> int:
@@ -50,15 +50,15 @@ class Weights(Protocol):
 
     @property
     def own_reference(self) -> bool:
-        """Whether every member has a reference of its own; otherwise the reference is the base."""
+        """True if every member stores its own reference; otherwise the reference is the base."""
         ...
 
     def hook_factory(self, policy: PolicyVersion) -> HookFactory:
-        """Return what directs rows to their members' weights; "reference" only where members have their own."""
+        """Return the hooks of a policy version; "reference" requires own references."""
         ...
 
     def changes(self, slot: int) -> int:
-        """Return a count that differs whenever the member's weights may."""
+        """Return a counter that increases whenever the member's weights change."""
         ...
 
     def new_gradient(self) -> Tensor:
@@ -66,13 +66,13 @@ class Weights(Protocol):
         ...
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
         ...
 
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
-        """Clip one member's gradient, which is overwritten, and take its optimizer step; none where it is not finite.
+        """Clip one member's gradient in place and take its optimizer step; no step if the gradient is not finite.
 
-        The report's norm is NaN when the gradient, or the weights after the step, are not finite.
+        The norm in the report is NaN if the gradient, or the weights after the step, are not finite.
         """
         ...
 
@@ -102,10 +102,10 @@ class Weights(Protocol):
         ...
 
     def files(self, slot: int, base: str | None) -> tuple[dict[str, Tensor], bytes]:
-        """Return a member as other programs read it: tensors to be stored, and the bytes of their description.
+        """Return a member for export: named tensors and the bytes of the configuration file.
 
         Args:
-            slot: Which member.
+            slot: Slot of the member.
             base: Name of the base model.
         """
         ...
@@ -115,41 +115,41 @@ P = TypeVar("P")
 
 
 class Decoding(Protocol):
-    """Rows that are written token by token."""
+    """Rows that are decoded token by token."""
 
     def start(self) -> Tensor:
-        """Return the hidden states `[n, h]` from which the first token of each row is predicted."""
+        """Return hidden states `[n, h]` of the prompts' last tokens."""
         ...
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states `[n, h]` after one more token `[n]` of each row."""
+        """Feed one token `[n]` per row and return its hidden states `[n, h]`."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows alone, in that order; one that is there several times goes on as so many."""
+        """Keep these rows only, in this order; a repeated row is copied."""
         ...
 
     def save_cache(self, rows: Tensor, real: Tensor) -> Any:
-        """Return what `TokenModel.resume` lets the given rows go on from, or None where there is no such thing.
+        """Return the KV cache of some rows for `TokenModel.resume`, or None if the model has none.
 
         Args:
-            rows: Which.
-            real: `[k, t]` booleans: which of the t tokens they have been advanced by are theirs.
+            rows: Row numbers `[k]`.
+            real: `[k, t]` booleans: False for fed tokens that are padding.
         """
         ...
 
 
 class TokenModel(Protocol[P]):
-    """A base model that rows of several members run through, each with its own weights, given as a hook or a make_hook.
+    """A base model whose forward passes contain rows of several members, each with its own weights.
 
-    `P` is what the model makes of prompts, for its own `extend` and `decode`.
+    `P` is the type of prepared prompts that `prefix` returns and `extend` and `decode` accept.
 
     Attributes:
         pad_id: Token id used as padding.
-        device: Where it runs.
-        context: Most tokens of a sequence; None = no limit.
-        shares_prefix: Whether rows that continue one prompt share its pass.
-        autocast: Makes the context, for mixed precision, that passes run in; losses are outside.
+        device: Device of the model.
+        context: Maximum sequence length in tokens; None = no limit.
+        shares_prefix: Rows that continue one prompt share its forward pass.
+        autocast: Returns the context manager of forward passes, for mixed precision. Losses are computed outside.
     """
 
     pad_id: int
@@ -160,20 +160,20 @@ class TokenModel(Protocol[P]):
 
     @property
     def exact(self) -> bool:
-        """Whether sampling and scoring agree up to rounding in float32."""
+        """True if log-probabilities of sampling and scoring agree up to float32 rounding."""
         ...
 
     def working(self) -> AbstractContextManager[None]:
-        """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
+        """Prepare the model for the calls below; restore it on exit."""
         ...
 
     def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory) -> P:
-        """Prepare prompts for what continues them, gradients included.
+        """Prepare prompts for `extend` and `decode`, gradients included.
 
         Args:
-            prompts: Token ids of each.
-            slots: Whose weights run each prompt, sorted.
-            make_hook: Directs rows to weights.
+            prompts: Token ids of each prompt.
+            slots: Slot of each prompt, sorted.
+            make_hook: Hooks of the policy version.
         """
         ...
 
@@ -186,27 +186,27 @@ class TokenModel(Protocol[P]):
         slots: Tensor,
         make_hook: HookFactory,
     ) -> P:
-        """Return prompts `[n]`: rows that were set aside, each continued by some tokens.
+        """Prepare rows `[n]` that continue from saved caches.
 
         Args:
-            parts: What `Decoding.save_cache` returned.
-            part_of: `[n]` which part each row is in.
-            row_of: `[n]` which of the rows set aside in that part it is.
-            tokens: Of each row, those that follow, at least one.
-            slots: `[n]` whose weights run each row, sorted.
-            make_hook: Directs rows to weights.
+            parts: Results of `Decoding.save_cache`.
+            part_of: `[n]` index into `parts` of each row.
+            row_of: `[n]` row within that part.
+            tokens: New tokens of each row, at least one.
+            slots: `[n]` slot of each row, sorted.
+            make_hook: Hooks of the policy version.
         """
         ...
 
     def extend(self, prefix: P, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
-        """Return hidden states `[n, 1 + t, h]`, from which the token after each prompt and each token is predicted.
+        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
 
         Args:
-            prefix: The prompts.
-            rows: `[n]` which prompt each row continues.
-            ids: `[n, t]` its tokens.
-            present: `[n, t]` booleans: real tokens.
-            hook: The weights that each row acts with.
+            prefix: Prepared prompts.
+            rows: `[n]` prompt of each row.
+            ids: `[n, t]` token ids after the prompt.
+            present: `[n, t]` booleans: True for real tokens.
+            hook: Hook of the rows.
         """
         ...
 
@@ -220,33 +220,33 @@ class TokenModel(Protocol[P]):
         members: Tensor,
         make_hook: HookFactory,
     ) -> Tensor:
-        """Return what `extend` does of rows that continue prompts not run yet; all at once where that takes less time.
+        """Return the same as `prefix` and then `extend`, in a single forward pass if that is faster.
 
         Args:
-            prompts: Token ids of each.
-            slots: Whose weights run each prompt, sorted.
-            rows: `[n]` which prompt each row continues, one whose slot is the row's own.
-            ids: `[n, t]` its tokens.
-            present: `[n, t]` booleans: real tokens.
-            members: `[n]` whose weights run each row, sorted.
-            make_hook: Directs rows to weights.
+            prompts: Token ids of each prompt.
+            slots: Slot of each prompt, sorted.
+            rows: `[n]` prompt of each row; prompt and row have the same slot.
+            ids: `[n, t]` token ids after the prompt.
+            present: `[n, t]` booleans: True for real tokens.
+            members: `[n]` slot of each row, sorted.
+            make_hook: Hooks of the policy version.
         """
         ...
 
     def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory) -> Decoding:
-        """Begin to write rows that continue prompt number `rows[i]`, by up to `room` tokens that are fed back.
+        """Start decoding.
 
         Args:
-            prefix: The prompts.
-            rows: `[n]` which prompt each row continues.
-            slots: `[n]` whose weights each row acts with, sorted.
-            room: Most calls of `Decoding.advance`.
-            make_hook: Directs rows to weights.
+            prefix: Prepared prompts.
+            rows: `[n]` prompt of each row.
+            slots: `[n]` slot of each row, sorted.
+            room: Maximum number of calls of `Decoding.advance`.
+            make_hook: Hooks of the policy version.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients."""
+        """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
         ...
 
     def score(
@@ -268,7 +268,7 @@ class TokenModel(Protocol[P]):
 
 
 def check_context(context: int | None, width: int, longest: str = "The longest prompt") -> None:
-    """Refuse with a ValueError sequences of more tokens than the model's context; None = no limit."""
+    """Raise a ValueError if sequences of `width` tokens exceed the model's context; None = no limit."""
     if context is not None and width > context:
         raise ValueError(
             f"{longest} and its completion take {width} tokens, but the model's context is {context}. Lower "
