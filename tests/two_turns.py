@@ -1,6 +1,6 @@
 """An environment of two turns that an outsider might write: a digit is guessed, and told to be higher or lower first.
 
-It is built on nothing but the protocol: `GroupEnvironment` opens `PromptBatch`.
+It is built on nothing but the protocol: `GroupEnvironment` opens a `PromptBatch`.
 """
 
 import string

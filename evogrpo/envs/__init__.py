@@ -1,4 +1,4 @@
-"""Environments: what agents act in; each name is imported on first use, so that verifiers' workers stay light."""
+"""Environments. Names are imported on first use, so that verifier workers load no more than they need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ __all__ = [
     "deal_starts",
 ]
 
-_HOMES = {
+_MODULES = {
     "SPLITS": "protocol",
     "TASKS": "text.tasks",
     "PromptBatch": "protocol",
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from evogrpo.envs.text.splits import Filtered
     from evogrpo.envs.text.step_rewards import StepRewards
     from evogrpo.envs.text.tasks import TASKS, Task
-else:  # hidden from type checkers, which would otherwise accept any misspelt name
+else:  # hidden from type checkers, so that they report misspelt names
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
 

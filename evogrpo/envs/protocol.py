@@ -1,4 +1,4 @@
-"""The group environment: what training and evaluation ask of anything that agents act in."""
+"""GroupEnvironment protocol: the source of prompts or reset seeds that all members train and are evaluated on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,29 +12,31 @@ from numpy.typing import NDArray
 from evogrpo.randomness import generator
 from evogrpo.text import short_repr
 
-if TYPE_CHECKING:  # imports torch, which verifier workers do not need
+if TYPE_CHECKING:  # verifier workers must not import torch
     from evogrpo.data import Conversation
 
 Split = Literal["train", "validation", "test"]
-"""What a question or a start is for."""
+"""Use of a prompt or reset seed: training, fitness, or the final report."""
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-"""Every split, in this order."""
+"""All splits, in this order."""
+REPLY = ">>> "
+"""Prefix of the lines of environment replies in `Scores.completions`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What the completions of one call earned.
+    """Rewards and texts of `n` completions or conversations.
 
     Attributes:
-        rewards: Raw task reward per row [n], float64; NaN = not applicable, to be left out of every statistic.
-        components: Value of each reward function per row [n], before its weight; NaN where it does not apply.
-        completions: Decoded text per row, untrusted: escape it before showing it. Of a conversation of several turns
-            what was said, with what the environment replied in lines that begin with `REPLY`.
-        weights: Of the reward functions, in the order of `components`.
-        step_rewards: `[n, t]` weighted reward at each of a row's `Conversation.tokens`, t the most tokens of a row; NaN
-            where none was given. A row's sum is its reward. None if no reward function gives step rewards.
-        columns: What else is to stand in the completions table, one value per row; untrusted.
-        metrics: Further numbers about these completions.
+        rewards: `[n]` raw task rewards, float64; NaN = not applicable, left out of all statistics.
+        components: `[n]` values of each reward function, before its weight; NaN where it does not apply.
+        completions: Decoded text per row. Untrusted: escape it before display. For conversations of several turns:
+            completions, and the lines of replies prefixed with `REPLY`.
+        weights: Weights of the reward functions, in the order of `components`.
+        step_rewards: `[n, t]` weighted rewards at each of a row's `Conversation.tokens`, padded to the longest row; NaN
+            where there is none. The sum of a row is its reward. None if no reward function gives step rewards.
+        columns: Additional columns of the completions table, one value per row. Untrusted.
+        metrics: Additional metrics of these completions.
     """
 
     rewards: NDArray[np.float64]
@@ -48,139 +50,109 @@ class Scores:
     __repr__ = short_repr
 
 
-REPLY = ">>> "
-"""Marks the lines of an environment's replies in `Scores.completions`."""
-
-
 @runtime_checkable
 class PromptBatch(Protocol):
-    """Opened questions, about each of which any number of conversations are held and scored.
+    """Prompts for which any number of conversations are sampled and scored.
 
-    Members and the environment take turns: a completion, a reply, the next completion. Where `max_turns` is 1 there is
-    one completion, as in a dataset of prompts.
+    A conversation alternates completions and replies of the environment. With `max_turns` 1 it is a single completion,
+    as in a dataset of prompts.
     """
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """Token ids of the prompt of each opened start."""
+        """Token ids of each prompt."""
 
     @property
     def questions(self) -> Sequence[str]:
-        """What each opened start asks, in words for people: the question without what surrounds it in the prompt."""
+        """Question of each prompt as readable text, without the surrounding template."""
 
     @property
     def max_turns(self) -> int:
-        """Most completions in one conversation; after so many nobody asks for a reply."""
+        """Maximum number of completions in a conversation."""
 
     def respond(self, transcripts: "Sequence[Conversation]") -> Sequence[Sequence[int] | None]:
         """Reply to the last completion of each conversation.
 
-        What is replied to a conversation depends on it alone, not on which others are asked about in the same call.
+        A reply depends on its conversation alone, not on the others in the same call.
 
         Args:
-            transcripts: PromptBatch that wait for a reply, at most once after each completion; any order.
+            transcripts: Conversations that end with a completion, in any order. Each completion is replied to at most
+                once.
 
         Returns:
-            For each of them the token ids to go on after, which nobody learns from, or None where it is over.
+            Token ids of each reply, which are masked in the loss; None where the conversation is over.
         """
 
     def score(self, transcripts: "Sequence[Conversation]") -> Scores:
-        """Reward whole conversations.
+        """Compute the rewards of finished conversations.
 
-        A conversation is over when `respond` said so, after `max_turns`, or when the player had no tokens left: then
-        the last word may be a reply.
+        A conversation ends when `respond` returns None, after `max_turns`, or when the token limit is reached. In the
+        last case it may end with a reply.
 
         Args:
-            transcripts: Any order, any number for each start.
+            transcripts: Conversations in any order, any number for each prompt.
 
         Returns:
-            Their scores, in their order.
+            Scores in the same order.
         """
-
-
-@runtime_checkable
-class Beforehand(Protocol):
-    """Opened questions, each answered by one completion, that can begin to reward while others are being written."""
-
-    @property
-    def begins(self) -> bool:
-        """Whether any reward of theirs is found beside what this thread does."""
-
-    def begin(self, transcripts: "Sequence[Conversation]") -> None:
-        """Begin to reward a whole group that is finished.
-
-        A later `score` brings it again together with all others, in the order of their rows, and returns what it would
-        have returned anyway; or `abandon` is called.
-        """
-
-    def proceed(self) -> None:
-        """Go on with what was begun, as far as that does not keep this thread busy; called now and then."""
-
-    def abandon(self) -> None:
-        """Give up whatever was begun."""
 
 
 class GroupEnvironment(Protocol):
-    """A source of initial states from which whole groups of completions (or episodes) start."""
+    """A source of initial states ("starts": prompts or reset seeds), each of which whole groups are sampled from."""
 
     @property
     def observation_space(self) -> gymnasium.Space[Any]:
-        """What an agent reads."""
+        """Space of observations."""
 
     @property
     def action_space(self) -> gymnasium.Space[Any]:
-        """What an agent does."""
+        """Space of actions."""
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
 
     def size(self, split: Split) -> int:
-        """Return the number of distinct initial states in a split."""
+        """Return the number of distinct starts in a split."""
 
     def open(self, split: Split, starts: Sequence[int]) -> Any:
-        """Open rows at the given initial states, each in [0, size(split)); the same start may occur repeatedly.
+        """Return a batch of starts.
+
+        Args:
+            split: The split.
+            starts: Indices in [0, size(split)); they may repeat.
 
         Returns:
-            `PromptBatch`, or for environments that are played step by step something with their `play`, such as
+            A `PromptBatch`, or for classic control an object with a `play` method, such as
             `evogrpo.envs.control.gymnasium_groups.StartBatch`.
         """
 
 
 @runtime_checkable
 class SupportsFingerprint(Protocol):
-    """A group environment that can say what it is, so that a run goes on only where it began."""
+    """A group environment with a fingerprint, which is compared when a run is resumed."""
 
     def fingerprint(self) -> Mapping[str, str]:
-        """Return short texts by what they are about, such as the questions of a split, a reward function or a seed.
+        """Return short strings by topic, such as the questions of a split, a reward function or the seed.
 
-        Two environments with equal ones deal the same starts and reward the same actions in the same way; what has no
-        part in that, such as how many processes are used, is left out.
+        Environments with equal fingerprints deal the same starts and give the same rewards. Settings without influence
+        on either, such as the number of processes, are left out.
         """
 
 
 @runtime_checkable
-class Excluding(Protocol):
-    """A group environment that may leave out what it cannot score, with a reward of NaN."""
-
-    @property
-    def excludes_failures(self) -> bool:
-        """Whether it does, rather than raise."""
-
-
-@runtime_checkable
 class SupportsProgress(Protocol):
-    """A group environment whose rewards may depend on how far training has come."""
+    """A group environment whose rewards may depend on training progress."""
 
-    def set_progress(self, step: int, most: int) -> None:
-        """Take note of how many learning steps were taken, of how many in all; 0 where that is not known."""
+    def set_progress(self, step: int, total_steps: int) -> None:
+        """Set the number of learning steps taken, and of all learning steps (0 if unknown)."""
 
 
 @runtime_checkable
 class SupportsPreflight(Protocol):
-    """A group environment that can try what the user has given it before a run does anything expensive."""
+    """A group environment that can test user code before a run starts."""
 
     def preflight(self) -> object:
-        """Try it; ValueError with what is wrong."""
+        """Call the user's functions once. Raises ValueError if one fails."""
 
 
 @lru_cache(maxsize=16)
@@ -191,31 +163,31 @@ def _shuffled(seed: int, size: int, round_number: int) -> NDArray[np.int64]:
 
 
 def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tuple[int, ...]:
-    """Return the starts that one learning step uses: the first `count` of the step's block of `block` starts.
+    """Return the training starts of one learning step: the first `count` of the step's block of `block` starts.
 
-    Blocks follow each other in an endless order that visits every start once per pass and is reshuffled for each
-    pass. What is dealt depends on the arguments alone, so members that use fewer starts get a prefix of what the
-    others get, and evaluating, stopping or resuming never shifts the order.
+    Blocks follow each other in an endless order, which visits every start once per pass and is shuffled for each pass.
+    The result depends on the arguments alone. Members with fewer starts therefore use a prefix of the starts of the
+    others, and evaluation, stopping or resuming never shifts the order.
 
     Args:
         seed: Seed of the order, at least 0.
         size: Number of training starts.
-        step: Number of the learning step, from 0.
-        count: How many starts are wanted, at most `block`.
-        block: Length of every step's block: the largest count that any member may use, the same for all members.
+        step: Index of the learning step, from 0.
+        count: Number of starts to return, at most `block`.
+        block: Length of each step's block: the largest count of all members.
 
     Returns:
-        `count` start ids in [0, size); an id repeats only where a pass ends inside the block.
+        `count` indices in [0, size). An index repeats only where a pass ends inside the block.
 
     Raises:
         ValueError: If an argument is out of range.
     """
     if size < 1 or step < 0:
-        raise ValueError(f"starts are dealt from size >= 1 at step >= 0, got size {size} at step {step}")
+        raise ValueError(f"size must be at least 1 and step at least 0, got size {size} and step {step}")
     if not 1 <= count <= block:
         raise ValueError(
-            f"count must lie in [1, block], got count {count} and block {block}: "
-            "set block to the largest number of prompts that any member uses in a step"
+            f"count must be in [1, block], got count {count} and block {block}. "
+            "Set block to the largest count of all members."
         )
     positions = range(step * block, step * block + count)
     return tuple(int(_shuffled(seed, size, position // size)[position % size]) for position in positions)

@@ -13,8 +13,8 @@ from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population
 
 WRONG = [
-    ("def score(completion, solution):\n    return 1.0\n", "called with three arguments"),
-    ("def score(prompt, completion, answer):\n    return 1.0\n", "use these three names, then any order serves"),
+    ("def score(completion, solution):\n    return 1.0\n", "completion, answer, question"),
+    ("def score(prompt, completion, answer):\n    return 1.0\n", "completion, answer, question"),
     ("def score(completion, answer, question):\n    return 'good'\n", "must return numbers or None, got 'good'"),
     ("def score(completion, answer, question):\n    return answer['x']\n", "raised TypeError"),
 ]
@@ -62,6 +62,6 @@ def test_in_python_it_is_found_before_the_baseline(tmp_path):
     def wrong(completion, answer, question):
         return "good"
 
-    with pytest.raises(RewardError, match="reward function 'wrong'"):
+    with pytest.raises(RewardError, match="'wrong'"):
         evolve(tiny_population(1), tiny_env(reward_fn=wrong), run_dir=tmp_path / "run", generations=1)
     assert not (tmp_path / "run").exists()

@@ -74,13 +74,13 @@ def test_a_question_that_is_missing_is_refused_with_its_row(tokenizer, plain_tok
     table = [{form: f"{n}?", "answer": n} for n in range(9)]
     table[4] = {form: missing, "answer": 4}
     options = {"reward_fn": right} if form == "question" else {"reward_funcs": lambda completions, **_: [0.0]}
-    with pytest.raises(ValueError, match=f"row 4 of train_dataset must have a {form}"):
+    with pytest.raises(ValueError, match=f"Row 4 of train_dataset .*{form}"):
         HuggingFaceGym(table, None, tokenizer if form == "question" else plain_tokenizer, **options)
 
 
 def test_half_a_character_is_refused_with_its_row(tokenizer):
     table = rows(lambda n: json.loads('"\\ud83d"') if n == 3 else n)
-    with pytest.raises(ValueError, match="row 3 of train_dataset must be text, got half of a character"):
+    with pytest.raises(ValueError, match="row 3 of train_dataset"):
         HuggingFaceGym(table, None, tokenizer, reward_fn=right)
 
 
@@ -109,13 +109,13 @@ def test_tool_calls_reach_the_template(content):
 def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
     table = [*({"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(9)), talk(1)]
     table[-1]["prompt"].pop()
-    with pytest.raises(ValueError, match=r"row 9 of train_dataset .*tool_calls, which the tokenizer's chat_template"):
+    with pytest.raises(ValueError, match=r"row 9 of train_dataset .*tool_calls"):
         HuggingFaceGym(table, None, tokenizer, reward_funcs=zero)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None}, {"content": "x"}, "x"])
 def test_a_message_without_content_is_refused(tokenizer, message):
-    with pytest.raises(ValueError, match=r"must be a non-empty list of .*got the message"):
+    with pytest.raises(ValueError, match=r"role.*content"):
         HuggingFaceGym([{"prompt": [message]}] * 3, None, tokenizer, reward_funcs=zero)
 
 
@@ -139,7 +139,7 @@ def test_arguments_of_the_template_are_the_environments_and_each_rows_own():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [([], "must be a mapping of keyword arguments"), ({"tokenize": True}, "leave tokenize to the environment")],
+    [([], "chat_template_kwargs"), ({"tokenize": True}, "chat_template_kwargs .*tokenize")],
 )
 def test_arguments_that_are_none_are_refused(tokenizer, options, message):
     with pytest.raises(ValueError, match=message):

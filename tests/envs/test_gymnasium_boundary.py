@@ -208,7 +208,7 @@ def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
     env = GymnasiumGroups(Endless, vectorization=vectorization, num_envs=2)
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with env:
-        with pytest.warns(UserWarning, match="cut off after 1,000 steps.*set max_episode_steps"):
+        with pytest.warns(UserWarning, match=r"cut off after 1,000 steps.*set max_episode_steps"):
             played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
         assert played.lengths.tolist() == [1000] * 2
         assert played.truncated.all()

@@ -14,7 +14,7 @@ import torch
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.step_rewards import StepRewards
-from evogrpo.envs.text.verifier_worker import plain
+from evogrpo.envs.text.verifier_worker import to_json
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
@@ -109,10 +109,10 @@ def test_every_kind_of_number_is_a_reward(value):
         (1.0, "must return a list of 2 rewards, got 1.0"),
         (None, "must return a list of 2 rewards, got None"),
         ("ab", "must return a list of 2 rewards, got 'ab'"),
-        ([1.0, math.nan], r"finite numbers, got nan for the completion 'two': return None"),
-        ([math.inf, 1.0], r"finite numbers, got inf for the completion 'one'"),
-        ([1e39, 1.0], r"finite numbers, got 1e\+39 .*nothing beyond 3.4e\+38"),
-        ([1.0, -(10**400)], "finite numbers, got -1000"),
+        ([1.0, math.nan], r"finite numbers .*nan for the completion 'two'"),
+        ([math.inf, 1.0], r"finite numbers .*inf for the completion 'one'"),
+        ([1e39, 1.0], r"finite numbers .*3.4e\+38, got 1e\+39"),
+        ([1.0, -(10**400)], "finite numbers .*-1000"),
         (["1.0", 1.0], "numbers or None, got '1.0'"),
         ([1j, 1.0], "numbers or None"),
         ([[1.0], [2.0]], "numbers or None"),
@@ -124,7 +124,7 @@ def test_what_is_no_reward_is_refused_with_the_function_and_the_value(value, mes
 
 
 def test_a_weighted_sum_that_members_could_not_learn_from_is_refused():
-    with pytest.raises(RewardError, match="must add up to at most"):
+    with pytest.raises(RewardError, match="reward_weights"):
         trl(returning([1e30, 1e3]), weights=[1e30])
     with pytest.raises(RewardError, match=r"raised ValueError.*finite"):
         trl(lambda **_: [StepRewards([1e308, 1e308], [0, 1]), 1.0])
@@ -168,7 +168,7 @@ def test_a_failure_only_with_all_completions_is_told_as_such():
         return [1.0]
 
     for on_error in ("raise", "exclude"):
-        with pytest.raises(RewardError, match=r"too many.*alone, none fails"):
+        with pytest.raises(RewardError, match=r"too many.* 2 completions"):
             trl(reward, on_error=on_error)
 
 
@@ -214,16 +214,16 @@ def test_names_stay_apart():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, None, None), "exactly one of reward_fn and reward_funcs must be given, got none"),
-        ((fragile, fragile, None), "got both"),
-        ((fragile, None, [1.0]), "reward_weights go with reward_funcs"),
-        ((None, [], None), "at least one function"),
-        ((None, [fragile], [1.0, 2.0]), r"1 finite numbers, one per function, got \[1.0, 2.0\]"),
-        ((None, fragile, [math.nan]), "each of reward_weights must be finite, got nan"),
-        ((None, ["model"], None), "a function, got 'model': to reward with a model, load it yourself"),
-        ((None, "model", None), "a function, got 'model'"),
-        ((None, torch.nn.Linear(1, 1), None), "got the model Linear"),
-        ((3, None, None), "a function, plain or async, got 3"),
+        ((None, None, None), "reward_fn and reward_funcs .*none"),
+        ((fragile, fragile, None), "reward_fn and reward_funcs .*both"),
+        ((fragile, None, [1.0]), "reward_weights"),
+        ((None, [], None), "reward_funcs"),
+        ((None, [fragile], [1.0, 2.0]), r"reward_weights .*\[1.0, 2.0\]"),
+        ((None, fragile, [math.nan]), "reward_weights .*nan"),
+        ((None, ["model"], None), "'model'"),
+        ((None, "model", None), "'model'"),
+        ((None, torch.nn.Linear(1, 1), None), "Linear"),
+        ((3, None, None), "got 3"),
     ],
 )
 def test_what_cannot_be_called_is_refused(arguments, message):
@@ -242,12 +242,12 @@ class SilentError(Exception):
 
 
 ODD = {
-    "a whole number that no float holds": (lambda: 10**400, "must return finite numbers, got 1000"),
-    "one too long to be written": (lambda: 10**5000, "must return finite numbers, got <int, which cannot be shown>"),
+    "a whole number that no float holds": (lambda: 10**400, "must return finite numbers of at most 3.4e+38, got 1000"),
+    "one too long to be written": (lambda: 10**5000, "3.4e+38, got <int"),
     "a fraction that no float holds": (lambda: Fraction(10**400, 3), "must return finite numbers"),
-    "beyond single precision": (lambda: -1e308, "must return finite numbers, got -1e+308"),
-    "a value without words": (Mute, "must return numbers or None, got <Mute, which cannot be shown>"),
-    "an error without words": (SilentError, "raised SilentError: 'a message that cannot be shown'"),
+    "beyond single precision": (lambda: -1e308, "3.4e+38, got -1e+308"),
+    "a value without words": (Mute, "got <Mute"),
+    "an error without words": (SilentError, "raised SilentError"),
     "the end of a generator": (GeneratorExit, "raised GeneratorExit"),
     "an exception of its own kind": (BaseException, "raised BaseException"),
     "the end of an iterator": (StopIteration, "raised StopIteration"),
@@ -278,5 +278,5 @@ def test_whatever_comes_out_of_a_function_is_a_reward_error(case, plain_function
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
         earned = compute_rewards(rewards, given, "exclude")
     assert np.isnan(earned.rewards).all()
-    plain(make())  # what a worker process would send back is JSON
-    json.dumps(plain(make()))
+    to_json(make())  # what a worker process would send back is JSON
+    json.dumps(to_json(make()))

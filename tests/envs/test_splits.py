@@ -2,6 +2,7 @@
 
 import warnings
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.envs.text.datasets import check_table
-from evogrpo.envs.text.splits import HELD_OUT_FRACTION, RESERVE_FACTOR, Filtered, RowHashes, Tokenized, make_splits
+from evogrpo.envs.text.splits import HELD_OUT_FRACTION, RESERVE_FACTOR, Filtered, PromptSplit, RowHashes, make_splits
 
 NONE = {"validation": None, "test": None}
 
@@ -20,15 +21,17 @@ def rows(*questions):
     return [{"question": question} for question in questions]
 
 
-def tokens(split, table):
-    return Tokenized(
+def read(split, table):
+    return PromptSplit(
+        table=table,
+        rows=range(len(table)),
         prompts=[array("i", map(ord, row["question"])) for row in table],
-        contents=[RowHashes.of(row["question"], row) for row in table],
+        hashes=[RowHashes.of(row["question"], row) for row in table],
     )
 
 
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
-    return make_splits(tables, tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    return make_splits(tables, read, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
 
 
 def questions(part):
@@ -78,7 +81,7 @@ def test_each_reason_is_counted_once_and_told_once():
 def test_validation_is_drawn_from_train_and_never_from_test():
     tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
     parts, _ = split(tables)
-    places = [content.place(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
+    places = [content.position(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
     drawn = sum(place > 1 - HELD_OUT_FRACTION for place in places)  # a fifth, give or take
     assert 5 <= drawn <= 15
     assert {name: len(part.rows) for name, part in parts.items()} == {
@@ -117,7 +120,7 @@ def test_rows_that_are_added_move_no_question_between_splits(first, added, sizes
 
 
 def depth(name, question):
-    place = RowHashes.of(question, {}).place(0)
+    place = RowHashes.of(question, {}).position(0)
     return place if name == "test" else 1 - place
 
 
@@ -138,8 +141,8 @@ def test_what_is_next_in_line_for_a_held_out_split_is_not_trained_on(more):
 
 def test_a_question_keeps_its_split_under_another_template():
     def longer(split, table):
-        read = tokens(split, table)
-        return Tokenized(prompts=[array("i", [7, *ids]) for ids in read.prompts], contents=read.contents)
+        whole = read(split, table)
+        return replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])
 
     tables = {"train": rows(*map(str, range(50)))}
     parts, _ = make_splits(tables, longer, max_prompt_length=None, sizes=NONE, seed=0)
@@ -154,7 +157,7 @@ def test_default_sizes_are_bounded():
 @pytest.mark.parametrize(("size", "rest"), [(0, 10), (10, 10), (11, 10), (-1, 10)])
 def test_impossible_sizes_are_refused(size, rest):
     tables = {"train": rows(*map(str, range(10))), "test": rows("x")}
-    with pytest.raises(ValueError, match=rf"validation_size must be at least 1 and less than the {rest} .*got {size}"):
+    with pytest.raises(ValueError, match=rf"validation_size .* {rest} .*got {size}"):
         split(tables, sizes={"validation": size, "test": None})
 
 
@@ -164,9 +167,9 @@ def test_a_split_that_ends_up_empty_is_refused():
 
 
 def test_too_few_questions_are_refused():
-    with pytest.raises(ValueError, match=r"where 1 is left .* give at least 3 different questions.*or test_dataset"):
+    with pytest.raises(ValueError, match="test_dataset"):
         split({"train": rows("a")})
-    with pytest.raises(ValueError, match=r"^validation questions .* where 1 is left"):
+    with pytest.raises(ValueError, match="validation_dataset"):
         split({"train": rows("a", "b", "a")})
     assert [len(part.rows) for part in split({"train": rows("a", "b", "c")})[0].values()] == [1, 1, 1]
 
@@ -174,20 +177,20 @@ def test_too_few_questions_are_refused():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"train": [1]}, r"must be one split, .* got a mapping of \['train'\]: pass one of its values"),
-        ({"question": ["a"], "answer": ["b"]}, "make rows of its columns"),
-        ("questions.csv", r"got 'questions.csv': read a file first"),
-        (Path("questions.jsonl"), "read a file first"),
-        (["a", "b"], r"mapping of columns in every row, got 'a' in row 0: write {'question': ...}"),
+        ({"train": [1]}, r"\['train'\]"),
+        ({"question": ["a"], "answer": ["b"]}, r"\['question', 'answer'\]"),
+        ("questions.csv", "'questions.csv'"),
+        (Path("questions.jsonl"), "questions.jsonl"),
+        (["a", "b"], "'a' in row 0"),
         ([("a", "b")], r"got \('a', 'b'\) in row 0"),
         ([1], "got 1 in row 0"),
-        (iter([1]), "turn a streamed dataset into a list"),
+        (iter([1]), "list_iterator"),
         ([], "at least one row"),
         ([{"prompt": "a"}], r"columns \['question'\], got \['prompt'\].*provide \['question'\]"),
         (datasets.Dataset.from_dict({"prompt": ["a"]}), r"got \['prompt'\]"),
         (datasets.Dataset.from_dict({"question": []}), "at least one row"),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"question": ["a"]})}), "one of its values"),
-        (datasets.Dataset.from_dict({"question": ["a"]}).to_iterable_dataset(), "turn a streamed dataset"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"question": ["a"]})}), "train"),
+        (datasets.Dataset.from_dict({"question": ["a"]}).to_iterable_dataset(), "IterableDataset"),
     ],
 )
 def test_what_is_no_table_is_refused_by_name(table, message):

@@ -44,7 +44,7 @@ def test_every_kind_of_list_will_do_and_the_total_is_the_sum():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1.0], []), "one position per value, got 1 values and 0 positions"),
+        (([1.0], []), "positions .* 1 values and 0 positions"),
         (([1.0], [0], "word"), 'must be "token" or "character", got \'word\''),
         (([float("nan")], [0]), "values of StepRewards must be finite numbers, got nan"),
         ((["1"], [0]), "finite numbers, got '1'"),
@@ -152,14 +152,12 @@ def test_without_step_rewards_there_is_no_table(plain_tokenizer):
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (StepRewards([1.0], [3]), "got position 3 for one of 3 tokens: 'ab'"),
-        (StepRewards([1.0, 1.0], [0, 2], "character"), "got position 2 for one of 2 characters: 'ab'"),
+        (StepRewards([1.0], [3]), "3 .* 3 tokens: 'ab'"),
+        (StepRewards([1.0, 1.0], [0, 2], "character"), "2 .* 2 characters: 'ab'"),
     ],
 )
 def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, message):
-    with pytest.raises(
-        RewardError, match=rf"'steps' must return step rewards at positions inside the completion, {message}"
-    ):
+    with pytest.raises(RewardError, match=f"'steps' .*position {message}"):
         scored(plain_tokenizer, returning(rewards), texts=["ab<eos>"])
 
 

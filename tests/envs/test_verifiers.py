@@ -92,7 +92,7 @@ def test_every_kind_of_reward_survives_the_journey(verified):
     [
         (functions.wrong, r"must return a list of 1 rewards, got 'ab'"),
         (functions.texts, r"numbers or None, got '1.0' for the completion 'x'"),
-        (functions.not_finite, "finite numbers, got nan for the completion 'x'"),
+        (functions.not_finite, "finite numbers .*nan for the completion 'x'"),
     ],
 )
 def test_what_is_no_reward_is_refused_as_without_processes(verified, function, message):
@@ -187,7 +187,7 @@ def test_a_call_that_is_slow_only_with_many_completions_is_told_as_such(verified
         "import time\ndef slow(completions, **_):\n    time.sleep(0.4 * (len(completions) > 1))\n"
         "    return [1.0] * len(completions)\n"
     )
-    with pytest.raises(RewardError, match=r"took longer than 0.3 s .*2 completions at once; alone, none fails"):
+    with pytest.raises(RewardError, match=r"took longer than 0.3 s .*2 completions"):
         verified(load_named(f"{path}:slow", "reward function"), timeout=0.3, workers=1)("a", "b")
 
 
@@ -240,7 +240,7 @@ def test_async_functions_of_both_forms_run_at_once_in_a_worker(verified):
 @pytest.mark.parametrize(("function", "form"), [(functions.patient, "trl"), (functions.patient_single, "agilerl")])
 def test_async_functions_that_hang_are_excluded_whether_they_await_or_block(verified, function, form, text):
     slow = verified(function, form=form, timeout=0.6)
-    with pytest.warns(UserWarning, match="1 of 3 completions excluded; the first: .*took longer than 0.6 s"):
+    with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than 0.6 s"):
         earned = slow("a", text, "bb", on_error="exclude")
     np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2])
 
@@ -298,10 +298,10 @@ def test_columns_that_cannot_be_sent_are_reported(verified):
 @pytest.mark.parametrize(
     ("function", "timeout", "workers", "message"),
     [
-        (functions.batched, 0, 1, "reward_timeout must be a finite number of seconds above 0, or None, got 0"),
-        (functions.batched, float("nan"), 1, "reward_timeout must be"),
-        (functions.batched, None, -1, "reward_workers must be at least 0, or None, got -1"),
-        (functions.batched, 1.0, 0, "reward_timeout needs reward_workers of at least 1 for 'batched', got 0"),
+        (functions.batched, 0, 1, "reward_timeout .* 0"),
+        (functions.batched, float("nan"), 1, "reward_timeout"),
+        (functions.batched, None, -1, "reward_workers .* -1"),
+        (functions.batched, 1.0, 0, "reward_timeout .*reward_workers .*'batched'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(function, timeout, workers, message):
@@ -394,7 +394,7 @@ def test_a_script_that_every_worker_would_run_again_is_refused_up_front(tmp_path
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert output == ""
-    assert 'keep what trains under `if __name__ == "__main__":`' in errors
+    assert 'if __name__ == "__main__"' in errors
 
 
 def hanging(process):

@@ -41,7 +41,7 @@ def asking(*rows):
 
 @pytest.mark.parametrize("answer", [None, float("nan"), np.nan])
 def test_an_answer_that_is_missing_is_refused_by_its_row(answer):
-    with pytest.raises(ValueError, match=r"row 100 .*answer"):
+    with pytest.raises(ValueError, match=r"Row 100 .*answer"):
         asking({"question": "1+1", "answer": answer})
 
 

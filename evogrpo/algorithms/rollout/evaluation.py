@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
-from evogrpo.envs.protocol import Excluding, GroupEnvironment, Split
+from evogrpo.envs.protocol import GroupEnvironment, Split
+from evogrpo.envs.text.datasets import PromptEnvironment
 from evogrpo.evolution.fitness import (
     Fitness,
     FitnessConfig,
@@ -48,7 +49,7 @@ def evaluate_questions(
     """
     found = members.evaluate(env, asked)
     missing = int((~np.isfinite(found.rewards)).sum())
-    if missing and not (isinstance(env, Excluding) and env.excludes_failures):
+    if missing and not (isinstance(env, PromptEnvironment) and env.excludes_failures):
         raise ValueError(
             f"fitness needs a reward for every {asked.split} completion, but none applied to {missing} of "
             f"{found.rewards.size}: let at least one reward function return a number for every question of the "

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from evogrpo.data import Conversation, Rollout, SamplingBatch
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.protocol import Beforehand, PromptBatch
+from evogrpo.envs.protocol import PromptBatch
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.finished import heard_by
 from evogrpo.models.bank import Sampler
 
@@ -23,7 +24,7 @@ class Handover:
         rows: All that are being written; those in which one member completes one prompt are a group.
     """
 
-    def __init__(self, opened: Beforehand, rows: SamplingBatch) -> None:
+    def __init__(self, opened: SingleTurnBatch, rows: SamplingBatch) -> None:
         self._opened = opened
         self._groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
         self._unfinished = Counter(self._groups)
@@ -37,13 +38,13 @@ class Handover:
             self._finished.setdefault(group, []).append(told)
             self._unfinished[group] -= 1
             if not self._unfinished[group]:
-                self._opened.begin(sorted(self._finished.pop(group), key=lambda each: each.row))
-        self._opened.proceed()
+                self._opened.start_scoring(sorted(self._finished.pop(group), key=lambda each: each.row))
+        self._opened.poll()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnRollout:
-    """PromptBatch in the order of their rows.
+    """Conversations in the order of their rows.
 
     Attributes:
         rollout: `[n, t]` everything after the prompts; what was heard is present, but does not count as action. A
@@ -143,14 +144,14 @@ def sample_conversations(
 @contextmanager
 def _handed_over(opened: PromptBatch, rows: SamplingBatch) -> Iterator[None]:
     """Let whole groups be rewarded from when they are finished, where somebody can do that meanwhile."""
-    if not (isinstance(opened, Beforehand) and opened.begins):
+    if not (isinstance(opened, SingleTurnBatch) and opened.streams_rewards):
         yield
         return
     try:
         with heard_by(Handover(opened, rows), rows):
             yield
     except BaseException:
-        opened.abandon()
+        opened.cancel()
         raise
 
 

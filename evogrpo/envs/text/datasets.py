@@ -1,7 +1,8 @@
-"""Prompt datasets: tables of questions, their splits and their reward functions."""
+"""Prompt datasets: checked tables with their splits and reward functions, as a base class of environments."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -10,16 +11,10 @@ import gymnasium
 from evogrpo.config.checks import refuse_unknown, whole_between, whole_number
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.reward_functions import (
-    OnRewardError,
-    Reward,
-    RewardInputs,
-    RewardLog,
-    TrainingProgress,
-    make_reward_runner,
-)
-from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight, try_rewards
-from evogrpo.envs.text.splits import PromptSplit, RowHashes, Table, Tokenized, make_splits
+from evogrpo.envs.text.prompt_batch import RewardLog, TrainingProgress
+from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs, make_reward_runner
+from evogrpo.envs.text.scoring import compute_rewards
+from evogrpo.envs.text.splits import PromptSplit, RowHashes, Table, make_splits
 from evogrpo.envs.text.templates import (
     Message,
     Options,
@@ -33,36 +28,37 @@ from evogrpo.envs.text.templates import (
 from evogrpo.envs.text.verifier_pool import VerifierPool
 
 AnyTable = Any
-"""A `datasets.Dataset`, a data frame of pandas or polars, a table of pyarrow, or any sequence of mappings."""
+"""A `datasets.Dataset`, a pandas or polars data frame, a pyarrow table, or any sequence of mappings."""
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""Column with keyword arguments of the chat template for one row, as in TRL."""
+SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
 def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
-    """Return the dataset of each split, as rows by number; None where it is not given.
+    """Return the dataset of each split as a sequence of rows; None where there is none.
 
     Args:
-        train: A dataset, or several by the name of their split, such as a `datasets.DatasetDict`.
+        train: A dataset, or a mapping of splits to datasets, such as a `datasets.DatasetDict`.
         validation: A dataset or None.
-        test: Likewise.
+        test: A dataset or None.
 
     Raises:
-        ValueError: If a split is given twice, or there is no training dataset.
+        ValueError: If a split is passed twice, or there is no training dataset.
     """
-    given: dict[Split, Any] = {"train": train, "validation": validation, "test": test}
+    tables: dict[Split, Any] = {"train": train, "validation": validation, "test": test}
     if isinstance(train, Mapping) and "train" in train:
         for split in SPLITS[1:]:
-            if split in train and given[split] is not None:
-                raise ValueError(
-                    f"train_dataset holds a {split} split, and {split}_dataset is given as well: leave one of them out"
-                )
-        given |= {split: train[split] for split in SPLITS if split in train}
-    if given["train"] is None:
+            if split in train and tables[split] is not None:
+                raise ValueError(f"train_dataset contains a {split} split, and {split}_dataset is set. Remove one.")
+        tables |= {split: train[split] for split in SPLITS if split in train}
+    if tables["train"] is None:
         raise ValueError("train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got None.")
-    return {split: _rows(table) for split, table in given.items()}
+    return {split: _rows(table) for split, table in tables.items()}
 
 
 def _rows(table: Any) -> Any:
-    """Return a data frame or an arrow table as rows with plain values; anything else as it is."""
-    if hasattr(table, "iloc") and hasattr(table, "notna"):  # pandas, where what is missing is NaN
+    """Return data frames and arrow tables as rows of plain values, other tables unchanged."""
+    if hasattr(table, "iloc") and hasattr(table, "notna"):  # pandas, with NaN for missing values
         return [_plain(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
@@ -70,7 +66,7 @@ def _rows(table: Any) -> Any:
         return table.to_pylist()
     form = getattr(table, "format", None)
     if isinstance(form, Mapping) and form.get("type") not in (None, "custom"):
-        # A datasets.Dataset that hands out its rows as tensors, arrays or frames.
+        # A datasets.Dataset that returns tensors, arrays or frames.
         return table.with_format(None, columns=form["columns"])
     return table
 
@@ -84,34 +80,34 @@ def _plain(value: Any) -> Any:
 
 
 def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
-    """Refuse anything that is not a non-empty table with the given columns; return all that it has.
+    """Check that a dataset is a non-empty table with the required columns; return all its columns.
 
     Raises:
-        ValueError: With the name of the argument, what was found and what to do.
+        ValueError: If it is not.
     """
     if isinstance(table, str | bytes | PathLike):
         raise ValueError(
-            f"{name} must be rows, got {table!r}: read a file first, JSON lines by [json.loads(line) for line in "
-            "open(path)], a CSV file by list(csv.DictReader(open(path))) or pandas.read_csv(path)"
+            f"{name} must be rows, got {table!r}. Read the file first: [json.loads(line) for line in open(path)] for "
+            "JSON lines, list(csv.DictReader(open(path))) or pandas.read_csv(path) for CSV."
         )
     if isinstance(table, Mapping):
         if set(columns) <= set(table):
-            remedy = "make rows of its columns, by datasets.Dataset.from_dict or pandas.DataFrame"
+            fix = "Convert columns to rows with datasets.Dataset.from_dict or pandas.DataFrame."
         else:
-            remedy = "pass one of its values (train_dataset also takes a mapping of splits with the key train)"
-        raise ValueError(f"{name} must be one split, row by row, got a mapping of {list(table)}: {remedy}")
+            fix = "Pass one of its values (train_dataset also takes a mapping of splits with the key train)."
+        raise ValueError(f"{name} must be the rows of one split, got a mapping of {list(table)}. {fix}")
     if not hasattr(table, "__len__") or not hasattr(table, "__getitem__"):
         raise ValueError(
-            f"{name} must have a length and rows by number (a datasets.Dataset or a list of mappings), "
-            f"got {type(table).__name__}: turn a streamed dataset into a list first"
+            f"{name} must have a length and indexed rows (a datasets.Dataset or a list of mappings), "
+            f"got {type(table).__name__}. Convert a streamed dataset to a list."
         )
     if len(table) == 0:
-        raise ValueError(f"{name} must hold at least one row, got none")
+        raise ValueError(f"{name} must contain at least one row, got none.")
     names = getattr(table, "column_names", None)
     if names is None and not isinstance(table[0], Mapping):
         raise ValueError(
-            f"{name} must have a mapping of columns in every row, got {table[0]!r:.80} in row 0: write "
-            f"{{{', '.join(f'{column!r}: ...' for column in columns)}}}"
+            f"{name} must contain a mapping of columns in every row, got {table[0]!r:.80} in row 0. Write "
+            f"{{{', '.join(f'{column!r}: ...' for column in columns)}}}."
         )
     present = list(table[0]) if names is None else list(names)
     missing = [column for column in columns if column not in present]
@@ -123,29 +119,41 @@ def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
     return present
 
 
-TEMPLATE_OPTIONS = "chat_template_kwargs"
-"""The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """Results of testing the reward functions before a run.
+
+    Attributes:
+        prompt: First training prompt, rendered; untrusted text.
+        tokens: Its token ids.
+        rewards: Reward of the first sample completion by function; None where it does not apply or failed.
+    """
+
+    prompt: str
+    tokens: tuple[int, ...]
+    rewards: dict[str, float | None]
 
 
 class PromptEnvironment:
-    """PromptSplit of a dataset and reward functions; subclasses say what is opened at them.
+    """Base class of environments with a prompt dataset and reward functions.
 
     Args:
-        tables: The given datasets; "train" is required.
+        tables: Datasets by split; "train" is required.
         tokenizer: A transformers tokenizer.
         rewards: The reward functions.
-        template: Messages that ask a row's `question`; None where rows bring a `prompt`, or are asked as plain text.
-        columns: What every row must have.
-        sizes: How many questions to draw for a held-out split that is not given.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template; None = none.
-        max_prompt_length: Longest prompt used, in tokens; None keeps all.
+        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or questions are
+            plain text.
+        columns: Required columns; the first is the question or prompt.
+        sizes: Number of prompts to draw for a held-out split without a dataset.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, or None.
+        max_prompt_length: Maximum number of prompt tokens; None = no limit.
         on_reward_error: "raise" or "exclude".
-        reward_timeout: Seconds that one call of a reward function may take; None = no limit.
-        reward_workers: Processes in which rewards are computed; see `make_reward_runner`.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
+        reward_workers: Number of worker processes for rewards; see `make_reward_runner`.
         seed: Seed of the training order and of drawn splits.
 
     Raises:
-        ValueError: If an argument, a column or a split does not fit.
+        ValueError: If an argument, a column or a split is invalid.
     """
 
     def __init__(
@@ -164,15 +172,16 @@ class PromptEnvironment:
         reward_workers: int | None,
         seed: int,
     ) -> None:
+        # 1. Arguments.
         if tokenizer is None:
-            raise ValueError("tokenizer must be given: the environment turns prompts into token ids and back")
+            raise ValueError("tokenizer must be given: the environment encodes prompts and decodes completions.")
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise ValueError(
-                f"tokenizer must be a tokenizer of transformers, got {tokenizer!r:.80} ({type(tokenizer).__name__}): "
-                "load one with AutoTokenizer.from_pretrained"
+                f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80} ({type(tokenizer).__name__}). "
+                "Load one with AutoTokenizer.from_pretrained."
             )
         if on_reward_error not in ("raise", "exclude"):
-            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
+            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
         if max_prompt_length is not None:
             max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
         sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
@@ -182,64 +191,67 @@ class PromptEnvironment:
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
-        for reward in rewards:
-            reward.check_here(here=self._runner.here)
-        self._pace = TrainingProgress()
+        self._progress = TrainingProgress()
+        # 2. Columns of each dataset.
         given = {split: table for split, table in tables.items() if table is not None}
         for split, table in given.items():
             present = check_table(table, self._columns, f"{split}_dataset")
             for reward in rewards:
-                reward.check(present, f"{split}_dataset")
+                reward.check(present, f"{split}_dataset", in_process=self._runner.in_process)
         for split, size in sizes.items():
             if size is not None and split in given:
-                raise ValueError(f"{split}_size says how many questions to draw where {split}_dataset is not given")
+                raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
+        # 3. Tokenized, deduplicated splits.
         self._splits, self.filtered = make_splits(
-            given, self._tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+            given, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
         )
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
         if isinstance(self._runner, VerifierPool):
-            self._runner.check()  # it has been starting since its making
+            self._runner.check()  # its first worker has been starting since step 1
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
         return f"{type(self).__name__}({sizes} questions, {', '.join(reward.name for reward in self._rewards)})"
 
     def size(self, split: Split) -> int:
-        """Return the number of distinct questions of a split."""
+        """Return the number of distinct prompts of a split."""
         refuse_unknown("split", [split], SPLITS)
         return len(self._splits[split].rows)
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
+        """Return the first `count` training prompts of learning step `step`; see `deal_starts`."""
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what the questions, the prompts and the reward functions are; see `SupportsFingerprint`."""
-        told = {f"{split} questions": _identity(self._splits[split]) for split in SPLITS}
+        """Return hashes of the questions, prompts and reward functions; see `SupportsFingerprint`."""
+        fingerprint = {}
+        for split in SPLITS:
+            hashes = self._splits[split].hashes
+            fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
         for reward in self._rewards:
-            told[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
-        asked = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
-        return told | {
-            "prompts": short_hash(*asked),
+            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
+        prompts = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
+        return fingerprint | {
+            "prompts": short_hash(*prompts),
             TEMPLATE_OPTIONS: short_hash(canonical(self._options)),
             "seed": str(self.seed),
         }
 
     @property
     def excludes_failures(self) -> bool:
-        """Whether completions whose reward fails are left out, rather than stop the run."""
+        """True if completions with a failed reward are excluded, rather than stop the run."""
         return self._on_reward_error == "exclude"
 
     @property
     def largest_token(self) -> int:
-        """The largest token id of all prompts."""
+        """Largest token id of all prompts."""
         return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
 
     @property
     def longest_prompt(self) -> int:
-        """The most tokens of a prompt."""
+        """Number of tokens of the longest prompt."""
         return self._longest[0]
 
     @property
@@ -256,43 +268,54 @@ class PromptEnvironment:
             for ids, row in zip(questions.prompts, questions.rows, strict=True)
         )
 
-    def set_progress(self, step: int, most: int) -> None:
-        """Take note of how far training has come, for reward functions that ask for the `trainer_state`."""
-        self._pace.step, self._pace.most = step, most
+    def set_progress(self, step: int, total_steps: int) -> None:
+        """Set the training progress, for reward functions that take the `trainer_state`."""
+        self._progress.step, self._progress.total_steps = step, total_steps
 
     def preflight(self) -> Preflight:
-        """Try every reward function on two made-up completions of the first training question.
+        """Test every reward function on two sample completions of the first training prompt.
 
-        Two, so that rewards of another number than completions are noticed.
+        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a function may fail, but what
+        it returns must be valid.
 
         Raises:
-            RewardError: If one fails, or returns something that is no reward.
+            RewardError: If a function fails or returns an invalid reward.
         """
         questions = self._splits["train"]
         row, prompt = questions.table[questions.rows[0]], questions.prompts[0].tolist()
-        answers = RewardInputs(
+        trainer: Mapping[str, Any] = {}
+        if self._rewards[0].batched:
+            trainer = RewardLog().trainer_arguments(self._progress, in_process=self._runner.in_process)
+        inputs = RewardInputs(
             rows=[row, row],
             texts=list(SAMPLE_COMPLETIONS),
             token_ids=self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"],
-            training=RewardLog().offered(self._pace, here=self._runner.here) if self._rewards[0].batched else {},
+            trainer=trainer,
         )
-        return Preflight(
-            prompt=str(self.tokenizer.decode(prompt)),
-            tokens=tuple(prompt),
-            rewards=try_rewards(self._rewards, answers, self._on_reward_error, self._runner),
-        )
+        rewards: dict[str, float | None] = {}
+        for reward in self._rewards:
+            try:
+                value = float(compute_rewards([reward], inputs, "raise", self._runner).rewards[0])
+            except RewardError as error:
+                if self._on_reward_error == "exclude" and error.__cause__ is not None:
+                    rewards[reward.name] = None
+                    continue
+                message = f"Reward functions are tested on sample completions before training: {error}"
+                raise RewardError(message) from error.__cause__
+            rewards[reward.name] = None if math.isnan(value) else value
+        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
 
     def close(self) -> None:
-        """End the worker processes of reward functions; the next score would start new ones."""
+        """End the worker processes of reward functions. The next score starts new ones."""
         self._runner.close()
 
-    def _opened(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of `SingleTurnBatch` for questions of a split, or say which does not exist."""
+    def _batch_fields(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of `SingleTurnBatch` for prompts of a split."""
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
         questions = self._splits[split]
         if not all(0 <= start < len(questions.rows) for start in starts):
-            raise ValueError(f"starts of {split} must lie in [0, {len(questions.rows) - 1}], got {list(starts)}")
+            raise ValueError(f"starts of {split} must be in [0, {len(questions.rows) - 1}], got {list(starts)}.")
         return {
             "prompts": tuple(questions.prompts[start].tolist() for start in starts),
             "rows": [questions.table[questions.rows[start]] for start in starts],
@@ -301,34 +324,35 @@ class PromptEnvironment:
             "tokenizer": self.tokenizer,
             "on_reward_error": self._on_reward_error,
             "held_out": split != "train",
-            "pace": self._pace,
+            "progress": self._progress,
         }
 
-    def _tokens(self, split: Split, table: Table) -> Tokenized:
-        contents: list[RowHashes] = []
-        prompts = tokenize(self._prompts(table, f"{split}_dataset", contents), self.tokenizer, f"{split}_dataset")
-        return Tokenized(prompts=prompts, contents=contents)
+    def _read_table(self, split: Split, table: Table) -> PromptSplit:
+        """Return all rows of a table, tokenized and hashed."""
+        hashes: list[RowHashes] = []
+        prompts = tokenize(self._prompts(table, f"{split}_dataset", hashes), self.tokenizer, f"{split}_dataset")
+        return PromptSplit(table=table, rows=range(len(table)), prompts=prompts, hashes=hashes)
 
-    def _prompts(self, table: Table, where: str, contents: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
-        """Yield the prompts of a table's rows and how to render them; notes what the rows hold on the way."""
-        columns, asks = set(table[0]), self._columns[0]
+    def _prompts(self, table: Table, where: str, hashes: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
+        """Yield each row's prompt and chat template options; append the row's hashes."""
+        columns, question_column = set(table[0]), self._columns[0]
         for number in range(len(table)):
             row = table[number]
             if set(row) != columns:
                 raise ValueError(
-                    f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
+                    f"Every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}."
                 )
-            asked = row[asks]
-            if _missing(asked):
-                raise ValueError(f"row {number} of {where} must have a {asks}, got {asked!r}: leave the row out")
+            question = row[question_column]
+            if _missing(question):
+                raise ValueError(
+                    f"Row {number} of {where} must have a {question_column}, got {question!r}. Remove the row."
+                )
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
-                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes: decode it first")
+                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
                 if name == "answer" and row[name] != "" and _missing(row[name]):
-                    raise ValueError(
-                        f"row {number} of {where} must have an answer, got {row[name]!r}: leave the row out"
-                    )
-            contents.append(RowHashes.of(asked, row))
+                    raise ValueError(f"Row {number} of {where} must have an answer, got {row[name]!r}. Remove the row.")
+            hashes.append(RowHashes.of(question, row))
             yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
@@ -340,20 +364,14 @@ class PromptEnvironment:
         return fill_template(self._template, row["question"], row["answer"])
 
     def _template_options(self, row: Mapping[str, Any], number: int, where: str) -> Options:
-        own = row.get(TEMPLATE_OPTIONS)
-        if own is None:
+        if row.get(TEMPLATE_OPTIONS) is None:
             return self._options
-        given = check_options(own, f"{TEMPLATE_OPTIONS} in row {number} of {where}")
-        # Tables give every row all the keys that one of them has, as None where it has none.
-        return {**self._options, **{name: value for name, value in given.items() if value is not None}}
+        own = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+        # Arrow tables give every row the keys of all rows, with None for missing ones.
+        return {**self._options, **{name: value for name, value in own.items() if value is not None}}
 
 
 def _missing(value: object) -> bool:
-    """Tell whether a question says nothing: null, NaN as data frames have it, or blank text."""
+    """Return True for None, NaN (a missing value in data frames) and blank text."""
     blank = isinstance(value, str) and not value.strip()
     return value is None or blank or (isinstance(value, float) and math.isnan(value))
-
-
-def _identity(questions: PromptSplit) -> str:
-    """Return how many questions there are and what they hold, in their order."""
-    return f"{len(questions.rows)}, content {short_hash(*(content.row for content in questions.contents))}"

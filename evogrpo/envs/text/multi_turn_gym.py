@@ -1,4 +1,4 @@
-"""MultiTurnGym: a prompt dataset whose questions are talked about, a function of the user's replying in between."""
+"""MultiTurnGym: prompts of a dataset with multi-turn conversations, where a user function replies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,31 +8,37 @@ from evogrpo.config.checks import names_unknown, whole_number
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.envs.text.datasets import TEMPLATE_OPTIONS, AnyTable, PromptEnvironment, tables_by_split
+from evogrpo.envs.text.datasets import (
+    SAMPLE_COMPLETIONS,
+    TEMPLATE_OPTIONS,
+    AnyTable,
+    Preflight,
+    PromptEnvironment,
+    tables_by_split,
+)
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_calls import escaped_prints, restored_torch_settings
 from evogrpo.envs.text.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
-from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
-"""(dataset row, the conversation so far as messages) -> what the user says next; None ends the conversation."""
+"""(dataset row, conversation so far) -> next user message, or None to end the conversation."""
 
-_ASKED, _ANSWERED = "What is asked?", "This is answered."
+_QUESTION, _ANSWER = "What is asked?", "This is answered."
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMarkers:
-    """How a tokenizer's chat template renders what stands between two completions.
+    """Rendering of replies with the markers of a tokenizer's chat template.
 
-    Only what is new is rendered and tokenised: what was sampled stays the tokens that were sampled.
+    Only the new text between two completions is rendered and tokenized; sampled tokens stay as they are.
 
     Attributes:
         tokenizer: A transformers tokenizer with a chat template.
         options: Keyword arguments of the template.
 
     Raises:
-        ValueError: If it has none, or its template renders a turn otherwise once the next one follows.
+        ValueError: If there is no template, or it renders earlier turns differently once another turn follows.
     """
 
     tokenizer: Tokenizer
@@ -40,15 +46,15 @@ class TurnMarkers:
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("conversations need a tokenizer with a chat_template: set tokenizer.chat_template")
+            raise ValueError("MultiTurnGym needs a chat_template. Set tokenizer.chat_template.")
         self._between("Go on.", self.options)
 
     def tokens(self, reply: str, *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
-        """Return what a model reads between its last completion and its next: markers, the reply, markers.
+        """Return the tokens between two completions: the reply with the markers around it.
 
         Args:
-            reply: What the user says.
-            ended: Whether the completion ended with an EOS, which the markers then do not repeat.
+            reply: Text of the user message.
+            ended: True if the completion ended with an EOS, which the markers then leave out.
             options: Keyword arguments of the chat template.
         """
         between = self._between(reply, options or {})
@@ -57,27 +63,35 @@ class TurnMarkers:
         return tuple(self.tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
     def _between(self, reply: str, options: Options) -> str:
-        messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         options = {**self.options, **options, "tokenize": False}
         before = str(self.tokenizer.apply_chat_template(messages, **options))
         messages.append({"role": "user", "content": reply})
         after = str(self.tokenizer.apply_chat_template(messages, **options, add_generation_prompt=True))
-        end = before.rfind(_ANSWERED)
+        end = before.rfind(_ANSWER)
         if end < 0 or not after.startswith(before):
             raise ValueError(
-                "the tokenizer's chat_template must render a conversation so that a further turn only adds text behind "
-                f"it, but {before!r} becomes {after!r}: set a chat_template that leaves earlier turns as they are"
+                f"chat_template must leave earlier turns unchanged when a turn is added, but {before!r} becomes "
+                f"{after!r}. Set another tokenizer.chat_template."
             )
-        return after[end + len(_ANSWERED) :]
+        return after[end + len(_ANSWER) :]
+
+
+def _call_reply(reply: Reply, row: Mapping[str, Any], messages: list[Message]) -> str | None:
+    with escaped_prints(), restored_torch_settings():
+        text = reply(row, messages)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MultiTurnBatch(SingleTurnBatch):
-    """Opened prompts that are talked about: `PromptBatch` of several turns.
+    """A `PromptBatch` of multi-turn conversations.
 
     Attributes:
-        reply: What the user says next.
-        markers: What stands around it.
+        reply: Returns the next user message.
+        markers: Renders it.
     """
 
     reply: Reply
@@ -85,80 +99,77 @@ class MultiTurnBatch(SingleTurnBatch):
     _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
 
     def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
-        """Let the user's function reply; see `PromptBatch.respond`.
+        """Call the user's function; see `PromptBatch.respond`.
 
         Raises:
-            ValueError: If there are no conversations, one names a start that is not open, or a reply is no text.
+            ValueError: If there is no conversation, one has an invalid prompt index, or a reply is not text.
         """
         self._check(transcripts)
-        return [self._reply(transcript) for transcript in transcripts]
+        return [self._respond_one(transcript) for transcript in transcripts]
 
-    def _reply(self, transcript: Conversation) -> tuple[int, ...] | None:
+    def _respond_one(self, transcript: Conversation) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
-        with escaped_prints(), restored_torch_settings():
-            said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
-        if said is None:
+        text = _call_reply(self.reply, row, [*prompt, *as_messages(self._turn_texts(transcript))])
+        if text is None:
             return None
-        if not isinstance(said, str):
-            raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
         ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
         own = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
-        tokens = self.markers.tokens(said, ended=ended, options=own)
-        self._replies[tokens] = said
+        tokens = self.markers.tokens(text, ended=ended, options=own)
+        self._replies[tokens] = text
         return tokens
 
-    def _spoken(self, transcript: Conversation) -> list[str]:
-        """Return the texts of completions and replies in order, without the markers around them."""
-        spoken = []
+    def _turn_texts(self, transcript: Conversation) -> list[str]:
+        """Return the texts of completions and replies in order, without the markers of replies."""
+        texts = []
         for number, part in enumerate(transcript.turns):
             if number % 2 and part not in self._replies:
-                raise ValueError("what was heard must be what `respond` returned to the same opening")
-            spoken.append(self._replies[part] if number % 2 else self._text(list(part)))
-        return spoken
+                raise ValueError("replies of transcripts must come from `respond` of the same batch.")
+            texts.append(self._replies[part] if number % 2 else self._text(list(part)))
+        return texts
 
 
 class MultiTurnGym(PromptEnvironment):
-    """A prompt dataset whose questions are talked about: completions and replies take turns, then rewards are given.
+    """A prompt dataset with multi-turn conversations, in which completions and replies alternate.
 
-    The dataset has a column `prompt` of messages. After each completion but the last that `max_turns` allows,
-    `reply(row, messages)` says what the user says next, or None where the conversation is over; nobody learns from the
-    tokens of replies. The tokenizer's chat template puts markers around them, and what was sampled is never tokenised
-    again. Replies should be a function of the row and the messages alone.
+    The dataset has a column `prompt` of messages. After each completion except the last that `max_turns` allows,
+    `reply(row, messages)` returns the next user message, or None to end the conversation. It should be a function of
+    its arguments alone. Tokens of replies are masked in the loss. The tokenizer's chat template renders the markers
+    around replies; sampled tokens are never tokenized again.
 
-    Rewards come in TRL's form, `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`: a
-    completion is the list of all messages after the prompt, the model's as "assistant", the replies as "user", and its
-    ids are all tokens after the prompt. Positions of `StepRewards` count in these, or in the text they decode to; what
-    stands at a reply belongs to the last token said before it. The splits are those of `HuggingFaceGym`.
+    Rewards have TRL's form, `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`. A completion
+    is the list of all messages after the prompt, with roles "assistant" (model) and "user" (replies), and its ids are
+    all tokens after the prompt. Positions of `StepRewards` refer to these tokens, or to the text they decode to.
+    Rewards at tokens of a reply count for the last sampled token before it. Splits are those of `HuggingFaceGym`.
 
     Args:
         train_dataset: As for `HuggingFaceGym`.
-        test_dataset: PromptSplit for the final report; None draws them from the training dataset.
+        test_dataset: Questions for the final report; None = draw them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
-        reply: What the user says next.
-        max_turns: Most completions in one conversation, at least 2.
+        reply: Function that returns the next user message.
+        max_turns: Maximum number of completions in a conversation, at least 2.
         reward_funcs: One or several rewards.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        validation_dataset: PromptSplit for selection; None draws them from the training dataset.
-        validation_size: How many to draw; see `HuggingFaceGym`.
-        test_size: How many to draw; see `HuggingFaceGym`.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}; a
-            column of that name says otherwise for its row.
-        max_prompt_length: Longest prompt used, in tokens; None keeps all.
+        validation_dataset: Questions for fitness; None = draw them from the training dataset.
+        validation_size: Number of questions to draw; see `HuggingFaceGym`.
+        test_size: Number of questions to draw; see `HuggingFaceGym`.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}. A
+            column of this name overrides them for its row.
+        max_prompt_length: Maximum number of prompt tokens; None = no limit.
         on_reward_error: "raise", or "exclude": the conversation gets a NaN reward, with a warning.
-        reward_timeout: Seconds that one call of a reward function may take; None = no limit.
-        reward_workers: Processes in which rewards are computed; see `HuggingFaceGym`.
+        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
+        reward_workers: Worker processes for reward functions; see `HuggingFaceGym`.
         seed: Seed of the training order and of drawn splits.
 
     Attributes:
-        tokenizer: As given.
-        seed: As given.
-        filtered: How many rows each split left out, and why.
+        tokenizer: The tokenizer.
+        seed: The seed.
+        filtered: Number of rows left out by split and reason, as `Filtered`.
         observation_space: One prompt, as a sequence of token ids.
         action_space: One completion, as a sequence of token ids.
 
     Raises:
-        ValueError: If an argument, a column, a split or the chat template does not fit.
+        ValueError: If an argument, a column, a split or the chat template is invalid.
     """
 
     @names_unknown
@@ -183,9 +194,9 @@ class MultiTurnGym(PromptEnvironment):
         seed: int = 0,
     ) -> None:
         if whole_number("max_turns", max_turns) < 2:
-            raise ValueError(f"max_turns must be at least 2, got {max_turns}: HuggingFaceGym asks for one completion")
+            raise ValueError(f"max_turns must be at least 2, got {max_turns}. Use HuggingFaceGym for a single turn.")
         if not callable(reply):
-            raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}")
+            raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
         tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         super().__init__(
             tables,
@@ -201,43 +212,39 @@ class MultiTurnGym(PromptEnvironment):
             reward_workers=reward_workers,
             seed=seed,
         )
-        if isinstance(tables["train"][0]["prompt"], str):
-            raise ValueError(
-                f"prompts of conversations must be lists of messages, got {tables['train'][0]['prompt']!r:.200}: write "
-                '[{"role": "user", "content": ...}]'
-            )
+        first_prompt = tables["train"][0]["prompt"]
+        if isinstance(first_prompt, str):
+            example = '[{"role": "user", "content": ...}]'
+            raise ValueError(f"prompt must be a list of messages such as {example}, got {first_prompt!r:.200}.")
         self._reply, self._max_turns = reply, max_turns
         self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return also who replies; see `SupportsFingerprint`."""
+        """Return hashes of the questions, prompts, reward functions and reply; see `SupportsFingerprint`."""
         return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
 
     def preflight(self) -> Preflight:
-        """Try the reward functions, see `PromptEnvironment.preflight`, and one reply.
+        """Test the reward functions, see `PromptEnvironment.preflight`, and the reply function.
 
         Raises:
-            RewardError: If a reward function fails, or returns something that is no reward.
-            ValueError: If `reply` fails, or returns neither a text nor None.
+            RewardError: If a reward function fails or returns an invalid reward.
+            ValueError: If `reply` fails, or returns neither text nor None.
         """
-        try_rewards = super().preflight()
+        result = super().preflight()
         row = self._splits["train"].table[self._splits["train"].rows[0]]
         messages = [*check_messages(row["prompt"], "prompt"), {"role": "assistant", "content": SAMPLE_COMPLETIONS[0]}]
         try:
-            with escaped_prints(), restored_torch_settings():
-                said = self._reply(row, messages)
+            _call_reply(self._reply, row, messages)
         except Exception as error:
-            raise ValueError(f"reply(row, messages) failed on a made-up completion: {error!r:.200}") from error
-        if said is not None and not isinstance(said, str):
-            raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
-        return try_rewards
+            raise ValueError(f"reply failed on a sample completion: {error!r:.200}") from error
+        return result
 
     def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
-        """Open questions of a split, each in [0, size(split)).
+        """Return a batch of prompts of a split, each index in [0, size(split)).
 
         Raises:
-            ValueError: If the split or a start does not exist.
+            ValueError: If the split or an index does not exist.
         """
         return MultiTurnBatch(
-            **self._opened(split, starts), max_turns=self._max_turns, reply=self._reply, markers=self._markers
+            **self._batch_fields(split, starts), max_turns=self._max_turns, reply=self._reply, markers=self._markers
         )

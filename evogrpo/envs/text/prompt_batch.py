@@ -1,7 +1,10 @@
-"""Opened prompts of a dataset: their questions in words, and scoring what is said to them."""
+"""Batches of dataset prompts: sampled conversations are rewarded, and reward functions may log about them."""
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,47 +13,121 @@ from numpy.typing import NDArray
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.reward_calls import PendingJob, RewardRunner
-from evogrpo.envs.text.reward_functions import (
-    OnRewardError,
-    Reward,
-    RewardInputs,
-    RewardLog,
-    TrainingProgress,
-    merge_columns,
-    merge_metrics,
-)
+from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs
 from evogrpo.envs.text.scoring import RewardResult, compute_rewards
 from evogrpo.envs.text.step_rewards import token_positions
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 
+RESERVED_NAMES = ("slot", "index")
+"""Keys beside the metrics in a journal."""
+
+
+@dataclass(kw_only=True)
+class TrainingProgress:
+    """Training progress, for the `trainer_state` of reward functions.
+
+    Attributes:
+        step: Learning steps taken.
+        total_steps: All learning steps; 0 if unknown.
+    """
+
+    step: int = 0
+    total_steps: int = 0
+
+
+@dataclass(kw_only=True)
+class RewardLog:
+    """Values that reward functions log about a batch of completions.
+
+    Attributes:
+        columns: Values per completion, by column of the completions table.
+        metrics: Values about the whole batch, by metric.
+    """
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add values to a column of the completions table, one per completion."""
+        self.columns.setdefault(str(column), []).extend(values)
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Add a value of a metric. Several values are averaged.
+
+        Raises:
+            ValueError: If the name is reserved, or the value is not a finite number.
+        """
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if str(name) in RESERVED_NAMES:
+            raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def trainer_arguments(self, progress: TrainingProgress, *, in_process: bool) -> Mapping[str, Any]:
+        """Return the trainer's arguments of reward functions; worker processes cannot log."""
+        from transformers import TrainerState
+
+        state = TrainerState(global_step=progress.step, max_steps=progress.total_steps)
+        if not in_process:
+            return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
+        return {"trainer_state": state, "log_extra": self.log_extra, "log_metric": self.log_metric}
+
+
+LogPart = tuple[Sequence[int], RewardLog]
+"""Row indices of completions, and the values logged about them."""
+
+
+def merge_columns(parts: Sequence[LogPart], count: int) -> dict[str, tuple[Any, ...]]:
+    """Return the logged columns that have exactly one value for each of `count` completions."""
+    merged: dict[str, tuple[Any, ...]] = {}
+    for name in dict.fromkeys(name for _, log in parts for name in log.columns):
+        logged = [(rows, log.columns[name]) for rows, log in parts if name in log.columns]
+        if all(len(rows) == len(values) for rows, values in logged):
+            pairs = (pair for each in logged for pair in zip(*each, strict=True))
+            in_order = sorted(pairs, key=lambda pair: pair[0])
+            if [row for row, _ in in_order] == list(range(count)):
+                merged[name] = tuple(value for _, value in in_order)
+    return merged
+
+
+def merge_metrics(parts: Sequence[LogPart]) -> dict[str, float]:
+    """Return the mean of each logged metric, weighted by the numbers of completions."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, log in parts for name in log.metrics):
+        logged = [(len(rows), value) for rows, log in parts for value in log.metrics.get(name, ())]
+        largest = max(count for count, _ in logged)
+        weights = [count / largest for count, _ in logged]
+        merged[name] = math.fsum(w * value for w, (_, value) in zip(weights, logged, strict=True)) / math.fsum(weights)
+    return merged
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
-    """A group that is being rewarded before others are finished."""
+class _StartedGroup:
+    """A finished group whose rewards are being computed while others are sampled."""
 
     transcripts: Sequence[Conversation]
-    logged: RewardLog
-    begun: Sequence[PendingJob]
-
-    @property
-    def rows(self) -> list[int]:
-        return [transcript.row for transcript in self.transcripts]
+    log: RewardLog
+    pending: Sequence[PendingJob]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SingleTurnBatch:
-    """Opened prompts, each answered by any number of completions: `PromptBatch` of one turn.
+    """A `PromptBatch` of single completions.
+
+    Rewards of whole groups can be started while others are still being sampled: `start_scoring`, then `score` of all
+    completions, or `cancel`.
 
     Attributes:
-        prompts: Token ids per opened start.
-        rows: Dataset row per opened start.
+        prompts: Token ids of each prompt.
+        rows: Dataset row of each prompt.
         rewards: The reward functions.
         runner: Calls them.
         tokenizer: Decodes completions.
-        on_reward_error: What happens where a reward function fails.
-        pace: How far training has come.
-        max_turns: Most completions in one conversation.
-        held_out: Whether members are compared by the rewards: what fails is then tried once more before it is left out.
+        on_reward_error: "raise" or "exclude".
+        progress: Training progress.
+        max_turns: Maximum number of completions in a conversation.
+        held_out: True for validation and test prompts. Failed rewards are computed once more before they are excluded.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -59,134 +136,139 @@ class SingleTurnBatch:
     runner: RewardRunner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
-    pace: TrainingProgress = field(default_factory=TrainingProgress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     max_turns: int = 1
     held_out: bool = False
-    _groups: list[_Group] = field(default_factory=list, init=False, repr=False)
+    _started: list[_StartedGroup] = field(default_factory=list, init=False, repr=False)
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """The question of each opened start; of a conversation, what the user said last."""
+        """Question of each prompt; for messages the last user message."""
         return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
 
     def respond(self, transcripts: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
-        """Reply nothing."""
+        """Return None for each conversation: there is only one turn."""
         return [None] * len(transcripts)
 
     @property
-    def begins(self) -> bool:
-        """Whether any reward is found beside what this thread does; see `Beforehand`."""
-        return bool(self._beforehand)
+    def streams_rewards(self) -> bool:
+        """True if any reward can be computed in the background."""
+        return bool(self._background_rewards())
 
-    @property
-    def _beforehand(self) -> list[Reward]:
-        """The functions that whole groups are handed to: a held-out question has no group to be judged in."""
+    def _background_rewards(self) -> list[Reward]:
+        # Held-out prompts have no groups, which batched functions would be called with.
         return [
             reward
             for reward in self.rewards
             if self.runner.runs_in_background(reward.name) and not (self.held_out and reward.batched)
         ]
 
-    def begin(self, transcripts: Sequence[Conversation]) -> None:
-        """Begin to reward a whole group; see `Beforehand.begin`.
+    def start_scoring(self, transcripts: Sequence[Conversation]) -> None:
+        """Start to compute the rewards of a finished group in the background.
+
+        Call `score` later with the conversations of all groups, in the order of their rows. Its result is the same as
+        without this call.
 
         Raises:
-            ValueError: If there is none, or one names a start that is not open.
+            ValueError: If there is no conversation, or one has an invalid prompt index.
         """
         self._check(transcripts)
-        logged = RewardLog()
-        answers, group = self._answers(transcripts, logged), range(len(transcripts))
-        jobs = [job for reward in self._beforehand for job in reward.jobs(answers, group, 1)]
+        log = RewardLog()
+        inputs, group = self._reward_inputs(transcripts, log), range(len(transcripts))
+        jobs = [job for reward in self._background_rewards() for job in reward.jobs(inputs, group, 1)]
         named = [replace(job, rows=tuple(transcripts[place].row for place in job.rows)) for job in jobs]
-        self._groups.append(_Group(transcripts=transcripts, logged=logged, begun=self.runner.begin(named)))
+        self._started.append(_StartedGroup(transcripts=transcripts, log=log, pending=self.runner.submit(named)))
 
-    def proceed(self) -> None:
-        """Go on with what was begun; see `Beforehand.proceed`."""
-        self.runner.proceed()
+    def poll(self) -> None:
+        """Start queued calls where workers have become free, without blocking."""
+        self.runner.poll()
 
-    def abandon(self) -> None:
-        """Give up whatever was begun; see `Beforehand.abandon`."""
-        self.runner.abandon([each for group in self._begun_groups() for each in group.begun])
+    def cancel(self) -> None:
+        """Cancel all started groups."""
+        self.runner.cancel([each for group in self._take_started() for each in group.pending])
 
-    def _begun_groups(self) -> list[_Group]:
-        """Return what was begun, which is nobody's any more then."""
-        groups = list(self._groups)
-        self._groups.clear()
-        return groups
+    def _take_started(self) -> list[_StartedGroup]:
+        started = list(self._started)
+        self._started.clear()
+        return started
 
     def score(self, transcripts: Sequence[Conversation]) -> Scores:
-        """Reward whole conversations; see `PromptBatch.score`.
+        """Compute the rewards of conversations; see `PromptBatch.score`.
 
         Raises:
-            ValueError: If there are none, one names a start that is not open, or one that was begun is another now.
+            ValueError: If there is no conversation, one has an invalid prompt index, or one has changed since
+                `start_scoring`.
             RewardError: If a reward function fails.
         """
         self._check(transcripts)
-        if any(each not in transcripts[each.row :][:1] for group in self._groups for each in group.transcripts):
-            self.abandon()
-            raise ValueError(
-                "what was begun must be scored as it was, in the order of its rows, got other conversations"
-            )
-        groups, logged = self._begun_groups(), RewardLog()
-        answers = self._answers(transcripts, logged)
-        begun = [each for group in groups for each in group.begun]
-        evaluated = compute_rewards(
-            self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out, begun=begun
+        if any(each not in transcripts[each.row :][:1] for group in self._started for each in group.transcripts):
+            self.cancel()
+            raise ValueError("score got other transcripts than start_scoring. Pass the same ones, in row order.")
+        started, log = self._take_started(), RewardLog()
+        inputs = self._reward_inputs(transcripts, log)
+        pending = [each for group in started for each in group.pending]
+        result = compute_rewards(
+            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending
         )
         count = len(transcripts)
-        parts = [*((group.rows, group.logged) for group in groups), (range(count), logged)]
+        logs = [([each.row for each in group.transcripts], group.log) for group in started]
+        parts = [*logs, (range(count), log)]
         return Scores(
-            rewards=evaluated.rewards,
-            components=evaluated.components,
-            completions=tuple(map(_shown, answers.turns or ())),
+            rewards=result.rewards,
+            components=result.components,
+            completions=tuple(map(_display_text, inputs.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
-            step_rewards=self._step_rewards(evaluated, answers, transcripts) if evaluated.steps else None,
+            step_rewards=self._step_rewards(result, inputs, transcripts) if result.steps else None,
             columns=merge_columns(parts, count),
             metrics=merge_metrics(parts),
         )
 
-    def _answers(self, transcripts: Sequence[Conversation], logged: RewardLog) -> RewardInputs:
-        """Return what reward functions may see of conversations, and where they may log to."""
+    def _reward_inputs(self, transcripts: Sequence[Conversation], log: RewardLog) -> RewardInputs:
         token_ids = [list(transcript.tokens) for transcript in transcripts]
         texts = tuple(self._text(ids) for ids in token_ids)
+        in_process = self.runner.in_process
         return RewardInputs(
             rows=[self.rows[transcript.start] for transcript in transcripts],
             texts=texts,
             token_ids=token_ids,
             turns=[
-                [text] if len(transcript.turns) == 1 else self._spoken(transcript)
+                [text] if len(transcript.turns) == 1 else self._turn_texts(transcript)
                 for text, transcript in zip(texts, transcripts, strict=True)
             ],
-            training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
+            trainer=log.trainer_arguments(self.progress, in_process=in_process) if self.rewards[0].batched else {},
         )
 
     def _check(self, transcripts: Sequence[Conversation]) -> None:
         starts = sorted({transcript.start for transcript in transcripts})
         if not starts:
-            raise ValueError("there must be at least one conversation, got none")
+            raise ValueError("transcripts must contain at least one conversation, got none.")
         if starts[0] < 0 or starts[-1] >= len(self.prompts):
-            raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {starts}")
+            raise ValueError(f"starts must be in [0, {len(self.prompts) - 1}], got {starts}.")
 
     def _step_rewards(
-        self, evaluated: RewardResult, answers: RewardInputs, transcripts: Sequence[Conversation]
+        self, result: RewardResult, inputs: RewardInputs, transcripts: Sequence[Conversation]
     ) -> NDArray[np.float64]:
-        """Return [n, t] what was earned at each token said; a whole conversation's reward stands at the last one."""
-        table = np.full((len(answers.texts), max(1, *map(len, answers.token_ids))), np.nan)
-        said = [_said_before(transcript.sampled) for transcript in transcripts]
+        """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
+        table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
+        last_sampled = [_last_sampled(transcript.sampled) for transcript in transcripts]
+
+        def add(row: int, position: int, value: float) -> None:
+            table[row, position] = value if np.isnan(table[row, position]) else table[row, position] + value
+
         for reward in self.rewards:
-            values = evaluated.components[reward.name]
-            steps = evaluated.steps.get(reward.name, [None] * len(values))
-            for row in np.flatnonzero(~np.isnan(values) & ~np.isnan(evaluated.rewards)).tolist():
-                ids, inside = answers.token_ids[row], steps[row]
-                if inside is None:
-                    _earn(table, row, said[row][-1] if ids else -1, reward.weight * values[row])
+            values = result.components[reward.name]
+            steps = result.steps.get(reward.name, [None] * len(values))
+            for row in np.flatnonzero(~np.isnan(values) & ~np.isnan(result.rewards)).tolist():
+                ids, row_steps = inputs.token_ids[row], steps[row]
+                if row_steps is None:
+                    add(row, last_sampled[row][-1] if ids else -1, reward.weight * values[row])
                     continue
-                places = token_positions(inside, ids, answers.texts[row], self._text)
-                for place, value in zip(places, inside.values, strict=True):
-                    _earn(table, row, said[row][place], reward.weight * value)
+                positions = token_positions(row_steps, ids, inputs.texts[row], self._text)
+                for position, value in zip(positions, row_steps.values, strict=True):
+                    add(row, last_sampled[row][position], reward.weight * value)
         return table
 
-    def _spoken(self, transcript: Conversation) -> list[str]:
+    def _turn_texts(self, transcript: Conversation) -> list[str]:
         """Return the texts of completions and replies, in order."""
         return [self._text(list(part)) for part in transcript.turns]
 
@@ -194,31 +276,26 @@ class SingleTurnBatch:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def _shown(spoken: Sequence[str]) -> str:
-    """Return what was said as it is, and what was heard in marked lines."""
-    said, heard = spoken[::2], spoken[1::2]
-    replies = ["".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in heard]
-    return "".join(text + reply for text, reply in zip(said, [*replies, ""], strict=False))
+def _display_text(turns: Sequence[str]) -> str:
+    """Return completions as they are, and replies in lines with the prefix `REPLY`."""
+    replies = ["".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]]
+    return "".join(text + reply for text, reply in zip(turns[::2], [*replies, ""], strict=False))
 
 
-def _said_before(sampled: Sequence[bool]) -> list[int]:
-    """Return for each token the last one up to it that was said."""
-    places, last = [], 0
-    for place, said in enumerate(sampled):
-        last = place if said else last
-        places.append(last)
-    return places
-
-
-def _earn(table: NDArray[np.float64], row: int, place: int, value: float) -> None:
-    table[row, place] = value if np.isnan(table[row, place]) else table[row, place] + value
+def _last_sampled(sampled: Sequence[bool]) -> list[int]:
+    """Return for each token the position of the last sampled token up to it."""
+    positions, last = [], 0
+    for position, is_sampled in enumerate(sampled):
+        last = position if is_sampled else last
+        positions.append(last)
+    return positions
 
 
 def _question(row: Mapping[str, Any], column: str) -> str:
-    """Return what a row asks, for people: of a conversation what the user said last."""
-    asked = row[column]
-    if column == "question" or isinstance(asked, str):
-        return str(asked)
-    messages = check_messages(asked, column)
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return str(said[-1] if said else messages[-1]["content"])
+    """Return a row's question as text; for messages the last user message."""
+    prompt = row[column]
+    if column == "question" or isinstance(prompt, str):
+        return str(prompt)
+    messages = check_messages(prompt, column)
+    user = [message["content"] for message in messages if message["role"] == "user"]
+    return str(user[-1] if user else messages[-1]["content"])

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks as prompt datasets with a reward function (optional extra `reasoning`)."""
+"""Tasks of reasoning-gym as prompt datasets with a reward function (optional extra `reasoning`)."""
 
 import difflib
 import importlib
@@ -15,7 +15,7 @@ DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 2
 
 
 def is_installed() -> bool:
-    """Tell whether reasoning-gym is installed; a folder of that name in the working directory is not it."""
+    """Return True if reasoning-gym is installed, not merely a folder of that name in the working directory."""
     try:
         importlib.metadata.distribution("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
@@ -32,14 +32,14 @@ def reasoning_gym_tables(
     answer_tag: str | None,
     task_options: Mapping[str, Any],
 ) -> tuple[dict[Split, list[dict[str, Any]]], RewardFunc]:
-    """Generate one task's questions per split, and the reward function that scores their completions.
+    """Generate the questions of one task per split, and its reward function.
 
     Args:
-        name: A task of reasoning-gym.
-        sizes: PromptSplit per split; missing splits have their default size.
+        name: Name of the task.
+        sizes: Questions per split; missing splits get their default size.
         seed: Seed of the questions.
-        system_prompt: Text of a system message before each question, or None.
-        answer_tag: Tag whose last content is scored, or None for the whole completion.
+        system_prompt: System message before each question, or None.
+        answer_tag: Tag with the answer to score; None = the whole completion.
         task_options: Settings of the task.
 
     Returns:
@@ -47,46 +47,44 @@ def reasoning_gym_tables(
         TRL's form.
 
     Raises:
-        ValueError: If a split or the task is unknown, or the task refuses its settings.
+        ValueError: If a split, the task, or a setting is unknown.
         ImportError: If reasoning-gym is not installed.
     """
     if not is_installed():
-        raise ImportError(
-            f"the task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}"
-        )
+        raise ImportError(f"Task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}")
     reasoning_gym: Any = importlib.import_module("reasoning_gym")
     unknown = sorted(set(sizes or {}) - set(SPLITS))
     if unknown:
-        raise ValueError(f"sizes may name the splits {list(SPLITS)}, got {unknown}")
+        raise ValueError(f"Keys of sizes must be {list(SPLITS)}, got {unknown}.")
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
-        raise ValueError(f"{name!r} is no task of reasoning-gym ({len(known)} tasks): the nearest are {near}")
-    wanted = {**DEFAULT_SIZES, **(sizes or {})}
+        raise ValueError(f"Unknown reasoning-gym task {name!r}. Closest of {len(known)} tasks: {near}.")
+    counts = {**DEFAULT_SIZES, **(sizes or {})}
     try:
-        task = reasoning_gym.create_dataset(name, size=sum(wanted.values()), seed=seed, **task_options)
+        task = reasoning_gym.create_dataset(name, size=sum(counts.values()), seed=seed, **task_options)
     except (TypeError, AssertionError) as error:
-        raise ValueError(f"the task {name!r} refuses the settings {dict(task_options)}: {error}") from error
+        raise ValueError(f"Invalid settings of task {name!r}, {dict(task_options)}: {error}") from error
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     tables: dict[Split, list[dict[str, Any]]] = {}
     first = 0
     for split in SPLITS:
-        entries = [task[number] for number in range(first, first + wanted[split])]
+        entries = [task[number] for number in range(first, first + counts[split])]
         tables[split] = [
             {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries
         ]
-        first += wanted[split]
+        first += counts[split]
     return tables, ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReward:
-    """A task's own rule as a reward function in TRL's form; an object, so that it can be sent to worker processes.
+    """Reward function of a task in TRL's form; a class, so that it can be pickled for worker processes.
 
     Attributes:
-        __name__: The task's.
+        __name__: Name of the task.
         task: The reasoning-gym dataset.
-        answer_tag: Tag whose last content is scored, or None for the whole completion.
+        answer_tag: Tag with the answer to score; None = the whole completion.
     """
 
     __name__: str
@@ -102,7 +100,7 @@ class ReasoningReward:
         metadata: Sequence[Mapping[str, Any]],
         **_: object,
     ) -> list[float]:
-        """Score completions."""
+        """Return the score of each completion."""
         texts = [completion[0]["content"] for completion in completions]
         if self.answer_tag is None:
             answers = [text.strip() for text in texts]

@@ -1,4 +1,4 @@
-"""Calls of reward functions: concurrent, with a time limit, their prints and errors captured."""
+"""Calls of reward functions in this process: concurrent, with time limits, with printed text escaped."""
 
 import asyncio
 import codecs
@@ -15,11 +15,11 @@ from typing import IO, Any, Protocol, TextIO
 
 from evogrpo.interruption import Interrupted, check_interrupted, intercept_exits, intercept_exits_in_thread
 
-MAX_LINE_LENGTH = 2**16  # characters that wait for their end
+MAX_LINE_LENGTH = 2**16  # characters kept while a line is incomplete
 
 
-def visible(text: str) -> str:
-    r"""Return a text in which what a terminal would act on is spelled out, such as `\x1b`; lines stay lines."""
+def escape_control(text: str) -> str:
+    r"""Replace control characters, other than tabs and line ends, by escapes such as `\x1b`."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text.replace("\r\n", "\n").replace("\r", "\n")
@@ -27,10 +27,10 @@ def visible(text: str) -> str:
 
 
 class EscapingStream(io.TextIOBase):
-    """A text stream that passes on what can be seen, and spells out the rest.
+    """A text stream that escapes control characters before it writes to another stream.
 
     Args:
-        target: Where it goes: a terminal, a file, or a display that makes room for it.
+        target: A terminal, a file, or a live display.
     """
 
     def __init__(self, target: TextIO) -> None:
@@ -38,36 +38,36 @@ class EscapingStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the target."""
+        """Encoding of the target."""
         return getattr(self._target, "encoding", None) or "utf-8"
 
     def writable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Pass a text on."""
-        shown = visible(text)
+        """Write escaped text."""
+        escaped = escape_control(text)
         try:
-            self._target.write(shown)
+            self._target.write(escaped)
         except UnicodeEncodeError:
-            self._target.write(shown.encode("ascii", "backslashreplace").decode())
+            self._target.write(escaped.encode("ascii", "backslashreplace").decode())
         return len(text)
 
     def flush(self) -> None:
-        """Pass it on."""
+        """Flush the target."""
         self._target.flush()
 
     def fileno(self) -> int:
-        """Return the target's, for child processes."""
+        """Return the target's file descriptor, for child processes."""
         return self._target.fileno()
 
 
 @contextlib.contextmanager
 def escaped_prints() -> Iterator[None]:
-    """Let whatever is printed inside a `with` be seen and do nothing else."""
+    """Escape control characters in text that user code prints."""
     with contextlib.ExitStack() as stack:
-        # A program without a console has no streams.
+        # Programs without a console have no streams.
         if sys.stdout is not None and not isinstance(sys.stdout, EscapingStream):
             stack.enter_context(contextlib.redirect_stdout(EscapingStream(sys.stdout)))
         if sys.stderr is not None and not isinstance(sys.stderr, EscapingStream):
@@ -76,35 +76,35 @@ def escaped_prints() -> Iterator[None]:
 
 
 def forward_output(pipe: IO[bytes]) -> None:
-    """Pass what another process prints on to this one's standard error until it ends, line by line."""
+    """Copy another process's output to standard error until it ends, line by line."""
+
+    def show(text: str) -> None:
+        if text and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # standard error is closed
+                EscapingStream(sys.stderr).write(text)
+                sys.stderr.flush()
+
     decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
     with contextlib.suppress(OSError, ValueError), pipe:
         while new := pipe.read(65536):
-            whole, newline, rest = (rest + decoder.decode(new)).rpartition("\n")
-            _show(whole + newline)
+            lines, newline, rest = (rest + decoder.decode(new)).rpartition("\n")
+            show(lines + newline)
             if len(rest) > MAX_LINE_LENGTH:
-                _show(rest)
+                show(rest)
                 rest = ""
-    _show(rest)
-
-
-def _show(text: str) -> None:
-    if text and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            EscapingStream(sys.stderr).write(text)
-            sys.stderr.flush()
+    show(rest)
 
 
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
-GRACE_SECONDS = 1.0  # between asking a call to end and giving up on what does not listen
+GRACE_SECONDS = 1.0  # between cancelling a coroutine and abandoning its event loop
 
 
 @contextlib.contextmanager
 def restored_torch_settings() -> Iterator[None]:
-    """Restore torch's default data type and device, and whether gradients are computed, after user code."""
+    """Restore torch's default dtype, default device and gradient mode after user code."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         yield
@@ -121,11 +121,11 @@ def restored_torch_settings() -> Iterator[None]:
 
 
 class CallFailedError(Exception):
-    """A call that ended without a value; the message says how, and fits after the function's name."""
+    """A call without a result. The message completes a sentence that starts with the function's name."""
 
 
 class CallTimeoutError(CallFailedError):
-    """A call that took longer than it may."""
+    """A call that exceeded the time limit."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"took longer than {seconds:g} s and was stopped")
@@ -133,12 +133,12 @@ class CallTimeoutError(CallFailedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Calls of one reward function that are made together.
+    """Calls of one reward function that run together.
 
     Attributes:
-        name: Of the function.
-        rows: Completions that they reward.
-        calls: One for all rows, or one per row.
+        name: Name of the function.
+        rows: Indices of the completions.
+        calls: One call for all rows, or one per row.
     """
 
     name: str
@@ -147,18 +147,18 @@ class Job:
 
 
 Outcome = list[Any] | CallFailedError | None
-"""Of a job: a value, or the exception in its place, per call; or why none has one; None = not run."""
+"""Result of a job: a value or exception per call; the error of the whole job; None = not run."""
 
 
 @dataclass(eq=False)
 class PendingJob:
-    """A job that was handed to a runner.
+    """A submitted job.
 
     Attributes:
-        job: As given.
-        outcome: What has come of it.
-        done: Whether anything has.
-        future: Brings the outcome of async functions.
+        job: The job.
+        outcome: Its result.
+        done: True once there is a result.
+        future: Result of an async function, in this process.
     """
 
     job: Job
@@ -166,55 +166,55 @@ class PendingJob:
     done: bool = False
     future: "concurrent.futures.Future[list[Any]] | None" = None
 
-    def ended(self, outcome: Outcome) -> None:
-        """Note what has come of it."""
+    def finish(self, outcome: Outcome) -> None:
+        """Set the result."""
         self.outcome, self.done = outcome, True
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in it."""
+        """True if any call of the job failed."""
         if isinstance(self.outcome, list):
             return any(isinstance(value, BaseException) for value in self.outcome)
         return isinstance(self.outcome, CallFailedError)
 
 
 class RewardRunner(Protocol):
-    """Runs jobs; whatever happens inside a function, it comes back as an outcome and in a bounded time."""
+    """Runs jobs. Failures inside reward functions are returned as outcomes; with a time limit, none blocks."""
 
     @property
-    def here(self) -> bool:
-        """Whether functions run in this process."""
+    def in_process(self) -> bool:
+        """True if functions run in this process."""
 
     @property
-    def shares(self) -> int:
-        """Into how many jobs the completions of one reward function are best divided."""
+    def num_workers(self) -> int:
+        """Number of jobs that run in parallel."""
 
     def runs_in_background(self, name: str) -> bool:
-        """Whether calls of a function that are begun are made beside whatever this thread does then."""
+        """Return True if submitted calls of a function run while this thread does other work."""
 
-    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
-        """Begin jobs, as far as that does not keep this thread busy."""
+    def submit(self, jobs: Sequence[Job]) -> list[PendingJob]:
+        """Start jobs without blocking."""
 
-    def proceed(self) -> None:
-        """Go on with what was begun and still waits for others, likewise."""
+    def poll(self) -> None:
+        """Start queued jobs where workers have become free, without blocking."""
 
-    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
-        """Return the jobs' outcomes once all are done; with `stop_at_first` some may not be run once one has failed."""
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+        """Return the results of jobs. With `stop_at_first`, the others may not run once one has failed."""
 
-    def abandon(self, begun: Sequence[PendingJob]) -> None:
-        """Give up what is not done of these jobs."""
+    def cancel(self, pending: Sequence[PendingJob]) -> None:
+        """Cancel the unfinished ones of these jobs."""
 
     def close(self) -> None:
-        """Let go of whatever the runner holds."""
+        """Release all resources."""
 
 
 def is_async(function: Function) -> bool:
-    """Tell whether a function, or an object's call, is an `async def`."""
+    """Return True for `async def` functions and objects with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
-    """Return a value or an exception per call, one call after another."""
+    """Make calls one after another; return a value or exception for each."""
     values: list[Any] = []
     for args, keywords in calls:
         check_interrupted()
@@ -222,7 +222,7 @@ def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool 
             values.append(function(*args, **keywords))
         except (KeyboardInterrupt, Interrupted):
             raise
-        except BaseException as error:  # noqa: BLE001 (the user's code: anything may come out of it)
+        except BaseException as error:  # noqa: BLE001 (user code may raise anything)
             values.append(error)
             if stop_at_first:
                 break
@@ -230,13 +230,13 @@ def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool 
 
 
 async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> list[Any]:
-    """Return a value or an exception per call, all calls at once, each within `timeout` seconds."""
+    """Make calls concurrently, each within `timeout` seconds; return a value or exception for each."""
 
     async def call(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         try:
             return await function(*args, **keywords)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (as above; a real Ctrl-C is not
-            # delivered to tasks, and what is let through here would end the event loop)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (Ctrl-C is not delivered to tasks;
+            # an exception that leaves a task would end the event loop)
             return error
 
     tasks = [asyncio.ensure_future(call(args, keywords)) for args, keywords in calls]
@@ -245,11 +245,11 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
     finally:
         late = [task for task in tasks if not task.done()]
         for task in late:
-            task.cancel()  # and not waited for: it may refuse
+            task.cancel()  # without waiting: it may suppress the cancellation
     values: list[Any] = []
     for task in tasks:
         if task in late:
-            assert timeout is not None  # else none of them is
+            assert timeout is not None
             values.append(CallTimeoutError(timeout))
         elif task.cancelled():
             values.append(CallFailedError("was cancelled"))
@@ -258,26 +258,26 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
     return values
 
 
-def shown(value: object) -> str:
-    """Return a value's repr, whatever its class does when it is asked for one, in at most 240 characters."""
+def safe_repr(value: object) -> str:
+    """Return a repr of at most 240 characters, even if the class's `__repr__` fails."""
     try:
         return f"{value!r:.240}"
-    except Exception:  # noqa: BLE001 (a user's class: anything may come out of it)
-        return f"<{type(value).__name__}, which cannot be shown>"
+    except Exception:  # noqa: BLE001 (user code may raise anything)
+        return f"<{type(value).__name__} without a repr>"
 
 
-def said(error: BaseException) -> str:
-    """Return an exception's message, whatever its class does when it is asked for it."""
+def safe_str(error: BaseException) -> str:
+    """Return an exception's message, even if the class's `__str__` fails."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 (likewise)
-        return "a message that cannot be shown"
+    except Exception:  # noqa: BLE001 (user code may raise anything)
+        return f"<{type(error).__name__} without a message>"
 
 
-class EventLoop:
-    """An event loop in a thread of its own, which works inside a notebook's loop as well.
+class BackgroundLoop:
+    """An event loop in a thread, usable inside a notebook's own loop.
 
-    The loop stays between calls, so a client that was opened in one of them serves the next.
+    The loop stays open between calls, so that a client opened in one call serves the next.
     """
 
     def __init__(self) -> None:
@@ -286,106 +286,104 @@ class EventLoop:
     def submit(self, work: Coroutine[Any, Any, list[Any]]) -> "concurrent.futures.Future[list[Any]]":
         """Start a coroutine."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="evogrpo async rewards", daemon=True).start()
+            self._loop = loop = asyncio.new_event_loop()
+
+            def run() -> None:
+                with (
+                    intercept_exits_in_thread()
+                ):  # for the thread's lifetime: calls may outlast the run that started them
+                    loop.run_forever()
+
+            threading.Thread(target=run, name="evogrpo async rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None) -> Outcome:
-        """Wait for a coroutine; when it is late because something blocks the loop, the loop is given up."""
-        patience = math.inf if timeout is None else timeout + GRACE_SECONDS
-        # In short turns, so that Ctrl-C is heard on every system.
+        """Wait for a coroutine. If blocking code in the loop makes it late, abandon the loop."""
+        remaining = math.inf if timeout is None else timeout + GRACE_SECONDS
+        # Short waits, so that Ctrl-C works on every system.
         while not concurrent.futures.wait([future], timeout=0.2).done:
             check_interrupted()
-            patience -= 0.2
-            if self._loop is None or patience < 0:
+            remaining -= 0.2
+            if self._loop is None or remaining < 0:
                 self.close()
-                return CallFailedError(
-                    f"blocked the event loop, or shared it with one that did, for over {timeout:g} s"
-                )
+                return CallFailedError(f"blocked its event loop, or shared a blocked one, for over {timeout:g} s")
         return future.result()
 
     def close(self) -> None:
-        """Have the loop stop once everything in it is cancelled, or leave it behind if it does not listen."""
+        """Cancel all tasks, then stop the loop; abandon it if it is blocked."""
+
+        async def end() -> None:
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=GRACE_SECONDS)
+            asyncio.get_running_loop().stop()
+
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(_end(), self._loop)
+            asyncio.run_coroutine_threadsafe(end(), self._loop)
             self._loop = None
 
 
-async def _end() -> None:
-    """Cancel whatever is under way in this loop, wait a moment for it, and stop the loop."""
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=GRACE_SECONDS)
-    asyncio.get_running_loop().stop()
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    with intercept_exits_in_thread():  # as long as it lives: calls may outlast the run that has given them up
-        loop.run_forever()
-
-
 class InProcessRunner:
-    """Runs reward functions in this process: plain ones in the calling thread, async ones in an event loop meanwhile.
+    """Runs reward functions in this process: async functions in an event loop, others in the calling thread.
 
     Args:
-        functions: By name.
-        timeout: Seconds that one call of an async function may take; plain functions cannot be stopped.
+        functions: Reward functions by name.
+        timeout: Time limit of one call of an async function, in seconds. Other functions cannot be stopped.
     """
 
-    here = True
-    shares = 1
+    in_process = True
+    num_workers = 1
 
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
         self._functions, self._timeout = dict(functions), timeout
-        self._loop = EventLoop()
+        self._loop = BackgroundLoop()
         self._prints = contextlib.ExitStack()
-        self._under_way: set[PendingJob] = set()
+        self._unfinished: set[PendingJob] = set()
 
     def runs_in_background(self, name: str) -> bool:
-        """Return whether a function is async; see `RewardRunner.runs_in_background`."""
+        """Return True for async functions."""
         return is_async(self._functions[name])
 
-    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
-        """Submit the calls of async functions; see `RewardRunner.begin`."""
-        if not self._under_way:
+    def submit(self, jobs: Sequence[Job]) -> list[PendingJob]:
+        """Start the calls of async functions; see `RewardRunner.submit`."""
+        if not self._unfinished:
             self._prints.enter_context(escaped_prints())
-        begun = [PendingJob(job) for job in jobs]
-        self._under_way.update(begun)
-        for each in begun:
-            if self.runs_in_background(each.job.name):
-                calls = call_async(self._functions[each.job.name], each.job.calls, self._timeout)
-                each.future = self._loop.submit(calls)
-        return begun
+        pending = [PendingJob(job) for job in jobs]
+        self._unfinished.update(pending)
+        for each in pending:
+            function = self._functions[each.job.name]
+            if is_async(function):
+                each.future = self._loop.submit(call_async(function, each.job.calls, self._timeout))
+        return pending
 
-    def proceed(self) -> None:
-        """Do nothing: async functions wait for nobody."""
+    def poll(self) -> None:
+        """Do nothing: async functions are started at once."""
 
-    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
-        """Make the calls of plain functions, and wait for the others; see `RewardRunner.finish`."""
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+        """Call functions that are not async, then wait for the others; see `RewardRunner.wait`."""
         try:
             with intercept_exits(), restored_torch_settings():
-                for each in sorted(begun, key=lambda each: each.future is not None):
-                    each.ended(self._outcome(each, stop_at_first=stop_at_first))
+                for each in sorted(pending, key=lambda each: each.future is not None):
+                    if each.future is not None:
+                        each.finish(self._loop.result(each.future, self._timeout))
+                    else:
+                        function = self._functions[each.job.name]
+                        each.finish(call_sync(function, each.job.calls, stop_at_first=stop_at_first))
                     if stop_at_first and each.failed:
                         break
-            return [each.outcome for each in begun]
+            return [each.outcome for each in pending]
         finally:
-            self.abandon(begun)
+            self.cancel(pending)
 
-    def _outcome(self, begun: PendingJob, *, stop_at_first: bool) -> Outcome:
-        if begun.future is not None:
-            return self._loop.result(begun.future, self._timeout)
-        return call_sync(self._functions[begun.job.name], begun.job.calls, stop_at_first=stop_at_first)
-
-    def abandon(self, begun: Sequence[PendingJob]) -> None:
-        """Cancel what is not done of these jobs; see `RewardRunner.abandon`."""
-        for each in begun:
+    def cancel(self, pending: Sequence[PendingJob]) -> None:
+        """Cancel the unfinished ones of these jobs; see `RewardRunner.cancel`."""
+        for each in pending:
             if each.future is not None:
                 each.future.cancel()
-        self._under_way.difference_update(begun)
-        if not self._under_way:
+        self._unfinished.difference_update(pending)
+        if not self._unfinished:
             self._prints.close()
 
     def close(self) -> None:

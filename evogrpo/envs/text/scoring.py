@@ -1,4 +1,4 @@
-"""Scoring of completions: rewards of all functions, checked and added up."""
+"""Rewards of completions: calls of all reward functions, checked values, weighted sums."""
 
 import math
 import numbers
@@ -16,8 +16,8 @@ from evogrpo.envs.text.reward_calls import (
     Outcome,
     PendingJob,
     RewardRunner,
-    said,
-    shown,
+    safe_repr,
+    safe_str,
 )
 from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs
 from evogrpo.envs.text.step_rewards import MAX_REWARD, StepRewards, fits_float32
@@ -26,12 +26,12 @@ from evogrpo.warnings import warn
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RewardResult:
-    """What completions have earned.
+    """Rewards of `n` completions.
 
     Attributes:
-        rewards: Weighted sum of the reward functions [n]; NaN where none applies or the completion is excluded.
-        components: Values of each function [n], before its weight; NaN where it does not apply.
-        steps: Of each function that looked inside a completion: what it returned there, None elsewhere.
+        rewards: `[n]` weighted sum of the reward functions; NaN if none applies or the completion is excluded.
+        components: `[n]` values of each function, before its weight; NaN where it does not apply.
+        steps: Values of each function that returned step rewards; None for completions without.
     """
 
     rewards: NDArray[np.float64]
@@ -41,48 +41,51 @@ class RewardResult:
 
 def compute_rewards(
     rewards: Sequence[Reward],
-    answers: RewardInputs,
+    inputs: RewardInputs,
     on_error: OnRewardError,
     runner: RewardRunner | None = None,
     *,
-    again: bool = False,
-    begun: Sequence[PendingJob] = (),
+    retry: bool = False,
+    pending: Sequence[PendingJob] = (),
 ) -> RewardResult:
-    """Reward completions.
+    """Compute the rewards of completions.
 
     Args:
         rewards: The reward functions.
-        answers: The n completions and what they answer.
-        on_error: "raise", or "exclude": a completion whose reward fails gets NaN, with one warning per call.
-        runner: Calls the functions; by default in this process.
-        again: Where on_error is "exclude", make calls that failed once more: the cause may have passed.
-        begun: Calls for some of the completions that the runner has begun already.
+        inputs: The n completions with their dataset rows.
+        on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one warning per call.
+        runner: Calls the functions; None = in this process.
+        retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
+        pending: Jobs for some of the completions that the runner has already started.
 
     Raises:
-        RewardError: If a function returns the wrong number of values; and, where on_error is "raise", if it raises,
-            takes too long, ends its process, or returns something other than a finite number, StepRewards or None.
-            Shows the function and the (escaped) completion.
+        RewardError: If a function returns the wrong number of values. With on_error "raise" also if it raises, exceeds
+            the time limit, ends its process, or returns something other than a finite number, StepRewards or None.
+            The message shows the function and the (escaped) completion.
     """
+    # 1. Call all functions.
     runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
-    outcomes = _outcomes(rewards, answers, runner, begun, stop_at_first=on_error == "raise")
-    if again and on_error == "exclude":
-        _retry(rewards, answers, runner, outcomes)
+    outcomes = _call_rewards(rewards, inputs, runner, pending, stop_at_first=on_error == "raise")
+    if retry and on_error == "exclude":
+        _retry(rewards, inputs, runner, outcomes)
+    # 2. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
     for reward in rewards:
-        values = np.full(len(answers.texts), np.nan)
-        inside: list[StepRewards | None] = [None] * len(answers.texts)
+        values = np.full(len(inputs.texts), np.nan)
+        step_values: list[StepRewards | None] = [None] * len(inputs.texts)
         for row, outcome in sorted(outcomes[reward.name].items()):
             try:
-                values[row], inside[row] = _checked_value(reward.name, outcome, answers, row)
+                values[row], step_values[row] = _checked_value(reward.name, outcome, inputs, row)
             except RewardError as error:
                 if on_error == "raise":
                     raise
                 failures.setdefault(row, error)
         components[reward.name] = values
-        if any(each is not None for each in inside):
-            steps[reward.name] = inside
+        if any(each is not None for each in step_values):
+            steps[reward.name] = step_values
+    # 3. Weighted sum over the functions that apply.
     table = np.stack(list(components.values()))
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
@@ -90,8 +93,8 @@ def compute_rewards(
     if (np.abs(total) > MAX_REWARD).any():
         row = int(np.nanargmax(np.abs(total)))
         raise RewardError(
-            f"rewards times their weights must add up to at most {MAX_REWARD:g}, got {total[row]:g} for the completion "
-            f"{_shown(answers.texts[row])}: lower reward_weights, or what the functions return"
+            f"Weighted sums of rewards must be at most {MAX_REWARD:g}, got {total[row]:g} for the completion "
+            f"{_shown(inputs.texts[row])}. Lower reward_weights or the returned values."
         )
     if failures:
         first = failures[min(failures)]
@@ -99,179 +102,131 @@ def compute_rewards(
     return RewardResult(rewards=total, components=components, steps=steps)
 
 
-def _outcomes(
+def _call_rewards(
     rewards: Sequence[Reward],
-    answers: RewardInputs,
+    inputs: RewardInputs,
     runner: RewardRunner,
-    begun: Sequence[PendingJob],
+    pending: Sequence[PendingJob],
     *,
     stop_at_first: bool,
 ) -> dict[str, dict[int, Any]]:
-    """Return, by function and row, a value or the exception that stands in for it."""
+    """Return a value or exception by function and row."""
+    # 1. Submit the calls that are not pending yet.
     by_name = {reward.name: reward for reward in rewards}
-    asked = {(each.job.name, row) for each in begun for row in each.job.rows}
-    left = {name: [row for row in range(len(answers.texts)) if (name, row) not in asked] for name in by_name}
-    jobs = [job for reward in rewards for job in reward.jobs(answers, left[reward.name], runner.shares)]
-    begun = [*begun, *runner.begin(jobs)]
+    submitted = {(each.job.name, row) for each in pending for row in each.job.rows}
+    missing = {name: [row for row in range(len(inputs.texts)) if (name, row) not in submitted] for name in by_name}
+    jobs = [job for reward in rewards for job in reward.jobs(inputs, missing[reward.name], runner.num_workers)]
+    pending = [*pending, *runner.submit(jobs)]
+    # 2. Collect the results.
     values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
-    suspects: list[tuple[Job, Exception]] = []
-    for each, outcome in zip(begun, runner.finish(begun, stop_at_first=stop_at_first), strict=True):
-        error = _spread(each.job, outcome, values[each.job.name], batched=by_name[each.job.name].batched)
+    failed_jobs: list[tuple[Job, Exception]] = []
+    for each, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first), strict=True):
+        error = _store(each.job, outcome, values[each.job.name], batched=by_name[each.job.name].batched)
         if error is not None:
-            suspects.append((each.job, error))
-    for job, error in suspects:
-        # A call for several completions failed as a whole: made one by one, it shows which is to blame.
-        alone = [each for row in job.rows for each in by_name[job.name].jobs(answers, [row], 1)]
-        again = runner.finish(runner.begin(alone), stop_at_first=stop_at_first)
-        for single, outcome in zip(alone, again, strict=True):
-            failed = _spread(single, outcome, values[job.name], batched=by_name[job.name].batched)
-            if failed is not None:
-                values[job.name][single.rows[0]] = failed
+            failed_jobs.append((each.job, error))
+    # 3. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
+    for job, error in failed_jobs:
+        single_jobs = [each for row in job.rows for each in by_name[job.name].jobs(inputs, [row], 1)]
+        single_outcomes = runner.wait(runner.submit(single_jobs), stop_at_first=stop_at_first)
+        for single, outcome in zip(single_jobs, single_outcomes, strict=True):
+            single_error = _store(single, outcome, values[job.name], batched=by_name[job.name].batched)
+            if single_error is not None:
+                values[job.name][single.rows[0]] = single_error
         if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
-            note = f" (with {len(job.rows)} completions at once; alone, none fails)"
-            raise _failed(job.name, error, answers.texts[job.rows[0]], note=note)
+            note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
+            raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
     return values
 
 
 def _retry(
-    rewards: Sequence[Reward], answers: RewardInputs, runner: RewardRunner, outcomes: dict[str, dict[int, Any]]
+    rewards: Sequence[Reward], inputs: RewardInputs, runner: RewardRunner, outcomes: dict[str, dict[int, Any]]
 ) -> None:
-    """Make the calls that failed once more, one by one, and note what comes out of them."""
+    """Repeat failed calls one by one and store their results."""
     by_name = {reward.name: reward for reward in rewards}
     failed = [
         job
         for name, values in outcomes.items()
         for row, value in values.items()
         if isinstance(value, BaseException)
-        for job in by_name[name].jobs(answers, [row], 1)
+        for job in by_name[name].jobs(inputs, [row], 1)
     ]
-    for job, outcome in zip(failed, runner.finish(runner.begin(failed), stop_at_first=False), strict=True):
-        error = _spread(job, outcome, outcomes[job.name], batched=by_name[job.name].batched)
+    for job, outcome in zip(failed, runner.wait(runner.submit(failed), stop_at_first=False), strict=True):
+        error = _store(job, outcome, outcomes[job.name], batched=by_name[job.name].batched)
         if error is not None:
             outcomes[job.name][job.rows[0]] = error
 
 
-def _spread(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
-    """Note a job's values by row; return the error of a call for several completions that failed as a whole."""
+def _store(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
+    """Store a job's values by row; return the error of a failed call for several completions."""
     if outcome is None:
         return None
     whole = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
     if isinstance(whole, BaseException):
-        words = f"raised {type(whole).__name__}: {_shown(said(whole))}"
+        words = f"raised {type(whole).__name__}: {_shown(safe_str(whole))}"
         error = whole if isinstance(whole, Exception) else CallFailedError(words)
         if len(job.rows) > 1:
             return error
         values[job.rows[0]] = error
         return None
     assert isinstance(outcome, list)
-    listed = _listed(job.name, outcome[0], len(job.rows)) if batched else outcome
-    values.update(zip(job.rows, listed, strict=False))  # fewer where the first failure ended the job
+    row_values = _checked_list(job.name, outcome[0], len(job.rows)) if batched else outcome
+    values.update(zip(job.rows, row_values, strict=False))  # shorter if the job stopped at its first failure
     return None
 
 
-def _checked_value(name: str, value: Any, answers: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
-    text = answers.texts[row]
+def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
+    text = inputs.texts[row]
     if isinstance(value, BaseException):
         raise _failed(name, value, text)
     if value is None:
         return math.nan, None
-    if isinstance(value, StepRewards):
-        length, what = len(text), "characters"
-        if value.unit == "token":
-            length, what = len(answers.token_ids[row]), "tokens"
-        if any(position >= length for position in value.positions):
+    steps = value if isinstance(value, StepRewards) else None
+    if steps is not None:
+        length = len(inputs.token_ids[row]) if steps.unit == "token" else len(text)
+        if any(position >= length for position in steps.positions):
             raise RewardError(
-                f"reward function {name!r} must return step rewards at positions inside the completion, got position "
-                f"{max(value.positions)} for one of {length} {what}: {_shown(text)}"
+                f"Reward function {name!r} returned step rewards at position {max(steps.positions)} of a completion of "
+                f"{length} {steps.unit}s: {_shown(text)}"
             )
-        return _checked_number(name, value.total, text), value
-    if hasattr(value, "tolist"):  # numpy and torch scalars
+        value = steps.total
+    elif hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
     if not isinstance(value, numbers.Real):
         raise RewardError(
-            f"reward function {name!r} must return numbers or None, got {_shown(value)} "
+            f"Reward function {name!r} must return numbers or None, got {_shown(value)} "
             f"for the completion {_shown(text)}"
         )
-    return _checked_number(name, value, text), None
-
-
-def _checked_number(name: str, value: Any, text: str) -> float:
     if not fits_float32(value):
-        shown = f"{float(value)}" if isinstance(value, float) else _shown(value)
+        found = f"{float(value)}" if isinstance(value, float) else _shown(value)
         raise RewardError(
-            f"reward function {name!r} must return finite numbers, got {shown} for the completion {_shown(text)}: "
-            f"return None where it does not apply, and nothing beyond {MAX_REWARD:g}"
+            f"Reward function {name!r} must return finite numbers of at most {MAX_REWARD:g}, got {found} for the "
+            f"completion {_shown(text)}. Return None where it does not apply."
         )
-    return float(value)
+    return float(value), steps
 
 
-def _listed(name: str, values: Any, count: int) -> list[Any]:
+def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     if hasattr(values, "tolist"):  # arrays and tensors
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RewardError(f"reward function {name!r} must return a list of {count} rewards, got {_shown(values)}")
+        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {_shown(values)}.")
     if len(values) != count:
         raise RewardError(
-            f"reward function {name!r} must return one reward per completion, got {len(values)} for {count}"
+            f"Reward function {name!r} must return one reward per completion, got {len(values)} for {count}."
         )
     return list(values)
 
 
 def _failed(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
-    how = str(error) if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {_shown(said(error))}"
-    raised = RewardError(f"reward function {name!r} {how}{note} for the completion {_shown(text)}")
-    raised.__cause__ = error
-    return raised
+    raised = f"raised {type(error).__name__}: {_shown(safe_str(error))}"
+    reason = str(error) if isinstance(error, CallFailedError) else raised
+    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_shown(text)}")
+    failure.__cause__ = error
+    return failure
 
 
 def _shown(value: object) -> str:
-    """Return a short repr in which control codes are escaped: completions are untrusted text."""
+    """Return a short repr with control characters escaped: completions are untrusted text."""
     if isinstance(value, str) and len(value) > 240:
         return f"{value[:160]!r} ... {value[-60:]!r}"
-    return shown(value)
-
-
-SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """Results of trying the rewards.
-
-    Attributes:
-        prompt: The first training prompt as the model reads it; untrusted text.
-        tokens: Its token ids.
-        rewards: What the first made-up completion earned, by reward function; None where it does not apply or failed.
-    """
-
-    prompt: str
-    tokens: tuple[int, ...]
-    rewards: dict[str, float | None]
-
-
-def try_rewards(
-    rewards: Sequence[Reward], answers: RewardInputs, on_error: OnRewardError, runner: RewardRunner
-) -> dict[str, float | None]:
-    """Return what each reward function gives for the first made-up completion.
-
-    Args:
-        rewards: The reward functions.
-        answers: The completions.
-        on_error: With "exclude" a function may fail, but what it returns has to be a reward all the same.
-        runner: Calls them.
-
-    Raises:
-        RewardError: If a function fails, or returns something that is no reward.
-    """
-    earned: dict[str, float | None] = {}
-    for reward in rewards:
-        try:
-            value = float(compute_rewards([reward], answers, "raise", runner).rewards[0])
-        except RewardError as error:
-            if on_error == "exclude" and error.__cause__ is not None:
-                earned[reward.name] = None
-                continue
-            text = f"Reward functions are tried on made-up completions before training: {error}"
-            raise RewardError(text) from error.__cause__
-        earned[reward.name] = None if math.isnan(value) else value
-    return earned
+    return safe_repr(value)

@@ -1,4 +1,4 @@
-"""Three disjoint, deduplicated splits of prompt datasets: train, validation (selection) and test (reported once)."""
+"""Disjoint, deduplicated splits of prompt datasets: train, validation (fitness) and test (final report)."""
 
 import hashlib
 from array import array
@@ -12,9 +12,9 @@ from evogrpo.warnings import warn
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
 HELD_OUT_FRACTION = 0.2
-"""Part of all questions that a held-out split is drawn from."""
+"""Fraction of all questions that a held-out split is drawn from."""
 RESERVE_FACTOR = 4
-"""PromptSplit next in line for a held-out split are not trained on either, up to this many times its size."""
+"""Questions reserved for a held-out split, including it, as a multiple of its size; none of them is trained on."""
 
 
 class Table(Protocol):
@@ -29,13 +29,13 @@ class Table(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
-    """How many rows of one split were left out, and why; each row counts once.
+    """Number of rows of one split that were left out, by reason. Each row counts once.
 
     Attributes:
         too_long: The prompt has more tokens than `max_prompt_length`.
         duplicates: An earlier row of the split has the same prompt.
-        held_out: The prompt also occurs in a split that is kept apart (test, and for train also validation).
-        reserve: Next in line for a held-out split that is drawn from train; see `make_splits`.
+        held_out: The prompt also occurs in a split with priority (test, then validation).
+        reserve: Reserved for a held-out split that is drawn from train; see `make_splits`.
     """
 
     too_long: int = 0
@@ -49,79 +49,66 @@ class Filtered:
 
 @dataclass(frozen=True)
 class RowHashes:
-    """What a row holds, as hashes.
+    """Hashes of a row.
 
     Attributes:
-        asked: Of the question or prompt as the dataset has it, whatever template surrounds it.
-        row: Of all its columns.
+        question: Hash of the question or prompt in the dataset, before templates.
+        row: Hash of all columns.
     """
 
-    asked: bytes
+    question: bytes
     row: bytes
 
     @classmethod
-    def of(cls, asked: object, row: Mapping[str, Any]) -> "RowHashes":
+    def of(cls, question: object, row: Mapping[str, Any]) -> "RowHashes":
         """Hash a row."""
-        texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (asked, dict(row)))
+        texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (question, dict(row)))
         return cls(*(hashlib.sha256(text).digest()[:16] for text in texts))
 
-    def place(self, seed: int) -> float:
-        """Return where in [0, 1) the question stands: decided by what it asks and the seed alone."""
-        return int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.asked).digest()[:6], "big") / 2**48
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokenized:
-    """The prompts of a table, row by row.
-
-    Attributes:
-        prompts: Their token ids.
-        contents: What the rows hold.
-    """
-
-    prompts: Sequence["array[int]"]
-    contents: Sequence[RowHashes]
+    def position(self, seed: int) -> float:
+        """Return a position in [0, 1) that depends on the question and the seed alone."""
+        return int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.question).digest()[:6], "big") / 2**48
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptSplit:
-    """The rows of one split that are used.
+    """Rows of one split.
 
     Attributes:
-        table: The dataset they come from.
-        rows: Row number in `table` of each question.
-        prompts: Token ids of the prompt of each question.
-        contents: What each question asks, and its whole row: hashes by which it is known.
+        table: The dataset.
+        rows: Row number in `table` of each prompt.
+        prompts: Token ids of each prompt.
+        hashes: Hashes of each row.
     """
 
     table: Table
     rows: Sequence[int]
     prompts: Sequence["array[int]"]
-    contents: Sequence["RowHashes"]
+    hashes: Sequence[RowHashes]
 
     def take(self, positions: Iterable[int]) -> "PromptSplit":
-        """Return the questions at the given positions, in that order."""
+        """Return the prompts at these positions, in this order."""
         chosen = list(positions)
         return replace(
             self,
             rows=[self.rows[position] for position in chosen],
             prompts=[self.prompts[position] for position in chosen],
-            contents=[self.contents[position] for position in chosen],
+            hashes=[self.hashes[position] for position in chosen],
         )
 
 
 def make_splits(
     tables: Mapping[Split, Table],
-    tokens: Callable[[Split, Table], Tokenized],
+    read: Callable[[Split, Table], PromptSplit],
     *,
     max_prompt_length: int | None,
     sizes: Mapping[Split, int | None],
     seed: int,
 ) -> tuple[dict[Split, PromptSplit], dict[Split, Filtered]]:
-    """Return train, validation and test questions that never share a prompt.
+    """Return train, validation and test splits that share no prompt.
 
-    Two rows are the same question when the model would read the same tokens. A prompt that occurs in several given
-    datasets stays in test first, then in validation.
+    Two rows are the same question if their prompts have the same tokens. A prompt that occurs in several datasets stays
+    in test, or else in validation.
 
     A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
     it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
@@ -132,70 +119,74 @@ def make_splits(
     outermost questions of all are taken.
 
     Args:
-        tables: The given datasets; "train" is required.
-        tokens: Returns the prompts of every row of a table.
-        max_prompt_length: Longest prompt kept, in tokens; None keeps all.
-        sizes: PromptSplit to draw for a held-out split that is not given; None means 64 for validation and 256 for
-            test, or what there is up to `HELD_OUT_FRACTION` where that is fewer, but at least one.
+        tables: Datasets by split; "train" is required.
+        read: Returns all rows of a split's dataset, tokenized.
+        max_prompt_length: Maximum number of prompt tokens; None = no limit.
+        sizes: Number of questions to draw for a held-out split without a dataset; None means 64 for validation and 256
+            for test, or the number in the split's interval if that is fewer, but at least one.
         seed: Seed of the draw.
 
     Returns:
-        The questions and the counts of what was left out, per split.
+        The splits, and the counts of rows that were left out.
 
     Raises:
-        ValueError: If a split ends up empty.
+        ValueError: If a split is empty.
     """
     splits: dict[Split, PromptSplit] = {}
     filtered: dict[Split, Filtered] = {}
     kept_apart: set[bytes] = set()
-    for split in (split for split in reversed(SPLITS) if split in tables):  # test first: it keeps what it shares
-        table = tables[split]
-        read = tokens(split, table)
-        questions = PromptSplit(table=table, rows=range(len(table)), prompts=read.prompts, contents=read.contents)
-        splits[split], filtered[split] = _clean(questions, max_prompt_length, kept_apart)
+    # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
+    for split in (split for split in reversed(SPLITS) if split in tables):
+        splits[split], filtered[split] = _clean(read(split, tables[split]), max_prompt_length, kept_apart)
         kept_apart.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
             raise ValueError(
                 f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
             )
-    contents = splits["train"].contents
-    left = {position: (content.place(seed), content.row) for position, content in enumerate(contents)}
+    # 2. Held-out splits without a dataset, drawn from train.
+    hashes = splits["train"].hashes
+    remaining = {number: (each.position(seed), each.row) for number, each in enumerate(hashes)}
     for split in (split for split in reversed(SPLITS) if split not in tables):
-        chosen, reserve = _drawn(split, left, sizes[split])
+        chosen, reserve = _draw(split, remaining, sizes[split])
         splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
         filtered["train"] = replace(filtered["train"], reserve=filtered["train"].reserve + len(reserve))
-        for position in (*chosen, *reserve):
-            del left[position]
-    splits["train"] = splits["train"].take(left)
-    _warn(filtered)
+        for number in (*chosen, *reserve):
+            del remaining[number]
+    splits["train"] = splits["train"].take(remaining)
+    # 3. Warn of left-out rows; reserved ones are expected.
+    unexpected = {split: replace(filtered[split], reserve=0) for split in SPLITS}
+    parts = [f"{split}: {counts}" for split, counts in unexpected.items() if counts != Filtered()]
+    if parts:
+        warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")
     return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
 
 
-def _drawn(split: Split, left: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
-    """Return the positions of questions that a held-out split takes, and of those that are next in line for it."""
-    depth = {position: (place if split == "test" else 1.0 - place, row) for position, (place, row) in left.items()}
-    order = sorted(depth, key=lambda position: depth[position])
+def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
+    """Return the questions of a held-out split, and those reserved for it."""
+    from_test_end = split == "test"
+    depth = {number: (at if from_test_end else 1.0 - at, row) for number, (at, row) in remaining.items()}
+    order = sorted(depth, key=lambda number: depth[number])
     near = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
-    wanted = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
+    count = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
     if len(order) < 2:
         raise ValueError(
-            f"{split} questions are drawn from train, where {len(order)} is left to hold out and to learn from: "
-            f"give at least 3 different questions (hundreds, to learn something), or {split}_dataset"
+            f"{split} questions are drawn from train, which has {len(order)} left. Give at least 3 different "
+            f"questions, or {split}_dataset."
         )
-    if not 1 <= wanted < len(order):
+    if not 1 <= count < len(order):
         raise ValueError(
-            f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {wanted}: "
-            f"pass {split}_dataset, a smaller {split}_size or more training rows"
+            f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {count}. "
+            f"Pass {split}_dataset, a smaller {split}_size or more training rows."
         )
-    # However few there are, half of the others stay.
-    reserved = min(near - wanted, (RESERVE_FACTOR - 1) * wanted, (len(order) - wanted) // 2)
-    return order[:wanted], order[wanted : wanted + max(0, reserved)]
+    # At least half of the remaining questions stay in train.
+    reserved = min(near - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
+    return order[:count], order[count : count + max(0, reserved)]
 
 
 def _clean(
     questions: PromptSplit, max_prompt_length: int | None, kept_apart: set[bytes]
 ) -> tuple[PromptSplit, Filtered]:
-    """Leave out prompts that are too long, kept apart, or seen before; `kept_apart` is only read."""
+    """Leave out prompts that are too long, in `kept_apart`, or duplicates."""
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
     seen: set[bytes] = set()
     positions = []
@@ -211,11 +202,3 @@ def _clean(
             positions.append(position)
         seen.add(key)
     return questions.take(positions), Filtered(**counts)
-
-
-def _warn(filtered: Mapping[Split, Filtered]) -> None:
-    told = {split: replace(counts, reserve=0) for split, counts in filtered.items()}  # what is wrong with rows
-    if all(counts == Filtered() for counts in told.values()):
-        return
-    parts = [f"{split}: {counts}" for split in SPLITS if (counts := told[split]) != Filtered()]
-    warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")

@@ -1,10 +1,10 @@
-"""Built-in tasks: arithmetic on small numbers, and number sequences."""
+"""Built-in tasks: two-digit arithmetic and number sequences."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
@@ -18,11 +18,11 @@ _MINUS = re.compile(r"(?:^|[^\w)])-$|(?:^|[=:])\s*- +$", re.ASCII)
 def final_number(text: str) -> float | None:
     """Return the last number in a text, or None if there is none.
 
-    A minus directly before the digits is a sign unless it joins two terms ("45-22"); one that stands apart is a sign
-    only after "=" or ":" or at the start of the text.
+    A minus directly before the digits is a sign unless it joins two terms ("45-22"). A minus followed by a space is a
+    sign only after "=" or ":" or at the start of the text.
 
     Args:
-        text: Free, untrusted text.
+        text: Untrusted text.
     """
     text = text.replace("\N{MINUS SIGN}", "-")
     numbers = list(_NUMBER.finditer(text))
@@ -35,26 +35,26 @@ def final_number(text: str) -> float | None:
 
 
 def accuracy(completion: str, answer: str, question: str) -> float:
-    """Return 1.0 if the last number of the completion is the answer, else 0.0.
+    """Return 1.0 if the last number of the completion equals the answer, else 0.0.
 
-    Only the last number counts, so listing many numbers earns nothing; there is no partial credit.
+    Only the last number counts, so listing many numbers is not rewarded.
     """
     return float(final_number(completion) == float(answer))
 
 
 def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of the task, split by a seeded shuffle.
+    """Return all questions of `two_digit_sums`, split at random.
 
-    Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in an order drawn by
-    the seed: no held-out question is a training question with its terms exchanged.
+    Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in random order. No
+    held-out question is a training question with exchanged terms.
 
     Args:
         seed: Seed of the split and of the order of terms.
-        validation_size: PromptSplit in the validation split.
-        test_size: PromptSplit in the test split.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
 
     Returns:
-        Rows with the columns question and answer per split; 8190 in all.
+        8190 rows with the columns question and answer, by split.
 
     Raises:
         ValueError: If a size is not positive or leaves no training question.
@@ -74,18 +74,18 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
 
 
 def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of the task `number_sequences`, split by a seeded shuffle.
+    """Return all questions of `number_sequences`, split at random.
 
-    Four numbers rise by the same step, and the fifth is asked for. Every first number from 1 to 99 occurs once with
-    every step from 2 to 12.
+    A sequence has four numbers with equal differences, and the fifth is the answer. Every first number from 1 to 99
+    occurs once with every difference from 2 to 12.
 
     Args:
         seed: Seed of the split.
-        validation_size: PromptSplit in the validation split.
-        test_size: PromptSplit in the test split.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
 
     Returns:
-        Rows with the columns question and answer per split; 1089 in all.
+        1089 rows with the columns question and answer, by split.
 
     Raises:
         ValueError: If a size is not positive or leaves no training question.
@@ -104,7 +104,7 @@ def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> 
     if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
         raise ValueError(
             f"validation_size and test_size must be at least 1 and together less than {len(rows)}, "
-            f"got {validation_size} and {test_size}"
+            f"got {validation_size} and {test_size}."
         )
     ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
     return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
@@ -113,14 +113,14 @@ def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> 
 def two_digit_sums(
     tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
 ) -> HuggingFaceGym:
-    """Return the task as an environment; its reward is `accuracy`.
+    """Return an environment of two-digit sums and differences, with the reward `accuracy`.
 
     Args:
         tokenizer: A transformers tokenizer.
-        validation_size: PromptSplit for selection.
-        test_size: PromptSplit for the final report.
+        validation_size: Questions for fitness.
+        test_size: Questions for the final report.
         seed: Seed of the split and of the training order.
-        gym_options: Further arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
+        gym_options: Other arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
     """
     return _environment(two_digit_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
 
@@ -128,7 +128,7 @@ def two_digit_sums(
 def number_sequences(
     tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
 ) -> HuggingFaceGym:
-    """Return the task as an environment; its reward is `accuracy`, its arguments those of `two_digit_sums`."""
+    """Return an environment of number sequences, with the reward and arguments of `two_digit_sums`."""
     return _environment(sequence_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
 
 
@@ -146,24 +146,18 @@ def _environment(
     )
 
 
-class TaskBuilder(Protocol):
-    """Builds a task's environment."""
-
-    def __call__(self, tokenizer: Tokenizer, *, seed: int = 0, **options: Any) -> HuggingFaceGym:
-        """Return the environment; options are the task's own settings, then HuggingFaceGym's."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A built-in task.
 
     Attributes:
-        description: One line that says what is asked and rewarded.
-        build: Returns its environment.
+        description: Question and reward, in one line.
+        build: `build(tokenizer, *, seed, **options)` returns the environment. Options are the task's, then
+            HuggingFaceGym's.
     """
 
     description: str
-    build: TaskBuilder
+    build: Callable[..., HuggingFaceGym]
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -173,7 +167,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             build=two_digit_sums,
         ),
         "number_sequences": Task(
-            description="the next of four numbers that rise by the same step; reward 1 if the last number is right",
+            description="next number after four with equal differences; reward 1 if the last number is right",
             build=number_sequences,
         ),
     }

@@ -1,11 +1,11 @@
-"""Pool of worker processes that run reward functions with a time limit."""
+"""Verifier workers: a pool of processes that run reward functions with a time limit."""
 
 import contextlib
 import importlib.machinery
 import io
 import json
 import os
-import pickle  # noqa: TID251 (sent to our own child process, never a file; what comes back is JSON)
+import pickle  # noqa: TID251 (sent to our own child process; replies are JSON)
 import queue
 import signal
 import subprocess
@@ -34,26 +34,32 @@ from evogrpo.envs.text.reward_calls import (
 from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.interruption import check_interrupted
 
+SCRIPT = Path(__file__).with_name("verifier_worker.py")
+WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes
+MAX_REPLY_BYTES = 64 * 2**20
+START_SECONDS = 120.0  # time limit for a worker to import the reward functions
+POLL_SECONDS = 0.5  # longest wait without checking for Ctrl-C
+
 
 def setup_message(functions: Mapping[str, Function], timeout: float | None) -> bytes:
-    """Return the first message to a worker: how to find the reward functions.
+    """Return the first message to a worker, with the reward functions and the modules to load.
 
     Raises:
-        ValueError: If a function cannot be sent to another process.
+        ValueError: If a function cannot be pickled.
     """
     modules: dict[str, tuple[str, str | None, str | None]] = {}
-    sent: dict[str, bytes] = {}
+    pickled: dict[str, bytes] = {}
     for name, function in functions.items():
-        sent[name], named = _pickled(name, function)
-        for module in sorted(named):
-            modules[module] = _found(name, module)
-    own = {key: value for key, value in modules.items() if value[1:] != (key, None)}
-    setup = {"path": list(sys.path), "modules": list(own.values()), "functions": sent, "timeout": timeout}
+        pickled[name], names = _pickled(name, function)
+        for module in sorted(names):
+            modules[module] = _module_source(name, module)
+    special = [source for key, source in modules.items() if source[1:] != (key, None)]
+    setup = {"path": list(sys.path), "modules": special, "functions": pickled, "timeout": timeout}
     return pickle.dumps(setup)
 
 
 def _pickled(name: str, function: Function) -> tuple[bytes, set[str]]:
-    """Return a function as bytes, and the modules in which functions and classes in it are defined."""
+    """Pickle a function; return also the modules of the functions and classes in it."""
     modules: set[str] = set()
 
     class Recording(pickle.Pickler):
@@ -67,15 +73,14 @@ def _pickled(name: str, function: Function) -> tuple[bytes, set[str]]:
         Recording(buffer).dump(function)
     except Exception as error:
         raise ValueError(
-            f"reward function {name!r} cannot be sent to a worker process ({type(error).__name__}: {error}): define it "
-            "with `def` at the top level of a module, not inside a function or as a lambda, or leave out "
-            "reward_workers and reward_timeout"
+            f"Reward function {name!r} cannot be sent to a worker process ({type(error).__name__}: {error}). Define it "
+            "with `def` at the top level of a module, or remove reward_workers and reward_timeout."
         ) from error
     return buffer.getvalue(), modules - {"builtins"}
 
 
-def _found(name: str, module: str) -> tuple[str, str | None, str | None]:
-    """Return how another process finds a module: its name, what to import for it, or the file to run."""
+def _module_source(name: str, module: str) -> tuple[str, str | None, str | None]:
+    """Return a module's name, and the module to import or the file to run in a worker."""
     loaded = sys.modules.get(module)
     spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
     if module == "__main__":
@@ -90,20 +95,14 @@ def _found(name: str, module: str) -> tuple[str, str | None, str | None]:
             return module, module, None
     if file is None:
         raise ValueError(
-            f"reward function {name!r} cannot be sent to a worker process: it was defined in a notebook or at a "
-            "prompt, where no other process can find it; put it into a module, or leave out reward_workers and "
-            "reward_timeout"
+            f"Reward function {name!r} cannot be sent to a worker process: it was defined in a notebook or interactive "
+            "session. Move it to a module, or remove reward_workers and reward_timeout."
         )
     return module, None, str(Path(file).absolute())
 
 
-def request_message(job: Job) -> bytes:
-    """Return a job as a worker reads it; raises whatever pickling an argument raises."""
-    return pickle.dumps((job.name, job.calls))
-
-
 class InvalidReward:
-    """What a worker says of a result that cannot be a reward; its repr is that of the result."""
+    """A worker's result that cannot be a reward, with the repr of the original."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -113,7 +112,7 @@ class InvalidReward:
 
 
 def read_message(line: bytes) -> dict[str, Any] | None:
-    """Return what a worker has said; None where it cannot be read."""
+    """Return a worker's message, or None if it is malformed."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -122,7 +121,7 @@ def read_message(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_reply(line: bytes) -> Outcome:
-    """Return what a reply says; None where it cannot be read."""
+    """Return the outcome of a job, or None if the reply is malformed."""
     message = read_message(line)
     if message is None:
         return None
@@ -150,34 +149,29 @@ def _value(value: Any) -> Any:
 
 
 def escaped(text: object) -> str:
-    """Return a short text without control codes: it may hold parts of a completion."""
+    """Return a short text with control characters escaped: it may contain parts of a completion."""
     return f"{str(text)!r:.400}"[1:-1]
-
-
-SCRIPT = Path(__file__).with_name("verifier_worker.py")
-WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # set in the environment of workers
-MAX_REPLY_BYTES = 64 * 2**20  # bytes
 
 
 class WorkerProcess:
     """A running worker.
 
-    Three threads move bytes, so that neither a full pipe nor a process that keeps one open can block the caller.
+    Three threads read and write its pipes, so that a full or unclosed pipe never blocks the caller.
 
     Args:
-        setup: The first message: what to load.
-        inbox: Where (this worker, a line that it replied) goes; None instead of a line when it has ended.
-        deadline: When it must have said that it is ready.
+        setup: The first message.
+        inbox: Queue for (this worker, line of its output); the line is None when the output ends.
+        deadline: Time limit for loading the functions, on the monotonic clock.
 
     Attributes:
-        ready: Whether it has.
-        job: What it is at; None while idle.
-        deadline: When that must be done, on the monotonic clock; None = whenever.
-        ending: After `kill`: how it ended.
+        ready: True once it has loaded the functions.
+        job: Its current job; None while idle.
+        deadline: Time limit of the current job; None = no limit.
+        ending: Description of its exit, after `kill`.
     """
 
     def __init__(self, setup: bytes, inbox: "SimpleQueue[tuple[WorkerProcess, bytes | None]]", deadline: float) -> None:
-        # One thread for each worker's libraries: there are many workers, and this process wants its cores back.
+        # One thread per worker, so that the workers and this process share the cores.
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, WORKER_VARIABLE: "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT)],
@@ -186,7 +180,7 @@ class WorkerProcess:
             stderr=subprocess.PIPE,
             bufsize=0,
             env=environment,
-            # A session of its own: Ctrl-C in the terminal does not reach it, and its children can be killed with it.
+            # A new session, so that Ctrl-C does not reach it and its child processes can be killed with it.
             start_new_session=True,
         )
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -202,22 +196,22 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     def send(self, message: bytes) -> None:
-        """Have a message written as soon as the worker reads."""
+        """Queue a message for the worker."""
         self._outbox.put(len(message).to_bytes(8, "big") + message)
 
     def kill(self, *, patience: float = 0.0) -> None:
-        """End the process and whatever it has started.
+        """Kill the process and its child processes.
 
         Args:
-            patience: Seconds for it to end by itself, where it is about to and how it does is worth knowing.
+            patience: Seconds to wait for it to exit by itself first, so that `ending` describes its own exit.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
-        self.ending = _ending(self._process.poll())
+        self.ending = _describe_exit(self._process.poll())
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -244,8 +238,7 @@ class WorkerProcess:
         inbox.put((self, None))
 
 
-def _ending(code: int | None) -> str:
-    """Describe an exit code."""
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "it closed its pipe"
     if code >= 0:
@@ -257,34 +250,30 @@ def _ending(code: int | None) -> str:
     return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
 
 
-START_SECONDS = 120.0  # for a worker to import what the functions need
-POLL_SECONDS = 0.5  # that nothing else is looked at while waiting: Ctrl-C wants to be heard
-
-
 class VerifierPool:
     """Runs reward functions in worker processes.
 
-    A worker that exceeds the time limit is killed together with every process it has started, and replaced by a new
-    one; so is one that dies. Processes keep accidents apart from the run; they are no sandbox against hostile code.
+    A worker that exceeds the time limit is killed with its child processes, and replaced. So is a worker that dies.
+    Worker processes protect the run against crashes; they are no sandbox against hostile code.
 
     Args:
-        functions: By name; defined at the top level of a module or script, so that another process can find them.
-        workers: Most processes at a time.
-        timeout: Seconds that one call may take; None = no limit.
+        functions: Reward functions by name, defined at the top level of a module or script.
+        workers: Maximum number of processes.
+        timeout: Time limit of one call, in seconds; None = no limit.
 
     Raises:
-        ValueError: If a number is out of range or a function cannot be sent to another process.
+        ValueError: If a function cannot be pickled.
     """
 
-    here = False
+    in_process = False
 
     def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
         if WORKER_VARIABLE in os.environ:
             raise ValueError(
-                "a script whose reward functions run in worker processes is loaded by each of them: keep what trains "
-                'under `if __name__ == "__main__":`, or put the reward functions into a module of their own'
+                "Worker processes import the script that defines reward functions, which starts training again. Put "
+                'the training under `if __name__ == "__main__":`, or move the reward functions to a module.'
             )
-        self.shares = workers
+        self.num_workers = workers
         self._timeout = timeout
         self._async = {name for name, function in functions.items() if is_async(function)}
         self._limits = {
@@ -294,8 +283,8 @@ class VerifierPool:
         self._setup = setup_message(functions, timeout)
         self._inbox: queue.SimpleQueue[tuple[WorkerProcess, bytes | None]] = queue.SimpleQueue()
         self._workers: list[WorkerProcess] = []
-        self._waiting: deque[PendingJob] = deque()
-        # At the end of the program, or when the pool is dropped.
+        self._queue: deque[PendingJob] = deque()
+        # Runs at the end of the program, or when the pool is garbage collected.
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
         self._start()
 
@@ -303,7 +292,7 @@ class VerifierPool:
         """Wait until the first worker has loaded the functions.
 
         Raises:
-            ValueError: If it cannot.
+            ValueError: If loading fails.
         """
         try:
             while any(not worker.ready for worker in self._workers):
@@ -313,61 +302,60 @@ class VerifierPool:
             raise
 
     def close(self) -> None:
-        """Kill all workers, whatever they are at; the next call starts new ones."""
-        for each in [*self._waiting, *(worker.job for worker in self._workers if worker.job is not None)]:
-            each.ended(CallFailedError("was given up, as its environment was closed"))
-        self._waiting.clear()
+        """Kill all workers. The next call starts new ones."""
+        for each in [*self._queue, *(worker.job for worker in self._workers if worker.job is not None)]:
+            each.finish(CallFailedError("was cancelled, as its environment was closed"))
+        self._queue.clear()
         _kill_all(self._workers)
 
     def runs_in_background(self, name: str) -> bool:
-        """Return whether a function is not async: those that are wait for many completions at once, a job at a time."""
+        """Return True for functions that are not async. Async ones are faster with many completions per job."""
         return name not in self._async
 
-    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
-        """Hand jobs out to as many workers as there are; see `RewardRunner.begin`."""
+    def submit(self, jobs: Sequence[Job]) -> list[PendingJob]:
+        """Send jobs to idle workers and queue the others; see `RewardRunner.submit`."""
         for worker in [worker for worker in self._workers if worker.job is None and not worker.alive]:
-            self._drop(worker)  # it died while nobody asked it anything
-        begun = [PendingJob(job) for job in jobs]
-        self._waiting.extend(begun)
+            self._drop(worker)  # it died while idle
+        pending = [PendingJob(job) for job in jobs]
+        self._queue.extend(pending)
         self._dispatch()
-        return begun
+        return pending
 
-    def proceed(self) -> None:
-        """Hand jobs out to workers that have become idle; see `RewardRunner.proceed`.
+    def poll(self) -> None:
+        """Send queued jobs to workers that have become idle; see `RewardRunner.poll`.
 
         Raises:
-            ValueError: If a worker cannot load the functions any more.
+            ValueError: If a new worker cannot load the functions.
         """
-        while self._receive(patience=0.0):
+        while self._receive(max_wait=0.0):
             pass
         self._dispatch()
 
-    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
-        """Wait until jobs are done; see `RewardRunner.finish`.
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+        """Wait until jobs are done; see `RewardRunner.wait`.
 
         Raises:
-            ValueError: If a worker cannot load the functions any more.
+            ValueError: If a new worker cannot load the functions.
         """
-        left = list(begun)
+        unfinished = list(pending)
         try:
-            while left:
+            while unfinished:
                 check_interrupted()
                 self._dispatch()
-                ended = [each for each in left if each.done]
-                if stop_at_first and any(each.failed for each in ended):
+                if stop_at_first and any(each.done and each.failed for each in unfinished):
                     break
-                left = [each for each in left if not each.done] if ended else left
-                if left:
+                unfinished = [each for each in unfinished if not each.done]
+                if unfinished:
                     self._receive()
-            return [each.outcome for each in begun]
+            return [each.outcome for each in pending]
         finally:
-            self.abandon(begun)
+            self.cancel(pending)
 
-    def abandon(self, begun: Sequence[PendingJob]) -> None:
-        """Kill whoever is at one of these jobs, and let nobody begin another of them; see `RewardRunner.abandon`."""
-        given_up = {each for each in begun if not each.done}
-        self._waiting = deque(each for each in self._waiting if each not in given_up)
-        for worker in [worker for worker in self._workers if worker.job in given_up]:
+    def cancel(self, pending: Sequence[PendingJob]) -> None:
+        """Kill the workers of unfinished jobs and remove them from the queue; see `RewardRunner.cancel`."""
+        cancelled = {each for each in pending if not each.done}
+        self._queue = deque(each for each in self._queue if each not in cancelled)
+        for worker in [worker for worker in self._workers if worker.job in cancelled]:
             self._drop(worker)
 
     def _start(self) -> None:
@@ -378,70 +366,73 @@ class VerifierPool:
         worker.kill(patience=patience)
 
     def _dispatch(self) -> None:
-        """Give every idle worker a job, and start workers while there is more to do than they can take."""
+        """Give every idle worker a job, and start more workers for the remaining ones."""
         idle = [worker for worker in self._workers if worker.ready and worker.job is None]
-        while self._waiting and idle:
-            begun = self._waiting.popleft()
+        while self._queue and idle:
+            pending = self._queue.popleft()
+            job = pending.job
             try:
-                request = request_message(begun.job)
-            except Exception as error:  # noqa: BLE001 (a dataset may hold objects of any class)
+                request = pickle.dumps((job.name, job.calls))
+            except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
                 text = f"cannot be sent its arguments, {type(error).__name__}: {escaped(error)}"
-                begun.ended(CallFailedError(text))
+                pending.finish(CallFailedError(text))
                 continue
-            limit = self._limits[begun.job.name]
+            limit = self._limits[job.name]
             worker = idle.pop()
-            worker.job = begun
+            worker.job = pending
             worker.deadline = None if limit is None else time.monotonic() + limit
             worker.send(request)
         starting = sum(not worker.ready for worker in self._workers)
-        while len(self._workers) < self.shares and starting < len(self._waiting):
+        while len(self._workers) < self.num_workers and starting < len(self._queue):
             self._start()
             starting += 1
 
-    def _receive(self, patience: float = POLL_SECONDS) -> bool:
-        """Wait for one event and note what it means; tells whether there was one."""
-        expected = [worker for worker in self._workers if worker.job is not None or not worker.ready]
-        if not expected:
+    def _receive(self, max_wait: float = POLL_SECONDS) -> bool:
+        """Wait for one event and handle it; return False if there was none."""
+        # 1. Wait for a reply or the nearest deadline.
+        busy = [worker for worker in self._workers if worker.job is not None or not worker.ready]
+        if not busy:
             return False
-        nearest = min((worker.deadline for worker in expected if worker.deadline is not None), default=None)
-        left = patience if nearest is None else min(max(nearest - time.monotonic(), 0.0), patience)
+        nearest = min((worker.deadline for worker in busy if worker.deadline is not None), default=None)
+        timeout = max_wait if nearest is None else min(max(nearest - time.monotonic(), 0.0), max_wait)
         try:
-            worker, line = self._inbox.get(timeout=left)
+            worker, line = self._inbox.get(timeout=timeout)
         except queue.Empty:
-            late = [each for each in expected if each.deadline is not None and each.deadline <= time.monotonic()]
+            late = [each for each in busy if each.deadline is not None and each.deadline <= time.monotonic()]
             if late:
-                self._late(late[0])
+                self._time_out(late[0])
             return bool(late)
+        # 2. Handle the reply.
         if worker not in self._workers:
-            return True  # the last words of one that was killed
+            return True  # it was killed
         if not worker.ready:
-            self._started(worker, line)
+            self._check_started(worker, line)
             return True
-        begun, worker.job = worker.job, None
+        pending, worker.job = worker.job, None
         outcome = None if line is None else parse_reply(line)
         if outcome is None:
             self._drop(worker, patience=1.0)
             outcome = CallFailedError(f"ended its worker process ({worker.ending})")
-        if begun is not None:
-            begun.ended(outcome)
+        if pending is not None:
+            pending.finish(outcome)
         return True
 
-    def _late(self, worker: WorkerProcess) -> None:
-        begun = worker.job
+    def _time_out(self, worker: WorkerProcess) -> None:
+        pending = worker.job
         self._drop(worker)
-        if not worker.ready or begun is None:
-            raise ValueError(f"a worker process took longer than {START_SECONDS:g} s to load the reward functions")
-        assert self._timeout is not None  # else nothing is ever late
-        begun.ended(CallTimeoutError(self._timeout))
+        if not worker.ready or pending is None:
+            raise ValueError(f"Loading the reward functions in a worker process took longer than {START_SECONDS:g} s.")
+        assert self._timeout is not None
+        pending.finish(CallTimeoutError(self._timeout))
 
-    def _started(self, worker: WorkerProcess, line: bytes | None) -> None:
+    def _check_started(self, worker: WorkerProcess, line: bytes | None) -> None:
         message = None if line is None else read_message(line)
         if message is not None and "ready" in message:
             worker.ready = True
             return
         self._drop(worker, patience=1.0)
         reason = f"it ended ({worker.ending})" if message is None else escaped(message.get("refused"))
-        raise ValueError(f"a worker process cannot load the reward functions: {reason}")
+        raise ValueError(f"A worker process cannot load the reward functions: {reason}")
 
 
 def _kill_all(workers: list[WorkerProcess]) -> None:

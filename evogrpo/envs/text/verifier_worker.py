@@ -1,7 +1,7 @@
-"""The worker process of a verifier pool: a script that loads reward functions and answers one request after another.
+"""Script of verifier workers: loads reward functions and processes requests until its input ends.
 
-Requests are pickles on standard input: they come from the process that started this one. Replies are lines of JSON on
-what was standard output: nothing that a completion does in here can make the other side execute anything.
+Requests are pickles on standard input, from the parent process. Replies are lines of JSON on the original standard
+output, so that completions cannot make the parent process execute code.
 """
 
 import asyncio
@@ -21,28 +21,31 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 MAIN = "__main__"
-LARGE = 10**300  # a whole number beyond it is no reward, and JSON may not take it
+MAX_INTEGER = 10**300  # larger ones are no rewards, and JSON readers may reject them
 
 
 def main() -> None:
-    """Answer requests until the other side is gone."""
+    """Process requests until the parent process ends."""
+    # 1. Keep the pipes for messages; printed text goes to standard error.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what functions print must not look like a reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     inbox: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
+    # 2. Load the reward functions.
     setup = pickle.loads(inbox.get())  # noqa: S301 (as above)
     try:
         functions, timeout = _load(setup), setup["timeout"]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's modules run)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
         _reply(replies, {"refused": f"{type(error).__name__}: {error}{_line(error)}"})
         return
     from evogrpo.envs.text.reward_calls import call_async, call_sync, is_async
 
     loop = asyncio.new_event_loop()
     _reply(replies, {"ready": True})
+    # 3. Process requests.
     while True:
         request = inbox.get()
         try:
@@ -54,15 +57,15 @@ def main() -> None:
             values = loop.run_until_complete(call_async(functions[name], calls, timeout))
         else:
             values = call_sync(functions[name], calls)
-        _reply(replies, {"values": [plain(value) for value in values]})
+        _reply(replies, {"values": [to_json(value) for value in values]})
 
 
 def _listen(requests: BinaryIO, inbox: "SimpleQueue[bytes]") -> None:
-    """Hand requests over; end the process, even in the middle of a function, once there is nobody left to ask."""
+    """Queue requests; end the process, even during a call, once the parent process has ended."""
     while size := requests.read(8):
         inbox.put(requests.read(int.from_bytes(size, "big")))
     if hasattr(os, "killpg"):
-        os.killpg(0, signal.SIGKILL)  # this process leads its own group: what functions have started ends as well
+        os.killpg(0, signal.SIGKILL)  # this process leads its group, so its child processes end too
     os._exit(0)
 
 
@@ -72,8 +75,8 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
         if importable is not None:
             sys.modules[name] = importlib.import_module(importable)
             continue
-        # The script that was started is loaded as multiprocessing does: under another name, so that what it keeps
-        # behind `if __name__ == "__main__"` is not run.
+        # The main script gets another name, as in multiprocessing, so that code under `if __name__ == "__main__"` does
+        # not run.
         alias = "__mp_main__" if name == MAIN else name
         spec = importlib.util.spec_from_file_location(alias, file)
         assert spec is not None and spec.loader is not None  # Python files only
@@ -83,40 +86,40 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
     return {name: pickle.loads(function) for name, function in setup["functions"].items()}  # noqa: S301 (as above)
 
 
-def plain(value: Any) -> Any:
-    """Return a reward function's result as JSON can say it; what is no reward is described."""
-    from evogrpo.envs.text.reward_calls import shown
+def to_json(value: Any) -> Any:
+    """Return a reward function's result as a JSON value, invalid rewards as their repr."""
+    from evogrpo.envs.text.reward_calls import safe_repr
 
     try:
-        return _plain(value)
-    except Exception:  # noqa: BLE001 (a user's class: anything may come out of it)
-        return {"other": shown(value)}
+        return _to_json(value)
+    except Exception:  # noqa: BLE001 (user classes may raise anything)
+        return {"other": safe_repr(value)}
 
 
-def _plain(value: Any) -> Any:
-    from evogrpo.envs.text.reward_calls import said, shown
+def _to_json(value: Any) -> Any:
+    from evogrpo.envs.text.reward_calls import safe_repr, safe_str
 
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
-        return value if abs(value) < LARGE else float(value)
+        return value if abs(value) < MAX_INTEGER else float(value)
     if type(value).__name__ in ("CallFailedError", "CallTimeoutError"):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"raised": [type(value).__name__, said(value)[:10_000], _line(value)]}
+        return {"raised": [type(value).__name__, safe_str(value)[:10_000], _line(value)]}
     if hasattr(value, "tolist"):  # arrays and tensors
-        return plain(value.tolist())
+        return to_json(value.tolist())
     if isinstance(value, Real):
         return float(value)
     if type(value).__name__ == "StepRewards":
         return {"steps": [list(value.values), list(value.positions), value.unit]}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
-    return {"other": shown(value)}
+        return [to_json(item) for item in value]
+    return {"other": safe_repr(value)}
 
 
 def _line(error: BaseException) -> str:
-    """Return where in the user's code an error was raised, such as ` (rewards.py, line 7)`."""
+    """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`."""
     here = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
     own = [frame for frame in frames if "importlib" not in frame.filename]

@@ -16,9 +16,9 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.distributed import processes
+from evogrpo.envs.text.datasets import Preflight
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.envs.text.scoring import Preflight
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids, context_of

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from evogrpo.envs.text.datasets import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.evolution.shared_experience import max_sources
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.fsdp import gathered_parameters, parameters_per_rank, shard_count

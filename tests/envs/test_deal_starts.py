@@ -37,5 +37,5 @@ def test_a_count_outside_the_block_is_refused(count, block):
 
 @pytest.mark.parametrize(("size", "step"), [(0, 0), (3, -1)])
 def test_no_starts_and_negative_steps_are_refused(size, step):
-    with pytest.raises(ValueError, match=f"size {size} at step {step}"):
+    with pytest.raises(ValueError, match=f"size {size} and step {step}"):
         deal_starts(0, size, step, 1, 1)

@@ -66,17 +66,17 @@ def test_splits_of_one_mapping_are_the_splits(tokenizer):
     parts = {"train": ROWS[:10], "validation": ROWS[10:12], "test": ROWS[12:15], "other": ROWS[15:]}
     env = HuggingFaceGym(parts, None, tokenizer, reward_fn=reward)
     assert [env.size(split) for split in SPLITS] == [10, 2, 3]
-    with pytest.raises(ValueError, match="train_dataset holds a test split, and test_dataset is given as well"):
+    with pytest.raises(ValueError, match=r"train_dataset .*test_dataset"):
         HuggingFaceGym(parts, ROWS[12:15], tokenizer, reward_fn=reward)
-    with pytest.raises(ValueError, match="train_dataset must be one split, row by row, got a mapping of"):
+    with pytest.raises(ValueError, match=r"train_dataset .*mapping"):
         HuggingFaceGym({"train_sft": ROWS}, None, tokenizer, reward_fn=reward)
-    with pytest.raises(ValueError, match="test_dataset must be one split, row by row, got a mapping of"):
+    with pytest.raises(ValueError, match=r"test_dataset .*mapping"):
         HuggingFaceGym(ROWS, {"test": ROWS}, tokenizer, reward_fn=reward)
 
 
 def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
     frame = pd.DataFrame([*ROWS[:5], {"answer": 3}])
-    with pytest.raises(ValueError, match="row 5 of train_dataset must have a question, got None"):
+    with pytest.raises(ValueError, match=r"Row 5 of train_dataset .*question.* None"):
         HuggingFaceGym(frame, None, tokenizer, reward_fn=reward)
     ((first, second),) = [tables_by_split(pd.DataFrame({"x": [1.5, math.nan]}), None, None)["train"]]
     assert (first, second) == ({"x": 1.5}, {"x": None})

@@ -159,10 +159,10 @@ def test_what_is_earned_at_a_reply_belongs_to_the_token_said_before_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 1}, "max_turns must be at least 2, got 1: HuggingFaceGym"),
-        ({"reply": "no"}, "reply must be a function"),
-        ({"template": None}, "no chat_template"),
-        ({"template": FORGETFUL}, "set a chat_template that leaves earlier turns as they are"),
+        ({"max_turns": 1}, "max_turns .* 1"),
+        ({"reply": "no"}, "reply"),
+        ({"template": None}, "chat_template"),
+        ({"template": FORGETFUL}, "chat_template"),
     ],
 )
 def test_what_cannot_be_talked_about_is_refused(options, message):
@@ -172,15 +172,15 @@ def test_what_cannot_be_talked_about_is_refused(options, message):
 
 def test_texts_are_no_conversations():
     rows = [{"prompt": f"guess {n}", "digit": n} for n in range(30)]
-    with pytest.raises(ValueError, match="must be lists of messages, got 'guess 0'"):
+    with pytest.raises(ValueError, match=r"prompt .*'guess 0'"):
         MultiTurnGym(rows, None, build(CLOSED), reply=hint, max_turns=2, reward_funcs=right)
-    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
+    with pytest.raises(ValueError, match="chat_template"):
         TurnMarkers(tokenizer=build(None))
 
 
 def test_what_is_no_reply_is_refused():
-    with pytest.raises(ValueError, match="must return a text, or None to end the conversation, got 7"):
+    with pytest.raises(ValueError, match=r"reply .* 7"):
         talk(gym(reply=lambda row, messages: 7), "x")
     env = gym()
-    with pytest.raises(ValueError, match="`respond` returned to the same opening"):
+    with pytest.raises(ValueError, match="replies"):
         env.open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])

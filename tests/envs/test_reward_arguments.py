@@ -68,33 +68,33 @@ def test_every_parameter_gets_what_its_name_or_place_says(parameters):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("", r"takes \(\), but is called with three arguments"),
-        ("one", "called with three arguments, completion, answer and question"),
-        ("one, two", "called with three arguments"),
-        ("completion, answer, question, level", r"takes \(completion, answer, question, level\)"),
-        ("question, /, completion, answer", "use these three names"),
-        ("prompt, completion, answer", "use these three names, then any order serves"),
-        ("answer, text, question", "use these three names"),
-        ("completions, answer, question", "as TRL's form does: give it as reward_funcs"),
-        ("prompts, completions, **columns", "as TRL's form does"),
+        ("", r"got \(\)"),
+        ("one", r"got \(one\)"),
+        ("one, two", r"got \(one, two\)"),
+        ("completion, answer, question, level", r"\(completion, answer, question, level\)"),
+        ("question, /, completion, answer", "question, completion, answer"),
+        ("prompt, completion, answer", "prompt, completion, answer"),
+        ("answer, text, question", "answer, text, question"),
+        ("completions, answer, question", "reward_funcs"),
+        ("prompts, completions, **columns", "reward_funcs"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(tokenizer, parameters, message):
-    with pytest.raises(ValueError, match=f"reward function 'reward'.*{message}"):
+    with pytest.raises(ValueError, match=f"'reward'.*{message}"):
         HuggingFaceGym(QA, None, tokenizer, reward_fn=defined(parameters))
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("completions, solution", r"asks for solution, but train_dataset has the columns \['level', 'prompt'\]"),
-        ("completion", "give a function of a single completion as reward_fn"),
-        ("", "name at least completions"),
-        ("completions, /, level", "called by name"),
+        ("completions, solution", r"solution, .*train_dataset .*\['level', 'prompt'\]"),
+        ("completion", "reward_fn"),
+        ("", "completions"),
+        ("completions, /, level", "by name"),
     ],
 )
 def test_a_function_that_asks_for_what_is_not_there_is_refused(plain_tokenizer, parameters, message):
-    with pytest.raises(ValueError, match=f"reward function 'reward'.*{message}"):
+    with pytest.raises(ValueError, match=f"'reward'.*{message}"):
         HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[defined(parameters)])
 
 
@@ -103,7 +103,7 @@ def test_columns_have_to_be_in_every_dataset(plain_tokenizer):
         return [0.0 for _ in completions]
 
     HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
-    with pytest.raises(ValueError, match="asks for level, but test_dataset has"):
+    with pytest.raises(ValueError, match=r"level, .*test_dataset"):
         HuggingFaceGym(PROMPTS, [{"prompt": "x"}], plain_tokenizer, reward_funcs=reward)
 
 

@@ -1,10 +1,11 @@
 """The hand-written loop: reset, step, eval_mode."""
 
+import copy
+
 import pytest
 import torch
 
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.text.huggingface_gym import Facade
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a)} for a in range(5)]
@@ -106,7 +107,7 @@ def test_evaluation_never_moves_the_training_cursor(env, tokenizer, split):
 
 def test_the_training_cursor_survives_an_error_in_evaluation(env, tokenizer):
     prompts, _ = env.reset()
-    with pytest.raises(ValueError, match="call reset first"), env.eval_mode("test"):
+    with pytest.raises(ValueError, match="reset"), env.eval_mode("test"):
         env.step([])
     assert env.step(respond(tokenizer, prompts, "=", "="))[1].tolist() == [[1.0, 1.0]] * 3
 
@@ -166,27 +167,33 @@ def test_a_pad_that_is_the_eos_ends_a_completion_once(tokenizer):
         seen.extend(completion_ids)
         return [0.0] * len(completion_ids)
 
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
     env = HuggingFaceGym(
-        [{"prompt": "ab"}], [{"prompt": "x"}], tokenizer, validation_dataset=[{"prompt": "y"}], reward_funcs=reward
+        [{"prompt": "ab"}],
+        [{"prompt": "x"}],
+        tokenizer,
+        validation_dataset=[{"prompt": "y"}],
+        reward_funcs=reward,
+        data_batch_size=1,
     )
-    facade = Facade(env, batch_size=1, group_size=2, seed=0, eos_token_id=1, pad_token_id=1)
-    start = facade.reset()[0][0]["input_ids"][0].tolist()
-    facade.step([torch.tensor([[*start, 9, 1, 1, 1], [*start, 9, 8, 7, 6]])])
-    assert seen == [[9, 1], [9, 8, 7, 6]]
+    start, eos = env.reset()[0][0]["input_ids"][0].tolist(), tokenizer.eos_token_id
+    env.step([torch.tensor([[*start, 9, eos, eos, eos], [*start, 9, 8, 7, 6]])])
+    assert seen == [[9, eos], [9, 8, 7, 6]]
 
 
 def test_shapes_that_do_not_fit_are_refused(env, tokenizer):
-    with pytest.raises(ValueError, match="call reset first"):
+    with pytest.raises(ValueError, match="reset"):
         env.step([])
     prompts, _ = env.reset()
     good = respond(tokenizer, prompts, "1", "2")
     for bad, message in [
-        (good[:2], "got 2 for 3"),
-        ([good[0][0], *good[1:]], r"\[group_size, prompt \+ completion\]"),
-        ([good[0][:1], *good[1:]], "of one group_size"),
-        ([group[:1] for group in good], "group_size must be at least 2, got 1"),
-        ([good[1], good[0], good[2]], "keep the served order"),
-        ([group[:, 1:] for group in good], "keep the served order"),
+        (good[:2], "completion_ids .* 2 for 3"),
+        ([good[0][0], *good[1:]], "completion_ids"),
+        ([good[0][:1], *good[1:]], "group_size"),
+        ([group[:1] for group in good], "group_size .* 1"),
+        ([good[1], good[0], good[2]], "completion_ids"),
+        ([group[:, 1:] for group in good], "completion_ids"),
     ]:
         with pytest.raises(ValueError, match=message):
             env.step(bad)
@@ -196,7 +203,7 @@ def test_shapes_that_do_not_fit_are_refused(env, tokenizer):
 def test_a_declared_group_size_is_checked_in_training_only(tokenizer):
     env = HuggingFaceGym(QA, HELD_OUT, tokenizer, reward_fn=exact, data_batch_size=2, group_size=3)
     prompts, _ = env.reset()
-    with pytest.raises(ValueError, match="group_size 3 as declared, got 2"):
+    with pytest.raises(ValueError, match=r"group_size .* 3 .* 2"):
         env.step(respond(tokenizer, prompts, "1", "2"))
     with env.eval_mode("test"):
         assert env.step(respond(tokenizer, env.reset()[0], "="))[1].tolist() == [[1.0], [1.0]]
@@ -204,7 +211,7 @@ def test_a_declared_group_size_is_checked_in_training_only(tokenizer):
 
 @pytest.mark.parametrize("options", [{"cursor": 1}, {"step": -1}, {"step": "1"}])
 def test_unknown_options_are_refused(env, options):
-    with pytest.raises(ValueError, match="reset takes the option"):
+    with pytest.raises(ValueError, match="options"):
         env.reset(options=options)
 
 

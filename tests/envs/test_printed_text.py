@@ -10,9 +10,9 @@ from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, escaped_prints, forward_output, visible
+from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, escape_control, escaped_prints, forward_output
 from tests.envs.conftest import build
-from tests.envs.test_conversations import CLOSED
+from tests.envs.test_multi_turn_gym import CLOSED
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
@@ -20,14 +20,14 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
 
 @pytest.mark.parametrize("character", ["\x1b", "\x07", "\x00", "\x7f", "\x9b", "\u202e", "\u2066", "\u200b", "\ud800"])
 def test_what_a_terminal_acts_on_is_spelled_out(character):
-    shown = visible(f"a{character}b")
+    shown = escape_control(f"a{character}b")
     assert shown.isprintable()
     assert shown[0] + shown[-1] == "ab"
     assert "\\" in shown
 
 
 def test_lines_and_tabs_and_letters_stay():
-    assert visible("a\tb\nc\r\nd\re \N{SNOWMAN} é 漢") == "a\tb\nc\nd\ne \N{SNOWMAN} é 漢"
+    assert escape_control("a\tb\nc\r\nd\re \N{SNOWMAN} é 漢") == "a\tb\nc\nd\ne \N{SNOWMAN} é 漢"
 
 
 def printing(completion, answer, question):
@@ -94,7 +94,7 @@ def test_what_another_process_prints_is_visible_text(capsys, tmp_path, ending):
     text = f"héllo {STEERING[:-1]}\nsecond {'x' * (2 * MAX_LINE_LENGTH)}{ending}"
     (tmp_path / "printed").write_bytes(text.encode())
     forward_output((tmp_path / "printed").open("rb", buffering=0))
-    assert capsys.readouterr().err == visible(text)
+    assert capsys.readouterr().err == escape_control(text)
 
 
 def test_a_stream_that_cannot_write_a_letter_gets_its_number():
