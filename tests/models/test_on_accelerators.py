@@ -6,7 +6,7 @@ import torch
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling
-from evogrpo.models.language.sizing import LEAST, MOST
+from evogrpo.models.language.sizing import MAX_TOKENS, MIN_TOKENS
 from tests.models.test_finished import listen, tokens_of
 from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.models.test_precision import DEVICES
@@ -107,7 +107,7 @@ def test_the_default_size_of_micro_batches_is_recorded(device):
     agent = tiny_agent(actor_network=tiny_model().to(device))
     size = agent.members.settings.micro_batch_tokens
     assert agent.members.bank.micro_batch_tokens == size
-    assert LEAST <= size <= MOST
+    assert MIN_TOKENS <= size <= MAX_TOKENS
 
 
 def test_stopping_and_going_on_equals_never_stopping(device, tmp_path):

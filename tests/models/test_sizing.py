@@ -6,7 +6,14 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from evogrpo.models.language import sizing
-from evogrpo.models.language.sizing import LEAST, MOST, learning_bytes, sampling_bytes, size_for_memory, widths_of
+from evogrpo.models.language.sizing import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    learning_bytes,
+    sampling_bytes,
+    size_for_memory,
+    widths_of,
+)
 from tests.tiny_batches import different_members
 from tests.tiny_models import tiny_model
 
@@ -18,7 +25,13 @@ def test_the_default_size_follows_the_memory_estimate(reduced, logits, monkeypat
     bank = different_members(MODEL, 2, reduce_memory_peak=reduced)
     taken = sizing.base_bytes(MODEL) + 3 * sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
     enough = taken + 2 * sizing.learning_bytes(MODEL, 2048, logits, 4)
-    for there, size in ((enough, 2048), (enough - 1, 1024), (taken, LEAST), (1000 * enough, MOST), (None, MOST)):
+    for there, size in (
+        (enough, 2048),
+        (enough - 1, 1024),
+        (taken, MIN_TOKENS),
+        (1000 * enough, MAX_TOKENS),
+        (None, MAX_TOKENS),
+    ):
         monkeypatch.setattr(sizing, "device_memory", lambda device, there=there: (there, "memory"))
         assert size_for_memory(bank, MODEL) == size
 

@@ -81,7 +81,7 @@ class ReplicatedPasses(ForwardPasses):
 
         In every process the loss is asked about every micro-batch, as what it measures on the way is wanted everywhere.
         """
-        parts = self._learnt(batch, slots)
+        parts = self._plan_update(batch, slots)
         gradients = {slot: self.weights.new_gradient() for slot in slots}
         found = self._squad.run_section(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
         scores = _all_scores(found)

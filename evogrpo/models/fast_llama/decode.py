@@ -283,7 +283,7 @@ class FastDecoding:
             )
             for prompts, parts in zip(self._prompts, self._own, strict=True)
         )
-        return KVCache(layers=layers, mask=mask).tightened()  # type: ignore[arg-type]  # pairs
+        return KVCache(layers=layers, mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
 
 
 def _moved(part: Tensor, rows: Tensor | None, length: int, room: int) -> Tensor:

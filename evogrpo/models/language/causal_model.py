@@ -1,4 +1,4 @@
-"""A frozen causal language model of transformers as a TokenModel: prefix-shared passes that leave it as it was."""
+"""CausalModel: a frozen causal language model of transformers as a TokenModel, with shared prefixes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +35,7 @@ from evogrpo.models.language.kv_cache import (
     Prefix,
     PrefixLayer,
     Prompts,
-    collected,
+    gather_rows,
 )
 from evogrpo.models.language.low_rank import LoraHook
 from evogrpo.models.language.quantised import check_gradients_pass
@@ -43,7 +43,8 @@ from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
 from evogrpo.models.language.token_model import AdapterHook, Decoding, HookFactory
 from evogrpo.warnings import warn
 
-SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
+SHORTEST_ROOT = 8
+"""Minimum common tokens of all prompts for which they run as a pass of their own."""
 
 
 def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -58,40 +59,39 @@ def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.de
 
 
 def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all prompts begin with, at least one of each prompt's left over."""
+    """Return the length of the common beginning of all prompts, at least one token shorter than each."""
     shortest = min(map(len, prompts)) - 1
-    first = min(prompts), max(prompts)  # what the extremes share, all in between share
-    differing = (place for place in range(shortest) if first[0][place] != first[1][place])
+    low, high = min(prompts), max(prompts)  # all prompts in between share what these two share
+    differing = (place for place in range(shortest) if low[place] != high[place])
     return next(differing, shortest)
 
 
-def _join(first: AdapterHook | None, later: AdapterHook | None) -> bool:
-    """Tell whether what acts on prompts and on what continues them can act on both at once."""
+def _same_adapters(first: AdapterHook | None, later: AdapterHook | None) -> bool:
+    """Return True if prompts and completions can share one forward pass: same adapters, or none."""
     if isinstance(first, LoraHook) and isinstance(later, LoraHook):
         return first.slots == later.slots
     return first is None and later is None
 
 
 class CausalModel:
-    """A base language model, used by calling its modules or reading their weights; see `engine.token_model.TokenModel`.
+    """TokenModel of a transformers model; see `evogrpo.models.language.token_model.TokenModel`.
 
-    Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
-    `working`, and do nothing but during a pass of its own.
+    Members' weights are applied by forward hooks, which are registered only inside `working`.
 
-    At construction a probe compares the prefix-shared pass, the bare vocabulary head and, for models like Llama, the
-    direct pass with the model's own `forward`; what differs is not used (`shares_prefix`, `head`, `uses_fast_llama`).
-    Under autocast, and while something is hooked into the model, it is always called.
+    The constructor compares the pass with shared prefixes, the vocabulary head alone and, for models like Llama,
+    fast_llama with the model's own `forward`. Methods with other results are not used (`shares_prefix`, `head`,
+    `uses_fast_llama`). fast_llama is also not used under autocast or if the model has hooks of the user's.
 
     Args:
         model: A causal language model of transformers; never changed.
         pad_id: Token id used as padding.
-        changed: Dotted names of the modules whose output hooks change.
-        explicit_positions: Whether to pass positions, counted without padding; only models whose attention knows
-            nothing but distances can do without.
-        autocast: Makes the context that passes run in, for mixed precision.
+        changed: Dotted names of the modules whose output the adapter hook changes.
+        explicit_positions: Pass position ids, counted without padding. Only models with purely relative positions
+            work without.
+        autocast: Returns the context manager of forward passes, for mixed precision.
 
     Raises:
-        ValueError: If the model is not causal, its logits cannot be computed from its hidden states, or padding changes
+        ValueError: If the model is not causal, its logits are not a function of its hidden states, or padding changes
             them.
     """
 
@@ -122,29 +122,35 @@ class CausalModel:
             self.head = find_head(model, self.decoder)
             check_differentiable(model, self.decoder, self._changed)
             check_gradients_pass(model)
-            check_padding(self._alone, model, self.decoder, pad_id, explicit_positions=explicit_positions)
-            self.shares_prefix = self._probe_prefix()
-            self._fast_llama = self._probe_fast_llama()
+            check_padding(
+                lambda ids, mask: self.run(ids, mask, None, None),
+                model,
+                self.decoder,
+                pad_id,
+                explicit_positions=explicit_positions,
+            )
+            self.shares_prefix = self._check_prefix()
+            self._fast_llama = self._check_fast_llama()
         if not self.shares_prefix:
             warn(
-                f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
-                "again for every completion, and sampling recomputes the whole sequence for every token"
+                f"The KV cache of {type(model).__name__} cannot be shared between completions. Sampling is slow: "
+                "every token recomputes the whole sequence."
             )
 
     @property
     def exact(self) -> bool:
-        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        """True in float32 and float64 without autocast: sampling and scoring agree up to rounding."""
         dtype = next(self.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
 
     @property
     def uses_fast_llama(self) -> bool:
-        """Whether passes are computed here from the model's weights, rather than by calling it; known while working."""
+        """True inside `working` if fast_llama computes the passes instead of the model's own `forward`."""
         return self._fast is not None
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Freeze the model and hook the hooks in; inside another such `with`, there is nothing left to do."""
+        """Freeze the model and register the adapter hooks. Nested calls do nothing."""
         if self._working:
             yield
             return
@@ -176,15 +182,15 @@ class CausalModel:
         Args:
             ids: `[n, t]` token ids.
             mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
-            cache: What the tokens continue, or None.
-            hook: The weights that rows act with; None = the base's alone.
+            cache: KV cache of earlier tokens, if any.
+            hook: Adapter hook; None = base only.
         """
         if self._fast is not None:
             return self._fast.run(ids, mask, cache, hook)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        # A model without a cache of keys and values has no such argument: it is named only when there is one.
+        # Models without a KV cache have no such arguments, so pass them only with a cache.
         cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
         try:
             self._adapter_hook = hook
@@ -201,16 +207,16 @@ class CausalModel:
         make_hook: HookFactory,
         shortest_root: int = SHORTEST_ROOT,
     ) -> Prefix | Prompts:
-        """Run prompts once each, keeping what completions need to continue from them, gradients included.
+        """Run each prompt once and return its KV cache, gradients included; see `TokenModel.prefix`.
 
-        What all prompts begin with, a system prompt for instance, runs only once per slot. Where the cache cannot be
-        shared, nothing runs yet.
+        The common beginning of all prompts, such as a system prompt, runs once per slot. If the cache cannot be shared,
+        nothing runs yet.
 
         Args:
-            prompts: Token ids of each.
-            slots: Whose weights run each prompt, sorted.
-            make_hook: Directs rows to weights.
-            shortest_root: Fewest common tokens that are worth a pass of their own.
+            prompts: Token ids of each prompt.
+            slots: Slot of each prompt, sorted.
+            make_hook: Hooks of the policy version.
+            shortest_root: Minimum length of the common beginning to run it separately.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
@@ -221,7 +227,7 @@ class CausalModel:
     def _rooted(
         self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory, shortest_root: int
     ) -> tuple[KVCache | None, Tensor, Sequence[tuple[int, ...]]]:
-        """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
+        """Run the common beginning; return its cache, the cache row of each prompt, and the rest of each prompt."""
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
@@ -240,12 +246,12 @@ class CausalModel:
         members: Tensor,
         make_hook: HookFactory,
     ) -> Tensor:
-        """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
+        """Run prompts and completions, in one forward pass with fast_llama; see `TokenModel.continued`."""
         hooks = make_hook(torch.tensor(slots)), make_hook(members)
-        if self._fast is None or not ids.shape[1] or not _join(*hooks):
+        if self._fast is None or not ids.shape[1] or not _same_adapters(*hooks):
             return self.extend(self.prefix(prompts, slots, make_hook), rows, ids, present, hooks[1])
-        root, continues, rest = self._rooted(prompts, slots, make_hook, SHORTEST_ROOT)
-        read, mask, layers = self._laid_out(root, continues, rest)
+        root, root_rows, rest = self._rooted(prompts, slots, make_hook, SHORTEST_ROOT)
+        read, mask, layers = self._laid_out(root, root_rows, rest)
         hook = None
         if isinstance(hooks[0], LoraHook) and isinstance(hooks[1], LoraHook):
             hook = hooks[0].followed(read.shape[1], hooks[1], ids.shape[1])
@@ -266,8 +272,8 @@ class CausalModel:
         slots: Tensor,
         make_hook: HookFactory,
     ) -> Prefix:
-        """Go on from rows that were set aside, running only the tokens that follow; see `TokenModel.resume`."""
-        root = collected(parts, part_of.to(self.device), row_of.to(self.device))
+        """Run new tokens on top of saved caches; see `TokenModel.resume`."""
+        root = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
         return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots))
 
     def _run_on(
@@ -277,19 +283,19 @@ class CausalModel:
         prompts: Sequence[tuple[int, ...]],
         hook: AdapterHook | None,
     ) -> Prefix:
-        """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
+        """Run prompts on top of row number `rows[i]` of `root`, if any."""
         ids, mask, layers = self._laid_out(root, rows, prompts)
         hidden = self.run(ids, mask, Cache(layers=list(layers)), hook)
-        return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+        return Prefix(layers=tuple(layer.last_states() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
     def _laid_out(
         self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
     ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
-        """Return the tokens of prompts, which are real, and what they continue."""
+        """Return padded ids and mask of the prompts, and cache layers that start with the root."""
         ids, mask = self._padded(prompts)
         layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
-            # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.
+            # Root, padding, prompt -> padding, root, prompt: token distances equal position distances.
             place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
             padding, end = (~mask).sum(1)[:, None], root.mask.shape[1] + (~mask).sum(1)[:, None]
             order = torch.where(
@@ -318,7 +324,7 @@ class CausalModel:
     def decode(
         self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> Decoding:
-        """Begin to write rows; see `TokenModel.decode`."""
+        """Start decoding; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, make_hook)
         if self._fast is not None:
@@ -362,25 +368,21 @@ class CausalModel:
         )
 
     def _matrix(self, hidden: Tensor) -> Tensor | None:
-        """Return the matrix `[v, h]` that the direct pass multiplies hidden states with, where that is all there is."""
+        """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
         return None if self._fast is None else head_matrix(self.head, hidden)
 
-    def _alone(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return what the base makes of tokens that continue nothing."""
-        return self.run(ids, mask, None, None)
-
-    def _probe_prefix(self) -> bool:
-        """Tell whether prompts can be run once for all that continues them."""
+    def _check_prefix(self) -> bool:
+        """Return True if completions on top of shared prompts get the model's own hidden states."""
 
         def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
             prefix = self.prefix(prompts, [0] * len(prompts), lambda slots: None, shortest_root=1)
             return self.extend(prefix, rows, ids, torch.ones_like(ids, dtype=torch.bool), None)[:, 1:]
 
-        self.shares_prefix = True  # as is tried
+        self.shares_prefix = True  # needed by the calls below
         return prefix_cache_works(continued, self.model, self.decoder)
 
-    def _probe_fast_llama(self) -> FastLlama | None:
-        """Return the direct pass where the model is known to it and it gives the model's own hidden states."""
+    def _check_fast_llama(self) -> FastLlama | None:
+        """Return fast_llama if it supports the model and gives its hidden states."""
         parts = (
             None
             if fast_paths_disabled() or not self.explicit_positions
@@ -392,7 +394,7 @@ class CausalModel:
         if matches_model(passes):
             return passes
         warn(
-            f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "
-            "other numbers"
+            f"fast_llama gives other results for {type(self.model).__name__}. The slower forward pass of transformers "
+            "is used instead."
         )
         return None

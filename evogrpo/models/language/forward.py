@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients of a batch, in micro-batches that fit into memory."""
+"""Forward and backward passes of batches, in micro-batches that fit into memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from evogrpo.progress import ProgressCounter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rows of a batch that go through a pass together, each of those that repeat each other once.
+    """Rows of one forward pass; identical rows run once.
 
     Attributes:
-        rows: `[n]` their numbers.
-        run: `[k]` numbers of those that are run.
-        run_as: `[n]` which of these each row is a repetition of.
+        rows: `[n]` row numbers in the batch.
+        run: `[k]` numbers of the distinct rows.
+        run_as: `[n]` index into `run` of each row.
     """
 
     rows: Tensor
@@ -33,30 +33,30 @@ class MicroBatch:
 
     @classmethod
     def of(cls, run: Tensor, repetitions: Sequence[Sequence[int]]) -> "MicroBatch":
-        """Return the micro-batch of some rows and, by row number, of those that repeat each, itself included."""
+        """Return the micro-batch of distinct rows `run` and all their `repetitions`."""
         repeated = [repetitions[row] for row in run.tolist()]
         rows = torch.tensor([row for own in repeated for row in own])
         counts = torch.tensor([len(own) for own in repeated])
         return cls(rows=rows, run=run, run_as=torch.arange(len(run)).repeat_interleave(counts))
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return the same on a device."""
+        """Return a copy on a device."""
         return MicroBatch(rows=self.rows.to(device), run=self.run.to(device), run_as=self.run_as.to(device))
 
     def among(self, rows: Tensor) -> "MicroBatch":
-        """Return the same with other numbers: what is row i here is row `rows[i]` there."""
+        """Renumber: row i becomes row `rows[i]`."""
         return MicroBatch(rows=rows[self.rows], run=rows[self.run], run_as=self.run_as)
 
 
 def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
-    """Find the rows of which a model makes the same: those of one member, prompt, temperature and completion.
+    """Find identical rows: same member, prompt, temperature and completion.
 
     Args:
         batch: Completions.
-        members: `[n]` slots of whose weights run them.
+        members: `[n]` slot whose weights score each row.
 
     Returns:
-        By row number, all rows that repeat it, itself first; nothing for one that repeats an earlier one.
+        For each row, all rows identical to it, itself first; empty if an earlier row is identical.
     """
     inputs: TokenInputs = batch.inputs
     columns = (
@@ -79,18 +79,17 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
 def micro_batches(
     order: Sequence[int], prefix_ids: Sequence[int], prefix_lengths: Sequence[int], lengths: Sequence[int], budget: int
 ) -> list[Tensor]:
-    """Deal rows, in the given order, into parts whose padded size stays under a budget.
+    """Split rows into parts with a limited padded size.
 
     Args:
-        order: Row numbers, rows of one prefix next to each other.
-        prefix_ids: Which prefix each row (by row number) continues.
+        order: Row numbers, sorted by prefix.
+        prefix_ids: Prefix of each row, by row number.
         prefix_lengths: Tokens of each row's prefix.
-        lengths: Tokens of each row itself.
-        budget: Most tokens of a part, padding included: prefixes * longest prefix + rows * longest row. A part of a
-            single row may exceed it.
+        lengths: Tokens of each row after the prefix.
+        budget: Maximum tokens of a part: prefixes * longest prefix + rows * longest row. A single row may exceed it.
 
     Returns:
-        Row numbers of each part; together they are `order`.
+        Row numbers of each part; concatenated they equal `order`.
     """
     parts: list[list[int]] = []
     seen: set[int] = set()
@@ -115,37 +114,38 @@ def share_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[i
         prompt_ids: `[n]` prompt numbers.
 
     Returns:
-        The pairs, sorted by member and then prompt; and `[n]` which pair each row belongs to.
+        The pairs, sorted by member and then prompt; and `[n]` the index of each row's pair.
     """
     pairs, inverse = torch.unique(torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True)
     return [(int(member), int(prompt)) for member, prompt in pairs.tolist()], inverse
 
 
 def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
-    """Return the order that sorts by `major`, then `minor`, ties in their given order."""
+    """Return the stable order that sorts by `major`, then `minor`."""
     return np.lexsort((minor.cpu().numpy(), major.cpu().numpy()))
 
 
-NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger
+NO_GRAD_FACTOR = 4
+"""Size of micro-batches without gradient, relative to those with: they store no activations."""
 
 
 class ForwardPasses:
-    """Scores batches of completions and finds gradients; all calls happen while the model is working.
+    """Scores batches of completions and computes gradients; call it inside `TokenModel.working`.
 
     Args:
-        model: What runs.
-        weights: Under whose weights.
-        end_ids: `[e]` token ids that end a completion, ruled out at the beginning of a turn.
-        micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
-            runs out.
-        logits_rows: Most tokens whose logits are held at once.
+        model: The base model.
+        weights: Weights of all members.
+        end_ids: `[e]` token ids that end a completion, forbidden before `min_new_tokens`.
+        micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
+            memory.
+        logits_rows: Maximum tokens whose logits exist at once.
 
     Attributes:
-        model: As given.
-        weights: As given.
-        end_ids: As given.
-        micro_batch_tokens: As given, after all halvings so far.
-        logits_rows: As given.
+        model: The base model.
+        weights: Weights of all members.
+        end_ids: As passed.
+        micro_batch_tokens: As passed, halved when out of memory.
+        logits_rows: As passed.
     """
 
     def __init__(
@@ -175,36 +175,38 @@ class ForwardPasses:
     def _scored(
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the scores of every micro-batch."""
+        """Yield log-probabilities and entropies of every micro-batch."""
         for part in parts:
             yield self._forward(batch, part, policy)
 
     def halve(self) -> None:
-        """Halve the size of micro-batches, because memory ran out."""
+        """Halve the size of micro-batches after running out of memory."""
         self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 
     def gradients(
         self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
     ) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield each member's slot, gradient `[k]` and loss as soon as its last micro-batch is done.
+        """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
 
-        Members follow each other in the micro-batches, so few gradients are alive at a time, whatever their number.
-        The yielded gradient is only valid until the next one is asked for. A member whose single completion does not
-        fit into memory has a gradient of NaN.
+        Rows are sorted by member, so only a few gradients exist at a time. A yielded gradient is valid until the next
+        is yielded. It is NaN if a single completion of the member is out of memory.
 
         Raises:
-            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows.
+            torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
         """
-        parts = self._learnt(batch, slots)
+        # 1. Plan micro-batches; note the last one of each member.
+        parts = self._plan_update(batch, slots)
         members = [sorted(set(batch.member_ids[part.run].tolist())) for part in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
         losses = dict.fromkeys(slots, 0.0)
         spare: list[Tensor] = []
         open_: dict[int, Tensor] = {}
         try:
+            # 2. Members without rows have a zero gradient.
             for slot in slots:
                 if slot not in last:
                     yield slot, self.weights.new_gradient(), 0.0
+            # 3. Backward: accumulate into the buffers of the members present, and reuse buffers of finished members.
             for number, (part, present) in enumerate(zip(parts, members, strict=True)):
                 for slot in present:
                     if slot not in open_:
@@ -220,8 +222,8 @@ class ForwardPasses:
             for slot in open_:
                 self.weights.gather_gradient(slot, None)
 
-    def _learnt(self, batch: Batch, slots: Sequence[int]) -> list[MicroBatch]:
-        """Plan the micro-batches of what these members learn from."""
+    def _plan_update(self, batch: Batch, slots: Sequence[int]) -> list[MicroBatch]:
+        """Plan the micro-batches of these members' rows."""
         rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
         return [part.among(rows) for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
 
@@ -234,7 +236,7 @@ class ForwardPasses:
         losses: dict[int, float],
         gradients: dict[int, Tensor],
     ) -> None:
-        """Add one micro-batch to its members' gradients and losses."""
+        """Add one micro-batch to the gradients and losses of its members."""
         try:
             scores = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
             loss = loss_fn(part.rows, *scores)
@@ -242,15 +244,15 @@ class ForwardPasses:
         except torch.OutOfMemoryError:
             if len(part.run) > 1:
                 raise
-            gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # fails this member alone
+            gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # only this member fails
             return
         for slot, value in zip(batch.member_ids[part.rows].tolist(), loss.tolist(), strict=True):
             losses[slot] += value
 
     def _parts(self, batch: Batch, budget: int, policy: PolicyVersion) -> list[MicroBatch]:
-        """Plan the micro-batches: rows sorted by member and prompt, each with at least one action, and run once."""
+        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt."""
         inputs: TokenInputs = batch.inputs
-        members = _acting(batch, policy)
+        members = _scoring_slots(batch, policy)
         order = lexsort(inputs.prompt_ids, members).tolist()
         lengths = _lengths(batch.action_mask).tolist()
         _, prefixes = share_prefixes(members.cpu(), inputs.prompt_ids.cpu())
@@ -265,11 +267,13 @@ class ForwardPasses:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
         check_interrupted()
+        # 1. Drop columns after the last action.
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]
         early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
+        # 2. Hidden states, then log-probabilities and entropies of the actions.
         with self.model.autocast():
             scores = self.model.score(
                 self._hidden(batch, used, policy)[mask],
@@ -280,27 +284,28 @@ class ForwardPasses:
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
             )
+        # 3. Scatter to `[k, t]`, then copy to identical rows.
         rows, columns = mask.nonzero(as_tuple=True)
         zeros = torch.zeros(batch.actions.shape, device=mask.device)
         log_probs, entropies = (zeros.index_put((rows, columns), values)[part.run_as] for values in scores)
         return log_probs, entropies
 
     def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
-        """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
+        """Return the hidden states `[n, used, h]` that predict the first `used` actions."""
         inputs: TokenInputs = batch.inputs
-        members, make_hook = _acting(batch, policy), self.weights.hook_factory(policy)
+        members, make_hook = _scoring_slots(batch, policy), self.weights.hook_factory(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
         return self.model.continued(prompts, slots, rows, fed, present, members, make_hook)
 
 
-def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:
-    """Return the slots whose weights score the rows: under the base all rows are alike, and share prompts."""
+def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:
+    """Return the slots whose weights score the rows; under the base all rows are of one slot and share prompts."""
     return torch.zeros_like(batch.member_ids) if policy == "base" else batch.member_ids
 
 
 def _lengths(mask: Tensor) -> Tensor:
-    """Return how many leading columns of each row are needed to reach its last True."""
+    """Return the number of columns up to the last True of each row."""
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return (mask * columns).amax(1)

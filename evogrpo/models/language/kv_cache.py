@@ -1,4 +1,4 @@
-"""KV cache of transformers' causal models, and decoding with it."""
+"""KV caches of transformers' causal models, and decoding with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
 class PrefixLayer(CacheLayerMixin):
-    """Key/values of one attention layer: a prefix of other rows, gathered per row, followed by what comes in.
+    """Keys and values of one attention layer: shared prefixes, gathered per row, followed by new tokens.
 
-    Every position is kept, for sliding-window layers too: their window is applied by the model's own mask.
+    Sliding-window layers keep all positions too; the model's mask applies the window.
 
     Args:
-        prefix: Keys and values `[m, heads, P, width]` to continue.
-        rows: `[n]` which prefix each row continues.
-        order: `[n, P + t]` where each position of prefix and new tokens together is taken from.
+        prefix: Keys and values `[m, heads, P, width]` of the prefixes.
+        rows: `[n]` prefix of each row; None = one prefix per row.
+        order: `[n, P + t]` source of each position after concatenation.
     """
 
     is_sliding = False
@@ -38,12 +38,12 @@ class PrefixLayer(CacheLayerMixin):
         self.whole: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: shapes come from the prefix."""
+        """Do nothing: shapes come from the prefix."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of prefix and new tokens together."""
+        """Return keys and values of the prefix and the new tokens."""
         self.whole = (key_states, value_states)
         if self.prefix is not None:
             keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
@@ -54,9 +54,9 @@ class PrefixLayer(CacheLayerMixin):
             self.whole = keys, values
         return self.whole
 
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values that the last pass attention to."""
-        assert self.whole is not None, "the model left this layer of the cache unused"
+    def last_states(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of the last forward pass."""
+        assert self.whole is not None, "the model did not use this layer of the cache"
         return self.whole
 
     def get_seq_length(self) -> int:
@@ -64,16 +64,16 @@ class PrefixLayer(CacheLayerMixin):
         return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many positions are attention to, and where they begin."""
+        """Return the number of positions in the mask and its offset."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
+        """Return -1 (no limit)."""
         return -1
 
 
 class _GrowingLayer(PrefixLayer):
-    """Key/values that grow by one token a step inside storage allocated once."""
+    """Keys and values that grow by one token per step, in storage allocated once."""
 
     def __init__(self, prefix: tuple[Tensor, Tensor], rows: Tensor, room: int) -> None:
         super().__init__()
@@ -102,54 +102,54 @@ class _GrowingLayer(PrefixLayer):
         return self.length
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but the given ones."""
+        """Keep these rows only."""
         self.storage = tuple(storage[rows] for storage in self.storage)
 
-    def rows_taken(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def states_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of some rows."""
         keys, values = (storage[rows, :, : self.length] for storage in self.storage)
         return keys, values
 
 
 class GrowingCache(Cache):
-    """Key/values of rows that are being decoded."""
+    """KV cache of rows that are being decoded."""
 
     def __init__(self, prefix: "Prefix", rows: Tensor, room: int) -> None:
         self.growing = [_GrowingLayer(layer, rows, room) for layer in prefix.layers]
         super().__init__(layers=list(self.growing))
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but the given ones, in every layer."""
+        """Keep these rows only, in every layer."""
         for layer in self.growing:
             layer.keep(rows)
 
-    def taken(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return copies of the keys and values of some rows, layer by layer."""
-        return tuple(layer.rows_taken(rows) for layer in self.growing)
+    def states_of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return copies of the keys and values of some rows, by layer."""
+        return tuple(layer.states_of(rows) for layer in self.growing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Rows that have been run: what further tokens attend to.
+    """Keys and values of rows that later tokens attend to.
 
     Attributes:
         layers: Keys and values `[m, heads, P, width]` of every attention layer.
-        mask: `[m, P]` booleans, False on the padding, which is on the left.
+        mask: `[m, P]` booleans, False for padding, which is on the left.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     mask: Tensor
 
-    def tightened(self) -> "KVCache":
-        """Return the same with all that is masked, wherever it is, moved to the left, and no more of it than needed."""
+    def left_padded(self) -> "KVCache":
+        """Move all masked positions to the left and drop those that no row needs."""
         width = int(self.mask.sum(1).max())
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
-        place = order[:, None, :, None]
+        index = order[:, None, :, None]
         return KVCache(
             layers=tuple(
                 (
-                    keys.gather(2, place.expand(*keys.shape[:2], width, keys.shape[3])),
-                    values.gather(2, place.expand(*values.shape[:2], width, values.shape[3])),
+                    keys.gather(2, index.expand(*keys.shape[:2], width, keys.shape[3])),
+                    values.gather(2, index.expand(*values.shape[:2], width, values.shape[3])),
                 )
                 for keys, values in self.layers
             ),
@@ -157,8 +157,8 @@ class KVCache:
         )
 
 
-def collected(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
-    """Return rows of several contexts as one, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
+def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
+    """Return rows of several caches, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
     numbers = part_of.unique().tolist()
     used, rows = [parts[number] for number in numbers], [row_of[part_of == number] for number in numbers]
     back = torch.argsort(torch.argsort(part_of, stable=True))
@@ -167,7 +167,7 @@ def collected(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCa
     def joined(values: Sequence[Tensor], dim: int) -> Tensor:
         chosen = [value[own] for value, own in zip(values, rows, strict=True)]
         after = [0, 0] * (chosen[0].dim() - 1 - dim)
-        wide = [torch.nn.functional.pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
+        wide = [pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
         return torch.cat(wide)[back]
 
     return KVCache(
@@ -181,7 +181,7 @@ def collected(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCa
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix(KVCache):
-    """Prompts that have been run: what rows that share them continue from.
+    """KV cache of prompts after prefill.
 
     Attributes:
         last_hidden: `[m, h]` final hidden state of each prompt's last token.
@@ -192,11 +192,11 @@ class Prefix(KVCache):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Prompts that are run again with everything that continues them, where a cache cannot be shared.
+    """Prompts of a model whose cache cannot be shared; every pass runs them again.
 
     Attributes:
         ids: `[m, P]` token ids.
-        mask: `[m, P]` booleans, False on the padding, which is on the left.
+        mask: `[m, P]` booleans, False for padding, which is on the left.
     """
 
     ids: Tensor
@@ -204,19 +204,19 @@ class Prompts:
 
 
 Run = Callable[[Tensor, Tensor, Cache | None, AdapterHook | None], Tensor]
-"""(token ids `[n, t]`, mask `[n, P + t]`, what they continue, their weights) -> hidden states `[n, t, h]`."""
+"""(token ids `[n, t]`, mask `[n, P + t]`, KV cache, adapter hook) -> hidden states `[n, t, h]`."""
 
 
 class CachedDecoding:
-    """Decoding on top of prompts that have been run; see `evogrpo.models.language.token_model.Decoding`.
+    """Decoding with a KV cache; see `evogrpo.models.language.token_model.Decoding`.
 
     Args:
-        run: Runs tokens through the model.
-        prefix: The prompts.
-        rows: `[n]` which prompt each row continues.
-        slots: `[n]` whose weights each row acts with, sorted.
-        room: Most tokens that are fed back.
-        make_hook: Directs rows to weights.
+        run: Forward pass of the model.
+        prefix: Prompts after prefill.
+        rows: `[n]` prompt of each row.
+        slots: `[n]` slot of each row, sorted.
+        room: Maximum number of calls of `advance`.
+        make_hook: Hooks of the policy version.
     """
 
     def __init__(
@@ -230,35 +230,35 @@ class CachedDecoding:
         self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
-        """Return the hidden states of the prompts' last tokens."""
+        """Return hidden states of the prompts' last tokens."""
         return self._first
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Run one more token of each row."""
+        """Feed one token per row."""
         self._mask = pad(self._mask, (0, 1), value=True)
         return self._run(tokens[:, None], self._mask, self._cache, self._adapter_hook)[:, 0]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows alone."""
+        """Keep these rows only."""
         self._cache.keep(rows)
         self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
-        """Return the keys and values of some rows, what is not theirs masked."""
+        """Return the KV cache of some rows, with padding masked."""
         mask = torch.cat([self._mask[rows, : self._prompt_width], real], dim=1)
-        return KVCache(layers=self._cache.taken(rows), mask=mask).tightened()
+        return KVCache(layers=self._cache.states_of(rows), mask=mask).left_padded()
 
 
 class PlainDecoding:
-    """Decoding for models whose cache cannot be shared: the whole sequence runs again for every token.
+    """Decoding without a KV cache: the whole sequence runs again for every token.
 
     Args:
-        run: Runs tokens through the model.
-        prompts: What rows continue.
-        rows: `[n]` which prompt each row continues.
-        slots: `[n]` whose weights each row acts with, sorted.
-        make_hook: Directs rows to weights.
+        run: Forward pass of the model.
+        prompts: Prompts.
+        rows: `[n]` prompt of each row.
+        slots: `[n]` slot of each row, sorted.
+        make_hook: Hooks of the policy version.
     """
 
     def __init__(self, run: Run, prompts: Prompts, rows: Tensor, slots: Tensor, make_hook: HookFactory) -> None:
@@ -267,19 +267,19 @@ class PlainDecoding:
         self._adapter_hook = make_hook(slots)
 
     def start(self) -> Tensor:
-        """Return the hidden states of the prompts' last tokens."""
+        """Return hidden states of the prompts' last tokens."""
         return self._run(self._ids, self._mask, None, self._adapter_hook)[:, -1]
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Run everything again, with one more token of each row."""
+        """Run the whole sequences with one more token per row."""
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         self._mask = pad(self._mask, (0, 1), value=True)
         return self.start()
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows alone."""
+        """Keep these rows only."""
         self._ids, self._mask, self._slots = self._ids[rows], self._mask[rows], self._slots[rows]
         self._adapter_hook = self._make_hook(self._slots)
 
     def save_cache(self, rows: Tensor, real: Tensor) -> None:
-        """Return nothing: there is no cache to go on from."""
+        """Return None: there is no cache."""

@@ -9,26 +9,27 @@ from evogrpo.models.devices import device_memory
 from evogrpo.models.language.bank import LanguageBank
 from evogrpo.models.language.fsdp import base_bytes
 
-LEAST, MOST = 256, 1 << 15
-"""Bounds of `size_for_memory`, in tokens."""
+MIN_TOKENS, MAX_TOKENS = 256, 1 << 15
+"""Range of `size_for_memory`, in tokens."""
 
 MEMORY_SHARE = 0.5
-"""Largest part of the memory left by base and members that a micro-batch may take, by estimate."""
+"""Fraction of the memory left by the base and the members that a micro-batch may take."""
 
-FLOAT = 4  # bytes of a float32
+FLOAT = 4
+"""Bytes of a float32."""
 
 
 def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precision: int) -> int:
-    """Estimate the bytes of what learning from a micro-batch holds.
+    """Estimate the bytes of activations and logits of a micro-batch with gradients.
 
-    A layer keeps about 12 hidden vectors and 5 intermediate ones a token for the backward pass, adapters included;
-    logits exist in float32 about three times over.
+    A layer stores about 12 hidden and 5 intermediate vectors per token, adapters included. Logits exist about three
+    times in float32.
 
     Args:
-        model: The base, with or without weights.
-        tokens: Of the micro-batch.
-        logits_rows: Tokens whose logits exist at a time.
-        precision: Bytes of a number in the precision that the base computes in.
+        model: The base model, with or without weights.
+        tokens: Tokens of the micro-batch.
+        logits_rows: Tokens whose logits exist at once.
+        precision: Bytes per number in the base's compute precision.
     """
     widths = widths_of(model)
     activations = tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
@@ -36,29 +37,29 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
 
 
 def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
-    """Estimate the bytes of what sampling holds: keys and values, or the states of a layer that is run again.
+    """Estimate the bytes of the KV cache, or of one layer's states in a recurrent model.
 
     Args:
-        model: The base, with or without weights.
-        tokens: Of all prompts and completions that are held at a time.
-        precision: Bytes of a number in the precision that the base computes in.
+        model: The base model, with or without weights.
+        tokens: Tokens of all prompts and completions in memory at once.
+        precision: Bytes per number in the base's compute precision.
     """
     widths = widths_of(model)
-    if not widths.keys:  # nothing is kept: a recurrent layer has a state at every token, in float32
+    if not widths.keys:  # no cache: a recurrent layer has one float32 state per token
         return tokens * widths.intermediate * widths.states * FLOAT
     return tokens * widths.layers * 2 * widths.keys * precision
 
 
 class Widths(NamedTuple):
-    """How wide a model is, by its config; the largest, where layers differ.
+    """Dimensions of a model; the maximum where layers differ.
 
     Attributes:
-        layers: How many there are.
-        hidden: Of hidden states.
-        intermediate: Inside a layer's gated part, or inside a recurrent layer.
-        keys: Of a token's keys, those of all heads together; 0 = no layer has attention.
-        states: Of the state of each of a recurrent layer's channels; 1 = none, or not told.
-        vocabulary: How many logits there are.
+        layers: Number of layers.
+        hidden: Width of hidden states.
+        intermediate: Width of the MLP, or inside a recurrent layer.
+        keys: Width of a token's keys over all heads; 0 = no attention.
+        states: State size per channel of a recurrent layer; 1 if there is none or the config has no value.
+        vocabulary: Number of logits.
     """
 
     layers: int
@@ -70,17 +71,17 @@ class Widths(NamedTuple):
 
 
 def widths_of(model: PreTrainedModel) -> Widths:
-    """Read a model's widths off its config."""
+    """Return the dimensions in a model's config."""
     text = model.config.get_text_config()
 
-    def width(name: str, otherwise: int) -> int:
+    def width(name: str, default: int) -> int:
         try:
-            told = getattr(text, name, None)
-        except RuntimeError:  # transformers tells no single one where layers differ
-            told = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
-        if isinstance(told, list | tuple):
-            told = max(told, default=0)
-        return int(told or otherwise)
+            value = getattr(text, name, None)
+        except RuntimeError:  # transformers has no single value where layers differ
+            value = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
+        if isinstance(value, list | tuple):
+            value = max(value, default=0)
+        return int(value or default)
 
     hidden, heads = width("hidden_size", 0), width("num_attention_heads", 0)
     head = width("head_dim", hidden // heads) if heads else 0
@@ -95,20 +96,20 @@ def widths_of(model: PreTrainedModel) -> Widths:
 
 
 def size_for_memory(bank: LanguageBank[Any], model: PreTrainedModel) -> int:
-    """Return the largest power of two tokens whose micro-batch fits into memory, by estimate, in [LEAST, MOST].
+    """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
 
-    All processes return the smallest of their sizes, because they must plan the same micro-batches.
+    All ranks return the minimum over ranks, because they must plan the same micro-batches.
 
     Args:
         bank: Members on the base.
-        model: The base.
+        model: The base model.
     """
-    size, (there, _) = MOST, device_memory(str(bank.base.device))
-    if there is not None:
+    size, (available, _) = MAX_TOKENS, device_memory(str(bank.base.device))
+    if available is not None:
         state = sum(bank.state_tensor(0, name).nbytes for name in bank.state_keys)
-        left = there - base_bytes(model) - (bank.size + 1) * state  # and a gradient
+        left = available - base_bytes(model) - (bank.size + 1) * state  # all members and one gradient
         precision = next(model.parameters()).element_size()
-        while size > LEAST and MEMORY_SHARE * left < learning_bytes(
+        while size > MIN_TOKENS and MEMORY_SHARE * left < learning_bytes(
             model, size, min(size, bank.passes.logits_rows), precision
         ):
             size //= 2
