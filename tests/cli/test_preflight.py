@@ -55,7 +55,7 @@ def test_the_tokens_of_another_tokenizer_are_refused(project, here, capsys):
     tokenizer.add_tokens([*(f"<{n}>" for n in range(500)), "0+"])
     tokenizer.save_pretrained("other")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "model=other"]) == 2
-    assert "tokens of prompts must lie in the vocabulary" in " ".join(capsys.readouterr().err.split())
+    assert "tokens of prompts must be in the vocabulary" in " ".join(capsys.readouterr().err.split())
 
 
 def test_in_python_it_is_found_before_the_baseline(tmp_path):

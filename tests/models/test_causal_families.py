@@ -106,7 +106,7 @@ def test_a_model_that_sees_what_comes_later_is_refused(family):
 
 
 def test_a_model_that_no_gradient_passes_is_refused():
-    with pytest.raises(ValueError, match="no gradient reaches what is to be trained inside ReformerModelWithLMHead"):
+    with pytest.raises(ValueError, match="ReformerModelWithLMHead"):
         different_members(family_model("reformer"), 1)
 
 
@@ -198,7 +198,7 @@ def test_the_head_that_is_found_is_the_models_own(family):
 
 
 def test_a_head_that_is_something_else_is_refused():
-    with pytest.raises(ValueError, match="are not its output embeddings applied to its final hidden states"):
+    with pytest.raises(ValueError, match="vocabulary head"):
         different_members(family_model("modernbert-decoder"), 1)
 
 
@@ -306,8 +306,8 @@ def damaged():
     ("make", "rule"),
     [
         (with_an_adapter, "already has PEFT adapters"),
-        (damaged, "computes logits that are not numbers"),
-        (lambda: tiny_model("llama").to("meta"), "is an outline without weights"),
+        (damaged, "contain NaN"),
+        (lambda: tiny_model("llama").to("meta"), "has no weights"),
     ],
 )
 def test_what_is_no_plain_whole_base_is_refused(make, rule):

@@ -90,7 +90,7 @@ def test_gradients_flow_through_the_prompt(architecture):
     assert int(torch.linalg.matrix_rank(gradient)) > 1
 
 
-@pytest.mark.filterwarnings("ignore:.*keeps a cache that cannot be shared")
+@pytest.mark.filterwarnings("ignore:.*KV cache")
 @pytest.mark.parametrize("kind", UNSHAREABLE)
 def test_a_model_whose_cache_cannot_be_shared_is_exact_all_the_same(kind):
     model = AutoModelForCausalLM.from_config(UNSHAREABLE[kind])
@@ -114,7 +114,7 @@ def test_a_model_whose_cache_cannot_be_shared_is_exact_all_the_same(kind):
 
 def test_the_fall_back_warns_once_and_names_the_architecture():
     model = AutoModelForCausalLM.from_config(UNSHAREABLE["state space"])
-    with pytest.warns(UserWarning, match="MambaForCausalLM keeps a cache that cannot be shared") as caught:
+    with pytest.warns(UserWarning, match="KV cache of MambaForCausalLM") as caught:
         bank = AdapterBank(model, size=2, pad_token_id=PAD, eos_token_ids=[EOS], lora_config=lora())
     assert len([w for w in caught if "cache" in str(w.message)]) == 1
     with warnings.catch_warnings():

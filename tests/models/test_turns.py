@@ -98,7 +98,7 @@ def test_going_on_from_the_cache_equals_running_everything_again(architecture, s
     assert all(rollout.kept is not None for _, rollout, _ in turns)
 
 
-@pytest.mark.filterwarnings("ignore:.*keeps a cache that cannot be shared")
+@pytest.mark.filterwarnings("ignore:.*KV cache")
 @pytest.mark.parametrize("kind", UNSHAREABLE)
 def test_a_model_whose_cache_cannot_be_shared_keeps_nothing_and_goes_on_all_the_same(kind):
     bank = different_members(AutoModelForCausalLM.from_config(UNSHAREABLE[kind]), 3)

@@ -1,4 +1,4 @@
-"""LoRA adapters and AdamW states of all members, as rows of matrices."""
+"""LoRA adapters and AdamW states of all members, stored as rows of matrices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,13 +22,13 @@ from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
 class TrainStates:
-    """The learner states of all members of a bank.
+    """Train states of all members of a bank.
 
     Args:
-        first: `[k]` weights that every member starts from.
+        first: `[k]` initial weights of every member.
         size: Number of members.
         optimizer: AdamW settings shared by all members.
-        own_reference: Whether every member keeps weights of its own to be compared with, `first` to begin with.
+        own_reference: Store one reference per member, initially `first`.
 
     Attributes:
         weights: `[p, k]`, one row per slot.
@@ -38,7 +38,7 @@ class TrainStates:
 
     def __init__(self, first: Tensor, size: int, optimizer: Optimizer, *, own_reference: bool = False) -> None:
         if size < 1:
-            raise ValueError(f"a bank needs at least 1 member, got size={size}")
+            raise ValueError(f"size must be at least 1, got {size}")
         self._optimizer = optimizer
         at_birth = torch.tensor(INITIAL_RUNNING_STATS, dtype=torch.float64)
         self._first = {"adapter": first, "exp_avg": None, "exp_avg_sq": None, "running_stats": at_birth}
@@ -64,25 +64,25 @@ class TrainStates:
 
     @property
     def own_reference(self) -> bool:
-        """Whether every member has a reference of its own."""
+        """True if every member stores its own reference."""
         return self.reference is not None
 
     def changes(self, slot: int) -> int:
-        """Return how often the member's weights have changed."""
+        """Return the number of changes of a member's weights."""
         return self._changes[slot]
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt, all at once; None = a fresh initialisation.
+        """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member.
 
         Raises:
-            ValueError: If `parents` does not name one existing slot (or None) per slot.
+            ValueError: If `parents` is not one existing slot (or None) per slot.
         """
         if len(parents) != self.size or any(p is not None and not 0 <= p < self.size for p in parents):
             raise ValueError(
-                f"parents must name one of the slots 0 to {self.size - 1} (or None) per slot, got {parents}"
+                f"parents must contain a slot from 0 to {self.size - 1} or None for each slot, got {parents}"
             )
         changed = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
-        # A parent whose own slot is overwritten as well must be read before anything is written.
+        # Save parents whose own slots are overwritten too.
         saved = {
             parent: {name: self.state_tensor(parent, name) for name in self.state_keys}
             for parent in changed.values()
@@ -103,7 +103,7 @@ class TrainStates:
                 self._steps[slot] = self._steps[parent]
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current weights of these members their own references; ValueError without own references."""
+        """Copy the current weights of these members to their own references; ValueError without own references."""
         for slot in slots:
             self.mix_reference(slot, 1.0)
 
@@ -113,41 +113,41 @@ class TrainStates:
         Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
         """
         if self.reference is None:
-            raise ValueError("members have no references of their own to change: make them with reference='snapshot'")
+            raise ValueError("Members have no references of their own. Set reference='snapshot'.")
         self.reference[slot].lerp_(self.weights[slot], mixing)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name."""
+        """Keys of a train state."""
         return *self._matrices, "step"
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of a member's learner state: a vector `[k]`, its statistics or its step count."""
+        """Return a copy of one tensor of a member's train state."""
         return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put the parts of a learner state into a slot.
+        """Load a train state into a slot.
 
         Raises:
-            ValueError: If names, shapes or types differ from this bank's; nothing is changed then.
+            ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
         """
         expected = set(self.state_keys)
         if set(state) != expected:
             hint = ""
             if set(state) ^ expected == {"reference"}:
-                hint = ": it belongs to an objective whose reference is the other one of 'base' and 'snapshot'"
-            raise ValueError(f"a learner state holds {sorted(expected)}, got {sorted(state)}{hint}")
+                hint = ". Its objective has the other reference ('base' or 'snapshot')."
+            raise ValueError(f"A train state must have the keys {sorted(expected)}, got {sorted(state)}{hint}")
         for name, matrix in self._matrices.items():
             if state[name].shape != matrix[slot].shape:
                 raise ValueError(
-                    f"learner state {name!r} has {tuple(state[name].shape)} values, this bank's members have "
-                    f"{tuple(matrix[slot].shape)}: base model and lora_config must be those it was saved with"
+                    f"Train state {name!r} must have the shape {tuple(matrix[slot].shape)}, got "
+                    f"{tuple(state[name].shape)}. Use the base model and lora_config it was saved with."
                 )
             if state[name].dtype != matrix.dtype:
-                raise ValueError(f"learner state {name!r} must be {matrix.dtype}, got {state[name].dtype}")
+                raise ValueError(f"Train state {name!r} must be {matrix.dtype}, got {state[name].dtype}.")
         step = state["step"]
         if step.shape != () or step.dtype != torch.int64 or step < 0:
-            raise ValueError(f"learner state 'step' must be one int64 number of at least 0, got {step}")
+            raise ValueError(f"Train state 'step' must be one int64 of at least 0, got {step}.")
         for name, matrix in self._matrices.items():
             matrix[slot] = state[name]
         self._steps[slot] = int(step)
@@ -155,16 +155,16 @@ class TrainStates:
 
     @torch.no_grad()
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
-        """Clip one member's gradient and take its AdamW step; no step when the gradient is not finite.
+        """Clip one member's gradient and take its AdamW step; no step if the gradient is not finite.
 
         Args:
-            slot: Which member.
+            slot: Slot of the member.
             gradient: `[k]`; used as scratch space.
             hyperparameters: `lr` and `max_grad_norm` are used.
             loss: For the report.
 
         Returns:
-            The report; its norm is NaN when the gradient, or the weights after the step, are not finite.
+            The report; its norm is NaN if the gradient, or the weights after the step, are not finite.
         """
         settings = self._optimizer
         lr = hyperparameters.lr * settings.factor(self._steps[slot])
@@ -193,19 +193,19 @@ class AdapterWeights(TrainStates):
     """One LoRA adapter per member; see `evogrpo.models.language.token_model.Weights`.
 
     Args:
-        model: The base model; only its modules' names and shapes are read.
+        model: The base model.
         size: Number of members.
-        lora_config: What to adapt and how; rank 16 on all linear layers by default.
+        lora_config: LoRA configuration; rank 16 on all linear layers by default.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
-        own_reference: Whether every member keeps a reference of its own.
-        start: What every member starts from; fresh adapters by default.
-        trained: What `lora_config` trains of the model, where that is known already.
+        own_reference: Store one reference per member.
+        start: Adapter that every member starts from; new adapters by default.
+        trained: Targets of `lora_config` in the model, if already known.
 
     Attributes:
-        lora_config: As given, or the default.
+        lora_config: As passed, or the default.
         targets: The adapted modules.
-        trained: As given, or found.
+        trained: The targets and the modules that are left out.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class AdapterWeights(TrainStates):
         check_allocation(
             4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
-            f"the adapters of {size} members with lora_config.r={self.lora_config.r}: choose fewer, or a lower rank",
+            f"the adapters of {size} members with lora_config.r={self.lora_config.r}. Use fewer members or a lower rank.",
         )
         first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
         super().__init__(first.to(device), size, optimizer, own_reference=own_reference)
@@ -246,23 +246,23 @@ class AdapterWeights(TrainStates):
         return [target.name for target in self.targets]
 
     def hook_factory(self, policy: PolicyVersion) -> HookFactory:
-        """Return what directs rows to their members' adapters, or to none for the base."""
-        return _no_adapters if policy == "base" else self._adapters[policy].hook
+        """Return the hooks of a policy version; none for the base."""
+        return _base_only if policy == "base" else self._adapters[policy].hook
 
     def new_gradient(self) -> Tensor:
         """Return zeros `[k]`."""
         return torch.zeros_like(self.weights[0])
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
         self._adapters["weights"].gather_gradient(slot, buffer)
 
     def files(self, slot: int, base: str | None) -> tuple[dict[str, Tensor], bytes]:
-        """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
         config = replace(self.lora_config, base_model_name_or_path=base)
         return peft_files(self.targets, config, self.weights[slot])
 
 
-def _no_adapters(slots: Tensor) -> AdapterHook | None:
-    """Let all rows act as the base."""
+def _base_only(slots: Tensor) -> AdapterHook | None:
+    """Return no hook."""
     return None

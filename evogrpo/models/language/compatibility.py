@@ -1,4 +1,4 @@
-"""Compatibility checks: does a causal model compute what the bank needs?"""
+"""Compatibility checks of causal language models: causality, vocabulary head, padding, context, prefix cache."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from evogrpo.distributed import ProcessError
 
 @contextmanager
 def frozen_model(model: nn.Module) -> Iterator[None]:
-    """Run `model` without dropout and without gradients for its own weights; put all its flags back afterwards."""
+    """Put a model into evaluation mode without gradients for its weights; restore all flags on exit."""
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -36,9 +36,9 @@ def frozen_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def grouped_attention(device: torch.device) -> Iterator[None]:
-    """Let transformers' attention read keys and values shared by several heads where they are, rather than copy them.
+    """On a CPU, make transformers use grouped-query attention without copying keys and values for each head.
 
-    By default it does so without a mask only, because other devices' kernels need that; the CPU's does not.
+    By default, transformers does so only without a mask, a limit of other devices' kernels.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
@@ -54,10 +54,10 @@ def grouped_attention(device: torch.device) -> Iterator[None]:
 
 
 def check_causal_class(model: PreTrainedModel) -> None:
-    """Refuse, by what it is made of, a model that does not predict the next token, or is no plain base: nothing runs.
+    """Check the structure of a model, without a forward pass.
 
     Raises:
-        ValueError: If it encodes what it reads before it writes, has no vocabulary head, or carries adapters already.
+        ValueError: If it is an encoder-decoder, has no vocabulary head, or has adapters already.
     """
     reason = ""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -77,18 +77,17 @@ def check_causal_class(model: PreTrainedModel) -> None:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return how many token ids a model can read."""
+    """Return the number of input token ids."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # of any module, for mypy
     return len(weight)
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence that the model's config allows; None = no limit.
+    """Return the maximum sequence length in tokens by the model's config; None = no limit.
 
-    Beyond some lengths whom a member is computed with would change it. With rotary embeddings of type longrope that is
-    the length a model was pretrained on: the frequencies of all sequences of a pass change as soon as one of them is
-    longer. With Llama 4's temperature tuning it is `floor_scale`: from that place on queries are scaled by a token's
-    place, and padding counts there.
+    Two limits keep members independent of other rows in the pass. With longrope embeddings, the frequencies of all
+    sequences change if one is longer than the pretraining length. With Llama 4's temperature tuning, positions from
+    `floor_scale` on scale the queries, and padding counts as a position.
     """
     text, name = model.config.get_text_config(), "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -96,27 +95,26 @@ def context_of(model: PreTrainedModel) -> int | None:
     for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
         if own.get("rope_type", own.get("type")) == "longrope":
             limits += [own.get(name), getattr(text, name, None)]
-    placed = 0 in (getattr(text, "no_rope_layers", None) or ())  # layers without rotary embeddings
-    if placed and getattr(text, "attn_temperature_tuning", False) and (scale := getattr(text, "floor_scale", None)):
+    without_rope = 0 in (getattr(text, "no_rope_layers", None) or ())
+    if (
+        without_rope
+        and getattr(text, "attn_temperature_tuning", False)
+        and (scale := getattr(text, "floor_scale", None))
+    ):
         limits.append(math.ceil(scale) - 1)
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
 def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> None:
-    """Refuse token ids that the model's vocabulary does not have.
-
-    Raises:
-        ValueError: If one is negative or too large.
-    """
+    """Raise a ValueError if a token id is not in the model's vocabulary."""
     size = vocabulary_of(model)
     for token in ids:
         whole_number(name, token)
     beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise ValueError(
-            f"{name} must lie in the vocabulary of {type(model).__name__}, ids 0 to {size - 1}, got {beyond[0]!r}: the "
-            "tokenizer has more tokens than the model, or is another's. Use the model's own, or "
-            "model.resize_token_embeddings(len(tokenizer))"
+            f"{name} must be in the vocabulary of {type(model).__name__} (0 to {size - 1}), got {beyond[0]!r}. Use the "
+            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
         )
 
 
@@ -124,47 +122,40 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the model's own logits `[n, t, v]` of token ids `[n, t]`.
 
     Raises:
-        ValueError: If it cannot be run on token ids alone, or its logits are not numbers.
+        ValueError: If the model does not run on token ids alone, or its logits contain NaN.
     """
     if any(weights.is_meta for weights in model.parameters()):
-        raise ValueError(f"{type(model).__name__} is an outline without weights: load it whole, with from_pretrained")
+        raise ValueError(f"{type(model).__name__} has no weights (meta device). Load it with from_pretrained.")
     try:
         logits: Tensor = model(input_ids=ids).logits
-    except ProcessError:  # of a base in parts; says enough
+    except ProcessError:  # from another rank of a sharded base
         raise
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be run on token ids alone, as a causal language model is: "
-            f"{type(error).__name__}: {error}"
+            f"{type(model).__name__} must run on token ids alone, but raised {type(error).__name__}: {error}"
         ) from error
     if bool(logits.isnan().any()):
-        raise ValueError(f"{type(model).__name__} computes logits that are not numbers: its weights are damaged")
+        raise ValueError(f"The logits of {type(model).__name__} contain NaN. Its weights are damaged.")
     return logits
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that gives the hidden states which its head turns into logits.
+    """Return the inner model that computes the hidden states before the vocabulary head.
 
     Raises:
         ValueError: If there is none.
     """
     if model.base_model is not model:
         return model.base_model
-    # Where the inner model has another name than the class declares, it is still the one model inside.
+    # The attribute may have another name than the class declares.
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
-        raise ValueError(f"{type(model).__name__} has no inner model that gives hidden states: use another one")
+        raise ValueError(f"{type(model).__name__} has no inner model with hidden states. Use another architecture.")
     return inner[0]
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits depend on tokens that come later.
-
-    Another last token must change the last logits alone; the shapes are the same, so that only rounding remains.
-
-    Raises:
-        ValueError: If earlier logits change as well.
-    """
+    """Raise a ValueError if logits depend on later tokens: if another last token changes earlier logits."""
     device = next(model.parameters()).device
     ids = torch.tensor([[3, 1, 2, 1, 3], [3, 1, 2, 1, 5]], device=device) % vocabulary_of(model)
     one, other = logits_of(model, ids).float()
@@ -177,19 +168,19 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model in which no gradient reaches the modules that are to be changed.
+    """Check that gradients flow from the hidden states to the adapted modules.
 
     Args:
         model: The model, frozen.
-        decoder: What gives its hidden states.
+        decoder: Inner model with the hidden states.
         names: Dotted names of the modules.
 
     Raises:
-        ValueError: If gradients end inside, as in models that write their own backward pass.
+        ValueError: If they do not, as in models with a backward pass of their own.
     """
 
     def begin(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        # A copy, as a model may write into what a layer put out.
+        # Clone, because the model may modify outputs in place.
         return output if output.requires_grad else output.detach().requires_grad_().clone()
 
     handles = [model.get_submodule(name).register_forward_hook(begin) for name in names]
@@ -200,30 +191,29 @@ def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iter
         for handle in handles:
             handle.remove()
     if handles and not hidden.requires_grad:
-        raise ValueError(
-            f"no gradient reaches what is to be trained inside {type(model).__name__}: use another architecture"
-        )
+        raise ValueError(f"No gradient reaches the adapted layers of {type(model).__name__}. Use another architecture.")
 
 
 Head = Callable[[Tensor], Tensor]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2, RecurrentGemma
-PROBED = (1.0, 10.0, 30.0, 100.0)  # sizes of the logits that are compared: a soft cap shows where they are large
+PROBED = (1.0, 10.0, 30.0, 100.0)  # magnitudes of the compared logits: a soft cap only shows in large ones
 
 
 def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
-    """Find the function from hidden states to logits that equals the model's own, by trying it.
+    """Return the function from hidden states to logits that reproduces the model's own logits.
 
-    What enters the output embeddings is enlarged, at one position more than at the other, because a soft cap is no more
-    than rounding where logits are small. What the config names is tried before the bare head.
+    Candidates are the output embeddings, scaled and soft-capped as the config says, then the bare output embeddings.
+    A hook enlarges their inputs, because a soft cap does not show in small logits.
 
     Args:
         model: The model.
-        decoder: What gives its hidden states.
+        decoder: Inner model with the hidden states.
 
     Raises:
-        ValueError: If it is none of those known.
+        ValueError: If no candidate matches.
     """
+    # 1. Run the model with enlarged inputs of the head; note natural and enlarged inputs.
     ids = torch.arange(len(PROBED), device=next(model.parameters()).device)[None] % vocabulary_of(model)
     bare: nn.Module = model.get_output_embeddings()
     entered: list[Tensor] = []
@@ -239,11 +229,12 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         expected = logits_of(model, ids)[0]
     finally:
         handle.remove()
+    # 2. Compare candidates on the enlarged hidden states.
     if entered:
         hidden = decoder(input_ids=ids).last_hidden_state
     if entered and hidden.shape == entered[0].shape:
         natural, enlarged = (x.float() for x in entered)
-        # Some models scale hidden states, and not logits, which comes to the same.
+        # Some models scale hidden states instead of logits, with the same effect.
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
@@ -251,15 +242,15 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
-        f"the logits of {type(model).__name__} are not its output embeddings applied to its final hidden "
-        "states (soft-capped, scaled or bare), so log-probabilities cannot be computed: use another architecture"
+        f"The vocabulary head of {type(model).__name__} is not supported: its logits are not scaled or soft-capped "
+        "output embeddings of the final hidden states. Use another architecture."
     )
 
 
 def _heads(bare: Head, config: Any) -> Iterator[Head]:
-    """Yield the functions that a config's names may mean: scaled, then capped, where it names that; the bare head last.
+    """Yield candidates: capped and scaled as the config says, the bare head last.
 
-    `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
+    Scales are tried as divisors and factors: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
     """
     named = {name: float(value) for name in SCALES if (value := getattr(config, name, None))}
     scales = [1.0 / value for value in named.values()] + list(named.values()) + [1.0]
@@ -270,7 +261,7 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
 
 
 def _in_own_precision(bare: nn.Module, given: torch.dtype) -> Head:
-    """Cast hidden states to the output embeddings' precision where a model does, such as Mamba."""
+    """Cast hidden states to the dtype of the output embeddings, as Mamba does."""
     own: torch.dtype = next(bare.parameters()).dtype
     return bare if own == given else lambda hidden: bare(hidden.to(own))
 
@@ -284,7 +275,7 @@ def _head(bare: Head, scale: float, cap: float | None) -> Head:
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
-    """Tell whether two computations of the same numbers agree, in the coarser precision of the two."""
+    """Return True if two results agree up to rounding in the lower precision of the two."""
     tolerance = 1e-3 if {got.dtype, expected.dtype} <= {torch.float32, torch.float64} else 5e-2
     scale = float(expected.float().abs().max()) or 1.0
     return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale
@@ -304,20 +295,20 @@ def check_padding(
     *,
     explicit_positions: bool,
 ) -> None:
-    """Refuse a model for which padding on the left changes the hidden states.
+    """Check that padding on the left does not change the hidden states.
 
-    The probe is longer than the blocks that the config names: attention that divides a sequence into blocks counts
-    padding in, which shows from the second block on.
+    The sequence is longer than the blocks in the config: blockwise attention counts padding, which shows from the
+    second block on.
 
     Args:
-        run: Returns the hidden states `[1, t, h]` of token ids `[1, t]`, given which positions count, `[1, t]`.
+        run: (token ids `[1, t]`, mask `[1, t]`) -> hidden states `[1, t, h]`.
         model: The model.
-        decoder: What gives its hidden states.
+        decoder: Inner model with the hidden states.
         pad_id: Token id used as padding.
-        explicit_positions: Whether `run` tells the model its positions.
+        explicit_positions: `run` passes position ids.
 
     Raises:
-        ValueError: If it changes them, or the model cannot be told what is padding.
+        ValueError: If padding changes them, or the model accepts no attention mask.
     """
     width = min(6 + 3 * largest_block(model), LONGEST_PROBE, context_of(model) or LONGEST_PROBE)
     padding = max(1, width // 3 - 1 | 1)  # odd, so that it shifts tokens within blocks of any size
@@ -331,17 +322,17 @@ def check_padding(
         shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
         remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
-        raise ValueError(f"{type(model).__name__} cannot be run with attention_mask{remedy}: {error}") from error
+        raise ValueError(f"{type(model).__name__} does not run with attention_mask{remedy}: {error}") from error
     whole = decoder(input_ids=ids).last_hidden_state
     if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
         raise ValueError(
-            f"padding on the left changes what {type(model).__name__} computes"
-            f"{'' if explicit_positions else ': it needs positions, leave calc_position_embeddings at True'}"
+            f"Padding on the left changes the hidden states of {type(model).__name__}. "
+            f"{'Use another architecture.' if explicit_positions else 'Set calc_position_embeddings=True.'}"
         )
 
 
 def largest_block(model: PreTrainedModel) -> int:
-    """Return the largest block, stride, chunk or compression rate that a config names, in tokens; 0 if none."""
+    """Return the largest block, stride, chunk or compression rate in a config, in tokens; 0 if none."""
     sizes = [0]
     for name, value in model.config.get_text_config().to_dict().items():
         if BLOCKS.search(name):
@@ -353,19 +344,19 @@ def largest_block(model: PreTrainedModel) -> int:
 def prefix_cache_works(
     continued: Callable[[Sequence[tuple[int, ...]], Tensor, Tensor], Tensor], model: PreTrainedModel, decoder: nn.Module
 ) -> bool:
-    """Tell whether what continues shared prompts gets the hidden states that the plain forward pass gives.
+    """Return True if completions on top of shared prompts get the same hidden states as whole sequences.
 
     Args:
-        continued: Returns those `[n, t, h]` of tokens `[n, t]`, given prompts and which of them each row continues.
+        continued: (prompts, prompt of each row `[n]`, token ids `[n, t]`) -> hidden states `[n, t, h]`.
         model: The model.
-        decoder: What gives its hidden states.
+        decoder: Inner model with the hidden states.
     """
     vocabulary, device = vocabulary_of(model), next(model.parameters()).device
     prompts = [tuple(token % vocabulary for token in prompt) for prompt in PROMPTS]
     ids = torch.tensor(FOLLOWING, device=device) % vocabulary
     try:
         shared = continued(prompts, torch.tensor(CONTINUED, device=device), ids)
-    except Exception:  # noqa: BLE001  # an architecture's cache may fail in any way; the plain path is always right
+    except Exception:  # noqa: BLE001  # a cache can fail in any way; the path without it always works
         return False
     wholes = (
         torch.tensor([*prompts[own], *row.tolist()], device=device)[None]

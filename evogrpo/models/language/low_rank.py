@@ -1,4 +1,4 @@
-"""Low-rank adapters of all members, each row of a forward pass going through its own member's."""
+"""LoRA of all members in one forward pass: each row is multiplied by its own member's matrices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch.autograd.function import FunctionCtx
 from evogrpo.models.language.lora import Target
 
 Run = tuple[slice, slice, int]
-"""Neighbouring segments of equally many tokens: their tokens, which slots' they are, and how many."""
+"""Adjacent segments of equal length: their tokens, their slots, and the number of segments."""
 
 
 def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
-    """Find the segments that one product of batches can do.
+    """Group adjacent segments of equal length, so that one batched product covers each group.
 
     Args:
         sizes: Tokens of each slot's segment.
-        begin: How many tokens come before them.
+        begin: Offset of the first token.
     """
     found, first, at = list[Run](), 0, begin
     while first < len(sizes):
@@ -34,7 +34,7 @@ def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring rows of one forward pass that belong to one slot, and such that come after those of all slots."""
+    """Adjacent rows of one slot, and `later` rows of the slot after the rows of all slots."""
 
     slot: int
     rows: int
@@ -42,12 +42,12 @@ class _Segment:
 
 
 class AdapterLeaves(NamedTuple):
-    """What acts on modules that read one input, for who computes it together with the modules themselves.
+    """Adapters of modules with the same input, as autograd leaves.
 
     Attributes:
-        runs: Whose the tokens are, one after another.
-        acting: Whether anything acts on each module.
-        leaves: A and B of every slot for the first module on which something acts, then for the second, ...
+        runs: Token segments, in order.
+        acting: True for each module with an adapter.
+        leaves: A and B of every slot for the first adapted module, then for the second, ...
         scale: Factor on B A x.
     """
 
@@ -57,7 +57,7 @@ class AdapterLeaves(NamedTuple):
     scale: float
 
     def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "StackedAdapters":
-        """Lay the leaves out for products of all slots and modules at once."""
+        """Stack the leaves for products of all slots and modules at once."""
         modules = sum(self.acting)
         slots = len(leaves) // (2 * modules)
         every_a = [leaves[2 * (slot + slots * number)] for slot in range(slots) for number in range(modules)]
@@ -71,12 +71,12 @@ class AdapterLeaves(NamedTuple):
 
 
 class StackedAdapters(NamedTuple):
-    """What acts on modules that read one input, laid out for products of all slots and modules at once.
+    """Adapters of modules with the same input, stacked for products of all slots and modules at once.
 
     Attributes:
-        runs: Whose the tokens are, one after another.
+        runs: Token segments, in order.
         a: `[s, modules * r, in]`.
-        b: `[s, out, r]` of each module, None where nothing acts.
+        b: `[s, out, r]` of each module; None without adapter.
         scale: Factor on B A x.
     """
 
@@ -87,11 +87,11 @@ class StackedAdapters(NamedTuple):
 
 
 class LoraAdapters:
-    """The adapters of all members, to be routed to the rows of forward passes.
+    """LoRA matrices of all members.
 
     Args:
         targets: The adapted modules.
-        weights: `[p, k]` adapters of all members; hooks of it are what acts.
+        weights: `[p, k]` adapters of all members; the matrices are views of it.
         scale: Factor on B A x.
     """
 
@@ -102,23 +102,23 @@ class LoraAdapters:
         self.leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
 
     def hook(self, slots: Tensor) -> "LoraHook":
-        """Return the adapters that rows of the given slots, which are sorted, act with."""
+        """Return the hook for rows of these slots, which are sorted."""
         values, counts = torch.unique_consecutive(slots, return_counts=True)
         return LoraHook(self, tuple(map(_Segment, values.tolist(), counts.tolist())))
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
-        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
         for name, target in self.targets.items():
             for leaf, matrix_of in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
                 leaf.grad = None if buffer is None else matrix_of(buffer)
 
 
 class LoraHook:
-    """The adapters that the rows of one forward pass act with; see `evogrpo.models.language.token_model.AdapterHook`.
+    """Adapters of the rows of one forward pass; see `evogrpo.models.language.token_model.AdapterHook`.
 
     Args:
-        adapters: Of all members.
-        segments: Whose the rows are, from the first to the last.
+        adapters: Adapters of all members.
+        segments: Slots of the rows, in order.
     """
 
     def __init__(self, adapters: LoraAdapters, segments: tuple[_Segment, ...]) -> None:
@@ -128,14 +128,14 @@ class LoraHook:
     def joined(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, first: bool = False
     ) -> StackedAdapters | None:
-        """Return what acts on modules of which so many tokens of all rows are given; None = nothing does.
+        """Return the stacked adapters of modules, without gradient; None if no module has one.
 
         Args:
-            modules: Their names.
-            tokens: How many.
-            dtype: Of the products.
-            first: Whether matrices come first in products, rather than, transposed, last. Those that lie as they
-                have to are not copied, so what is returned is for as long as nobody learns.
+            modules: Names of modules with the same input.
+            tokens: Number of tokens of all rows.
+            dtype: Dtype of the products.
+            first: Matrices are the first factor of products instead of, transposed, the last. May return views of the
+                weights, valid until the next optimizer step.
         """
         known = [self._adapters.targets.get(name) for name in modules]
         acting = [target for target in known if target is not None]
@@ -149,7 +149,7 @@ class LoraHook:
         return StackedAdapters(self._runs(tokens), laid_out(a, dtype), bs, self._adapters.scale)
 
     def pieces(self, modules: Sequence[str], tokens: int) -> AdapterLeaves | None:
-        """Return what acts on modules of which so many tokens of all rows are given; None where nothing does."""
+        """Return the adapters of modules as autograd leaves; None if no module has one."""
         every = [self._adapters.leaves.get(name) for name in modules]
         own = [leaf for slots in every if slots is not None for one in self._segments for leaf in slots[one.slot]]
         acting = [slots is not None for slots in every]
@@ -157,16 +157,16 @@ class LoraHook:
 
     @property
     def slots(self) -> list[int]:
-        """Whose adapters act, from the first row to the last."""
+        """Slots of the segments, in order."""
         return [segment.slot for segment in self._segments]
 
     def followed(self, tokens: int, by: "LoraHook", others: int) -> "LoraHook":
-        """Return what acts on rows of so many tokens, followed by others of the same slots, as rows of one token.
+        """Return the hook of these rows followed by the rows of another hook, with tokens as rows.
 
         Args:
-            tokens: Of each row.
-            by: What acts on the rows that follow.
-            others: Tokens of each of those.
+            tokens: Tokens per row.
+            by: Hook of the rows that follow, with the same slots.
+            others: Tokens per row of these.
         """
         both = zip(self._segments, by._segments, strict=True)
         segments = tuple(_Segment(one.slot, one.rows * tokens, other.rows * others) for one, other in both)
@@ -179,19 +179,21 @@ class LoraHook:
         return runs_of(first) + (runs_of(later, sum(first)) if any(later) else [])
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
-        """Add scale * B A x to what a module put out, in place."""
+        """Add scale * B A x to a module's output, in place."""
         target, scale = self._adapters.targets[module], self._adapters.scale
         weights, leaves = self._adapters.weights, self._adapters.leaves[module]
-        output = output.contiguous()  # which it is, but for layers that transpose what they put out
+        output = output.contiguous()  # copies only for layers that transpose their output
         x = inputs.reshape(-1, target.width_in).to(weights.dtype)
         out = output.view(-1, target.width_out)
-        # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
+        # Not output.shape[0]: some architectures flatten rows and positions.
         sizes = [segment.rows * (len(out) // self._rows) for segment in self._segments]
         if torch.is_grad_enabled():
             own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
             added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)
             return added
-        if len(sizes) == len(weights) > 1 and len(set(sizes)) == 1:  # all members, equally many rows: one product
+        if (
+            len(sizes) == len(weights) > 1 and len(set(sizes)) == 1
+        ):  # all members with equally many rows: one batched product
             _add_all_low_rank(x.unflatten(0, (len(weights), -1)), out, target.a(weights), target.b(weights), scale)
             return output
         for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
@@ -200,9 +202,9 @@ class LoraHook:
 
 
 class _AddLowRank(torch.autograd.Function):
-    """output += scale * (x A^T) B^T in place, every segment of rows with its own A and B: no copy of the output.
+    """output += scale * (x A^T) B^T in place, with one A and B per segment of rows.
 
-    What is changed in place comes first, because autograd asks that of functions that change a hook.
+    `output` is the first argument because autograd requires this of functions that modify a view.
     """
 
     @staticmethod
@@ -250,7 +252,7 @@ def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) ->
 
 
 def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Do the same for all members at once, x being `[p, m, in]`."""
+    """Do the same for all members at once, given x `[p, m, in]`."""
     with torch.autocast(x.device.type, enabled=False):
         low, wide = torch.bmm(x, a.mT), out.view(len(x), -1, out.shape[-1])
         if wide.dtype == low.dtype:
@@ -260,16 +262,16 @@ def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float
 
 
 def _of_slots(matrices: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return those of some slots, of `[p, a, b]`: as a hook where they are neighbours."""
+    """Return matrices of some slots of `[p, a, b]`, as a view if the slots are adjacent."""
     first, last = slots[0], slots[-1]
     return matrices[first : last + 1] if list(slots) == list(range(first, last + 1)) else matrices[slots]
 
 
 def _transposed(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lay `[s, a, b]` out so that its transpose, which many passes multiply by, is the one without gaps."""
+    """Return `[s, a, b]` in a memory layout whose transpose is contiguous."""
     return matrices.to(dtype).mT.contiguous().mT
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the autograd leaves of one adapter: hooks of a member's row, so a step on the row moves them."""
+    """Return A and B of one adapter as autograd leaves that are views of a member's row."""
     return target.a(row).detach().requires_grad_(), target.b(row).detach().requires_grad_()
