@@ -231,7 +231,7 @@ class AdapterWeights(TrainStates):
         check_allocation(
             4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
             device,
-            f"the adapters of {size} members with lora_config.r={self.lora_config.r}. Use fewer members or a lower rank.",
+            f"the adapters of {size} members with lora_config.r={self.lora_config.r}. Use fewer members or lower r.",
         )
         first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
         super().__init__(first.to(device), size, optimizer, own_reference=own_reference)
