@@ -1,4 +1,4 @@
-"""Questions of any kind, from any table: what serves is shown as its text, and what does not is refused by its row."""
+"""Questions of any type, and chat template options."""
 
 import json
 
@@ -43,7 +43,7 @@ def rows(make, count=12):
     ],
 )
 @pytest.mark.filterwarnings("ignore:rows were left out")
-def test_any_json_value_is_asked_and_shown_as_its_text(tokenizer, make):
+def test_questions_may_be_any_json_value(tokenizer, make):
     table = rows(make)
     test = [{"question": make(n), "answer": n} for n in (100, 101)]
     table.append({"question": "z", "answer": "z"})
@@ -61,7 +61,7 @@ def test_any_json_value_is_asked_and_shown_as_its_text(tokenizer, make):
     assert seen == [make(100)]
 
 
-def test_numbers_of_countdown_train_test_and_evolve():
+def test_number_lists_train_test_and_evolve():
     env = HuggingFaceGym(rows(lambda n: [n, 2]), None, shared_tokenizer(), reward_fn=right)
     assert tiny_agent().test(env) in (0.0, 1.0)
     reports = list(tiny_run(None, size=1, env=env, generations=1, steps_per_generation=1, options={"hp_config": None}))
@@ -70,7 +70,7 @@ def test_numbers_of_countdown_train_test_and_evolve():
 
 @pytest.mark.parametrize("missing", [None, float("nan"), "", "  \n"])
 @pytest.mark.parametrize("form", ["question", "prompt"])
-def test_a_question_that_is_missing_is_refused_with_its_row(tokenizer, plain_tokenizer, missing, form):
+def test_missing_questions_are_refused(tokenizer, plain_tokenizer, missing, form):
     table = [{form: f"{n}?", "answer": n} for n in range(9)]
     table[4] = {form: missing, "answer": 4}
     options = {"reward_fn": right} if form == "question" else {"reward_funcs": lambda completions, **_: [0.0]}
@@ -78,7 +78,7 @@ def test_a_question_that_is_missing_is_refused_with_its_row(tokenizer, plain_tok
         HuggingFaceGym(table, None, tokenizer if form == "question" else plain_tokenizer, **options)
 
 
-def test_half_a_character_is_refused_with_its_row(tokenizer):
+def test_incomplete_characters_are_refused(tokenizer):
     table = rows(lambda n: json.loads('"\\ud83d"') if n == 3 else n)
     with pytest.raises(ValueError, match="row 3 of train_dataset"):
         HuggingFaceGym(table, None, tokenizer, reward_fn=right)
@@ -106,7 +106,7 @@ def test_tool_calls_reach_the_template(content):
     assert opened.questions[0].endswith("?")
 
 
-def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
+def test_templates_without_tool_calls_are_refused(tokenizer):
     table = [*({"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(9)), talk(1)]
     table[-1]["prompt"].pop()
     with pytest.raises(ValueError, match=r"row 9 of train_dataset .*tool_calls"):
@@ -114,12 +114,12 @@ def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None}, {"content": "x"}, "x"])
-def test_a_message_without_content_is_refused(tokenizer, message):
+def test_messages_without_content_are_refused(tokenizer, message):
     with pytest.raises(ValueError, match=r"role.*content"):
         HuggingFaceGym([{"prompt": [message]}] * 3, None, tokenizer, reward_funcs=zero)
 
 
-def test_arguments_of_the_template_are_the_environments_and_each_rows_own():
+def test_template_options_of_a_row_override_those_of_the_environment():
     tokenizer = build(THINKING)
     table = [{"question": f"{n}", "answer": n, "chat_template_kwargs": None} for n in range(12)]
     own = {"enable_thinking": True, "style": "!"}
@@ -141,6 +141,6 @@ def test_arguments_of_the_template_are_the_environments_and_each_rows_own():
     ("options", "message"),
     [([], "chat_template_kwargs"), ({"tokenize": True}, "chat_template_kwargs .*tokenize")],
 )
-def test_arguments_that_are_none_are_refused(tokenizer, options, message):
+def test_invalid_template_options_are_refused(tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         HuggingFaceGym(rows(str), None, tokenizer, reward_fn=right, chat_template_kwargs=options)

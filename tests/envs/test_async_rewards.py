@@ -1,4 +1,4 @@
-"""Async reward functions in this process: concurrent, in either form, with time limits that hold."""
+"""Async reward functions in this process: concurrency and time limits."""
 
 import asyncio
 import contextlib
@@ -36,14 +36,14 @@ def plain(completions, **_):
     return [10.0] * len(completions)
 
 
-def test_async_and_plain_functions_are_mixed():
+def test_async_and_other_functions_can_be_combined():
     result = earned(lengths, plain)
     assert result.components["lengths"].tolist() == [1.0, 2.0]
     assert result.rewards.tolist() == [11.0, 12.0]
 
 
-def test_functions_wait_for_each_other_only_if_they_run_at_once():
-    """Each function goes on when the other one has begun, which never happens one after another."""
+def test_async_functions_run_concurrently():
+    """Each function waits for the other to start."""
     begun = [asyncio.Event(), asyncio.Event()]
 
     async def first(completions, **_):
@@ -59,7 +59,7 @@ def test_functions_wait_for_each_other_only_if_they_run_at_once():
     assert earned(first, second, timeout=10.0).rewards.tolist() == [3.0, 3.0]
 
 
-def test_calls_for_single_completions_run_at_once():
+def test_calls_for_single_completions_run_concurrently():
     waiting = []
 
     async def reward(completion, answer, question):
@@ -72,8 +72,8 @@ def test_calls_for_single_completions_run_at_once():
     assert result.rewards.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_the_event_loop_stays_between_calls():
-    """A client opened in one call serves the next: it belongs to the loop it was opened in."""
+def test_the_event_loop_is_reused():
+    """Clients that belong to a loop can serve several calls."""
     loops = []
 
     async def reward(completions, **_):
@@ -84,7 +84,7 @@ def test_the_event_loop_stays_between_calls():
     assert loops[0] is loops[1] is loops[2]
 
 
-def test_an_event_loop_that_is_running_already_does_no_harm():
+def test_rewards_work_inside_a_running_event_loop():
     async def notebook():
         return earned(lengths).rewards.tolist()
 
@@ -96,11 +96,11 @@ class Judge:
         return [1.0] * len(completions)
 
 
-def test_an_object_with_an_async_call_is_async():
+def test_objects_with_async_call_are_async():
     assert earned(Judge()).rewards.tolist() == [1.0, 1.0]
 
 
-def test_an_exception_names_function_and_completion():
+def test_exceptions_name_the_function_and_the_completion():
     async def fragile(completion, answer, question):
         return 1.0 / (len(completion) - 2)
 
@@ -113,7 +113,7 @@ def test_an_exception_names_function_and_completion():
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_whatever_an_async_function_raises_ends_in_a_report(error):
+def test_all_exceptions_become_reward_errors(error):
     async def rude(completions, **_):
         raise error
 
@@ -121,7 +121,7 @@ def test_whatever_an_async_function_raises_ends_in_a_report(error):
         earned(rude)
 
 
-def test_a_function_that_waits_too_long_is_stopped_and_excluded():
+def test_slow_functions_are_cancelled_and_excluded():
     stopped = threading.Event()
 
     async def slow(completion, answer, question):
@@ -140,7 +140,7 @@ def test_a_function_that_waits_too_long_is_stopped_and_excluded():
     assert stopped.wait(5)
 
 
-def test_a_function_that_refuses_to_be_stopped_is_left_behind():
+def test_functions_that_suppress_cancellation_are_abandoned():
     async def stubborn(completion, answer, question):
         end = time.monotonic() + 3
         while time.monotonic() < end:
@@ -154,7 +154,7 @@ def test_a_function_that_refuses_to_be_stopped_is_left_behind():
     assert time.monotonic() - began < 2.5
 
 
-def test_a_function_that_blocks_the_loop_is_reported():
+def test_blocked_event_loops_are_reported():
     async def blocking(completions, **_):
         time.sleep(4)
         return [1.0] * len(completions)
@@ -165,7 +165,7 @@ def test_a_function_that_blocks_the_loop_is_reported():
     assert time.monotonic() - began < 3.5
 
 
-def test_a_program_with_a_blocked_loop_still_ends():
+def test_programs_with_a_blocked_event_loop_exit():
     program = """if True:
         import time
         from tests.envs.test_async_rewards import earned

@@ -20,7 +20,7 @@ def parsed(rows):
         yield int(a), sign, int(b), int(row["answer"])
 
 
-def test_every_answer_is_right_and_every_question_distinct_even_with_terms_exchanged():
+def test_answers_are_correct_and_questions_distinct():
     tables = two_digit_questions(0, 64, 256)
     assert {split: len(rows) for split, rows in tables.items()} == {"train": 7870, "validation": 64, "test": 256}
     seen = set()
@@ -32,7 +32,7 @@ def test_every_answer_is_right_and_every_question_distinct_even_with_terms_excha
     assert len(seen) == 8190
 
 
-def test_sequences_go_on_by_the_same_step_and_each_occurs_once():
+def test_sequences_are_arithmetic_and_distinct():
     tables = sequence_questions(0, 64, 256)
     assert {split: len(rows) for split, rows in tables.items()} == {"train": 769, "validation": 64, "test": 256}
     seen = set()
@@ -49,7 +49,7 @@ def test_sequences_go_on_by_the_same_step_and_each_occurs_once():
         sequence_questions(0, 1000, 89)
 
 
-def test_held_out_questions_are_like_training_questions():
+def test_held_out_questions_have_the_training_distribution():
     tables = two_digit_questions(3, 500, 500)
     for rows in tables.values():
         asked = list(parsed(rows))
@@ -57,13 +57,13 @@ def test_held_out_questions_are_like_training_questions():
         assert 0.15 < sum(answer < 0 for *_, answer in asked) / len(asked) < 0.35
 
 
-def test_splits_depend_on_the_seed_only():
+def test_splits_depend_only_on_the_seed():
     assert two_digit_questions(1, 64, 256) == two_digit_questions(1, 64, 256)
     assert two_digit_questions(1, 64, 256)["test"] != two_digit_questions(2, 64, 256)["test"]
 
 
 @pytest.mark.parametrize(("validation", "test"), [(0, 5), (5, 0), (4095, 4095)])
-def test_impossible_sizes_are_refused(validation, test):
+def test_invalid_sizes_are_refused(validation, test):
     with pytest.raises(ValueError, match=f"less than 8190, got {validation} and {test}"):
         two_digit_questions(0, validation, test)
 
@@ -97,28 +97,28 @@ def test_impossible_sizes_are_refused(validation, test):
         ("-", None),
     ],
 )
-def test_the_final_number_is_read_from_free_text(text, number):
+def test_final_number_parses_text(text, number):
     assert final_number(text) == number
 
 
 @given(st.integers(-89, 198), st.text())
-def test_accuracy_is_one_for_the_answer_at_the_end_whatever_stands_before(answer, before):
+def test_accuracy_is_one_if_the_last_number_is_the_answer(answer, before):
     assert accuracy(f"{before} = {answer}", str(answer), "") == 1.0
     assert accuracy(f"{before} = {answer + 1}", str(answer), "") == 0.0
 
 
 @given(st.lists(st.integers(-89, 198), min_size=1, max_size=30), st.sampled_from([" ", ", ", "\n", " = "]))
-def test_listing_numbers_earns_at_most_the_last_one(numbers, separator):
+def test_only_the_last_of_several_numbers_counts(numbers, separator):
     text = separator.join(map(str, numbers))
     earned = [answer for answer in range(-89, 199) if accuracy(text, str(answer), "") == 1.0]
     assert earned == [numbers[-1]]
 
 
-def test_endless_digits_are_no_answer_and_no_error():
+def test_very_long_numbers_score_zero():
     assert accuracy("9" * 10_000, "9", "") == 0.0
 
 
-def test_the_task_is_declared_and_builds(tokenizer, encode):
+def test_tasks_are_registered_and_build(tokenizer, encode):
     assert list(TASKS) == ["two_digit_sums", "number_sequences"]
     task = TASKS["two_digit_sums"]
     assert "\n" not in task.description
@@ -132,6 +132,6 @@ def test_the_task_is_declared_and_builds(tokenizer, encode):
     assert scores.rewards.tolist() == [1.0, 0.0]
 
 
-def test_options_of_the_environment_pass_through(tokenizer):
+def test_gym_options_are_passed_on(tokenizer):
     env = two_digit_sums(tokenizer, data_batch_size=5)
     assert len(env.reset()[0]) == 5

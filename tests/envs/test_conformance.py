@@ -1,4 +1,4 @@
-"""Every environment of the package, and one of an outsider's, keeps to the contract of its kind."""
+"""All environments of the package, and a user's own, pass the conformance suites."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Datasets in the forms people have them in."""
+"""Datasets as lists, data frames, arrow tables and datasets."""
 
 import math
 
@@ -17,7 +17,7 @@ SIZES = {"validation_size": 2, "test_size": 3}
 
 
 class Frame:
-    """What is used of a polars DataFrame."""
+    """Interface of polars data frames."""
 
     def __init__(self, rows):
         self._rows = rows
@@ -54,7 +54,7 @@ def asked(env):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_dataset_is_the_same_dataset(tokenizer, form):
+def test_all_table_types_give_the_same_environment(tokenizer, form):
     env = HuggingFaceGym(FORMS[form](ROWS), None, tokenizer, reward_fn=reward, **SIZES)
     plain = HuggingFaceGym(ROWS, None, tokenizer, reward_fn=reward, **SIZES)
     assert asked(env) == asked(plain)
@@ -62,7 +62,7 @@ def test_every_form_of_a_dataset_is_the_same_dataset(tokenizer, form):
     env.preflight()
 
 
-def test_splits_of_one_mapping_are_the_splits(tokenizer):
+def test_mappings_of_splits_are_accepted(tokenizer):
     parts = {"train": ROWS[:10], "validation": ROWS[10:12], "test": ROWS[12:15], "other": ROWS[15:]}
     env = HuggingFaceGym(parts, None, tokenizer, reward_fn=reward)
     assert [env.size(split) for split in SPLITS] == [10, 2, 3]
@@ -74,7 +74,7 @@ def test_splits_of_one_mapping_are_the_splits(tokenizer):
         HuggingFaceGym(ROWS, {"test": ROWS}, tokenizer, reward_fn=reward)
 
 
-def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
+def test_missing_values_of_frames_are_refused(tokenizer):
     frame = pd.DataFrame([*ROWS[:5], {"answer": 3}])
     with pytest.raises(ValueError, match=r"Row 5 of train_dataset .*question.* None"):
         HuggingFaceGym(frame, None, tokenizer, reward_fn=reward)
@@ -84,7 +84,7 @@ def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
     assert row == {"x": [[1, 2]]}
 
 
-def test_arrays_that_frames_keep_lists_in_are_messages_and_columns(tokenizer):
+def test_arrays_in_frames_are_messages_and_columns(tokenizer):
     talk = [{"prompt": np.array([{"role": "user", "content": f"{n}"}]), "level": np.int64(n)} for n in range(9)]
 
     def level(completions, level, **_):
@@ -97,7 +97,7 @@ def test_arrays_that_frames_keep_lists_in_are_messages_and_columns(tokenizer):
     env.preflight()
 
 
-def test_conversations_read_frames(tokenizer):
+def test_multi_turn_gym_accepts_frames(tokenizer):
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(12)]
     env = MultiTurnGym(
         pd.DataFrame(rows),

@@ -1,4 +1,4 @@
-"""What an environment says it is: everything that matters changes it, and nothing else does."""
+"""Fingerprints change with data, code and arguments, and with nothing else."""
 
 import functools
 import importlib.util
@@ -65,14 +65,14 @@ def loaded(tmp_path, text, name="my_rewards"):
         ("Grader().grade(text) + BONUS", "Grader().grade(text) - BONUS", False),
     ],
 )
-def test_a_function_is_what_it_and_what_it_names_do(tmp_path, function, old, new, same):
+def test_code_hash_covers_referenced_code_but_not_comments(tmp_path, function, old, new, same):
     (tmp_path / "old").mkdir()
     before = code_hash(getattr(loaded(tmp_path / "old", REWARDS), function))
     after = code_hash(getattr(loaded(tmp_path, REWARDS.replace(old, new)), function))
     assert (before == after) is same
 
 
-def test_defaults_arguments_and_what_is_closed_over_count_and_caches_do_not(tmp_path):
+def test_code_hash_covers_defaults_and_closures_but_not_caches(tmp_path):
     module = loaded(tmp_path, REWARDS)
     before = code_hash(module.reward)
     module.reward("text 1", "", "")
@@ -106,7 +106,7 @@ def test_defaults_arguments_and_what_is_closed_over_count_and_caches_do_not(tmp_
     assert code_hash(Judge(True).grade) == code_hash(Judge(True).grade)
 
 
-def test_a_module_of_the_users_own_counts_wherever_it_is_named(tmp_path):
+def test_code_hash_covers_user_modules(tmp_path):
     hashes = []
     for number in (1, 2):
         loaded(tmp_path, f"def grade(text):\n    return {number}\n", "my_helpers")
@@ -117,7 +117,7 @@ def test_a_module_of_the_users_own_counts_wherever_it_is_named(tmp_path):
     assert hashes[0][1] != hashes[1][1]
 
 
-def test_values_are_the_same_text_wherever_they_were_read_from():
+def test_canonical_is_equal_for_equal_values():
     assert canonical({"b": np.int64(1), "a": np.array([1.5])}) == canonical({"a": [1.5], "b": 1})
     assert canonical(object()) == canonical(object())
     odd = {(1, 2): "a", 3: {"b", "c", "d"}, "k": [{None: 1, "x": 2}]}
@@ -153,7 +153,7 @@ def told(tokenizer, rows=ROWS, test=None, **options):
         ({"data_batch_size": 3, "reward_workers": 0, "on_reward_error": "exclude"}, set()),
     ],
 )
-def test_questions_prompts_and_rewards_are_told_apart_by_name(tokenizer, options, names):
+def test_fingerprint_keys_name_the_difference(tokenizer, options, names):
     before, after = told(tokenizer), told(tokenizer, **options)
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     assert names <= changed
@@ -168,7 +168,7 @@ def other_reply(row, messages):
     return "Go on."
 
 
-def test_conversations_tell_who_replies_and_how_long(tokenizer):
+def test_fingerprint_covers_reply_and_max_turns(tokenizer):
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
 
     def length(completions, **_):
@@ -197,7 +197,7 @@ def test_conversations_tell_who_replies_and_how_long(tokenizer):
         ({"num_envs": 3}, None),
     ],
 )
-def test_arguments_of_environments_are_told_apart_by_name(options, name):
+def test_fingerprint_keys_name_changed_arguments(options, name):
     before = GymnasiumGroups("CartPole-v1").fingerprint()
     after = GymnasiumGroups(**{"env": "CartPole-v1", **options}).fingerprint()
     changed = {key for key in before if before[key] != after[key]}
@@ -208,7 +208,7 @@ def doubled(returns):
     return 2 * sum(returns.values())
 
 
-def test_code_of_environments_and_scores_counts():
+def test_fingerprint_covers_environment_and_score_code():
     assert GymnasiumGroups(probes.Masked).fingerprint() != GymnasiumGroups(probes.NoisyWalk).fingerprint()
     assert PettingZooGroups(joint_probes.Lives).fingerprint() != PettingZooGroups(joint_probes.Masked).fingerprint()
     scored = PettingZooGroups(joint_probes.Lives, score=doubled).fingerprint()

@@ -24,7 +24,7 @@ def messages(*texts):
 
 
 @pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
-def test_agilerl_form_asks_and_rewards(tokenizer, encode, form):
+def test_agilerl_form_renders_and_rewards(tokenizer, encode, form):
     template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
     env: GroupEnvironment = agilerl(tokenizer, form(QA), form(HELD_OUT), conversation_template=template)
     assert env.size("train") + env.size("validation") == 30
@@ -73,7 +73,7 @@ def silent(completions, **_):
     return [0.0 for _ in completions]
 
 
-def test_questions_are_told_without_what_surrounds_them_in_the_prompt(tokenizer, plain_tokenizer):
+def test_questions_exclude_the_template(tokenizer, plain_tokenizer):
     template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
     assert agilerl(tokenizer, conversation_template=template).open("test", [2, 0]).questions == ("2*2?", "0*0?")
     said = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
@@ -85,12 +85,12 @@ def test_questions_are_told_without_what_surrounds_them_in_the_prompt(tokenizer,
     assert env.open("test", [0]).questions == ("plain text",)
 
 
-def test_without_a_chat_template_a_question_is_plain_text(plain_tokenizer):
+def test_questions_are_plain_text_without_a_chat_template(plain_tokenizer):
     env = agilerl(plain_tokenizer)
     assert plain_tokenizer.decode(env.open("test", [0]).prompts[0]) == "0*0?"
 
 
-def test_a_question_full_of_braces_reaches_model_and_reward_unchanged(tokenizer, encode):
+def test_braces_in_questions_are_unchanged(tokenizer, encode):
     hostile = '{answer} {0} {{x}} {"a": [1]} %s {question!r}'
     seen = []
 
@@ -114,7 +114,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer):
     assert env.size("train") + env.size("validation") == len(QA)
 
 
-def test_the_prompt_limit_is_inclusive(tokenizer, encode):
+def test_max_prompt_length_is_inclusive(tokenizer, encode):
     length = len(encode("<u>1*1?<eos><a>"))
     assert agilerl(tokenizer, max_prompt_length=length).size("test") == 4
     with pytest.raises(ValueError, match="test_dataset was left out"):
@@ -130,14 +130,14 @@ def test_dealing_depends_on_the_seed_and_covers_train(tokenizer):
     assert env.deal(3, 5, 8) == same.deal(3, 5, 8)
 
 
-def test_spaces_hold_prompts_and_completions(tokenizer):
+def test_spaces_contain_prompts_and_completions(tokenizer):
     env = agilerl(tokenizer)
     assert tuple(env.open("train", [0]).prompts[0]) in env.observation_space
     assert (len(tokenizer),) not in env.action_space
     assert (len(tokenizer) - 1,) in env.action_space
 
 
-def test_a_failing_reward_is_shown_with_its_completion(tokenizer, encode):
+def test_reward_errors_show_the_completion(tokenizer, encode):
     def reward(completion, answer, question):
         return float(completion)
 
@@ -146,7 +146,7 @@ def test_a_failing_reward_is_shown_with_its_completion(tokenizer, encode):
         episodes.score(single_turn_conversations([0, 0], [encode("1"), encode("no\nnumber")]))
 
 
-def test_a_failing_reward_can_be_excluded(tokenizer, encode):
+def test_failing_rewards_can_be_excluded(tokenizer, encode):
     env = agilerl(
         tokenizer, reward_fn=lambda completion, answer, question: 1 / len(completion), on_reward_error="exclude"
     )
@@ -165,7 +165,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
         ([-1], [[1]], r"got \[-1\]"),
     ],
 )
-def test_scoring_what_was_not_opened_is_refused(tokenizer, starts, completions, message):
+def test_invalid_transcripts_are_refused(tokenizer, starts, completions, message):
     with pytest.raises(ValueError, match=message):
         agilerl(tokenizer).open("test", [0, 1]).score(single_turn_conversations(starts, completions))
 
@@ -174,7 +174,7 @@ def test_scoring_what_was_not_opened_is_refused(tokenizer, starts, completions, 
     ("split", "start", "message"),
     [("dev", 0, "got 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
 )
-def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message):
+def test_invalid_starts_are_refused(tokenizer, split, start, message):
     with pytest.raises(ValueError, match=message):
         agilerl(tokenizer).open(split, [start])
 
@@ -210,17 +210,17 @@ def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message
         ({"test": QA}, "train_dataset was left out"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(tokenizer, options, message):
+def test_invalid_arguments_are_refused(tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         agilerl(tokenizer, **options)
 
 
-def test_the_name_of_a_tokenizer_is_no_tokenizer():
+def test_tokenizer_names_are_refused():
     with pytest.raises(ValueError, match=r"tokenizer .*'gpt2'"):
         agilerl("gpt2")
 
 
-def test_a_template_with_ready_prompts_is_refused(tokenizer):
+def test_conversation_template_requires_reward_fn(tokenizer):
     with pytest.raises(ValueError, match="conversation_template"):
         HuggingFaceGym(
             messages("a"),
@@ -231,6 +231,6 @@ def test_a_template_with_ready_prompts_is_refused(tokenizer):
         )
 
 
-def test_the_tokenizer_must_be_given():
+def test_a_missing_tokenizer_is_refused():
     with pytest.raises(ValueError, match="tokenizer"):
         HuggingFaceGym(QA, reward_fn=exact)

@@ -1,4 +1,4 @@
-"""MultiTurnGym: what stands between completions, who sees what, and where rewards land."""
+"""MultiTurnGym: rendering of replies, arguments of user functions, positions of rewards."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10}
 
 
 def hint(row, messages):
-    """Tell how far a guess is off, until it is right."""
+    """Return the distance of a guess, or None if it is right."""
     guess = messages[-1]["content"]
     if guess == str(row["digit"]):
         return None
@@ -36,7 +36,7 @@ def gym(template=CLOSED, **options):
     return MultiTurnGym(ROWS, None, build(template), **(defaults | options))
 
 
-def test_arguments_of_the_template_hold_for_every_turn():
+def test_template_options_apply_to_every_turn():
     template = CLOSED.replace("<a>{% endif %}", "<a>{{ mood | default('') }}{% endif %}")
     rows = [
         {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None} for n, row in enumerate(ROWS)
@@ -58,7 +58,7 @@ def encoded(env, text):
 
 
 def talk(env, *completions):
-    """Say completions in turn about training question 0, and return what the last reply made of the conversation."""
+    """Hold a conversation with these completions about training question 0; return the last tokens."""
     opened, heard = env.open("train", [0]), []
     said = tuple(encoded(env, text) for text in completions)
     for turn in range(len(said)):
@@ -70,7 +70,7 @@ def talk(env, *completions):
 
 
 @pytest.mark.parametrize("ending", ["<eos>", ""])
-def test_a_model_reads_what_the_chat_template_renders(ending):
+def test_tokens_match_the_chat_template(ending):
     env = gym()
     opened, transcript = talk(env, f"x{ending}", f"yy{ending}")
     question = opened.rows[0]["prompt"][0]["content"]
@@ -88,14 +88,14 @@ def test_a_model_reads_what_the_chat_template_renders(ending):
     assert (*opened.prompts[0], *transcript.tokens) == encoded(env, rendered)
 
 
-def test_a_template_that_closes_no_turn_is_followed_too():
+def test_templates_without_end_markers_work():
     env = gym(CHAT)
     opened, transcript = talk(env, "x")
     text = env.tokenizer.decode([*opened.prompts[0], *transcript.tokens])
     assert text == f"<u>{opened.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
 
 
-def test_replies_are_given_the_row_and_the_messages_so_far():
+def test_reply_gets_the_row_and_all_messages():
     asked = []
 
     def reply(row, messages):
@@ -111,7 +111,7 @@ def test_replies_are_given_the_row_and_the_messages_so_far():
     assert len(transcript.replies) == 1
 
 
-def test_rewards_see_messages_and_every_token():
+def test_rewards_get_messages_and_all_tokens():
     seen = []
 
     def reward(prompts, completions, completion_ids, digit, **columns):
@@ -135,7 +135,7 @@ def test_rewards_see_messages_and_every_token():
     assert scores.completions == ("x\n>>> no: x is not it\n>>> after 2\ny\n>>> no: y is not it\n>>> after 4\n",)
 
 
-def test_the_right_answer_ends_a_conversation():
+def test_none_ends_a_conversation():
     env = gym()
     digit = env.open("train", [0]).rows[0]["digit"]
     opened, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
@@ -143,7 +143,7 @@ def test_the_right_answer_ends_a_conversation():
     assert opened.score([transcript]).rewards.tolist() == [1.0]
 
 
-def test_what_is_earned_at_a_reply_belongs_to_the_token_said_before_it():
+def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     def everywhere(completion_ids, **columns):
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
 
@@ -165,12 +165,12 @@ def test_what_is_earned_at_a_reply_belongs_to_the_token_said_before_it():
         ({"template": FORGETFUL}, "chat_template"),
     ],
 )
-def test_what_cannot_be_talked_about_is_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         gym(**options)
 
 
-def test_texts_are_no_conversations():
+def test_text_prompts_are_refused():
     rows = [{"prompt": f"guess {n}", "digit": n} for n in range(30)]
     with pytest.raises(ValueError, match=r"prompt .*'guess 0'"):
         MultiTurnGym(rows, None, build(CLOSED), reply=hint, max_turns=2, reward_funcs=right)
@@ -178,7 +178,7 @@ def test_texts_are_no_conversations():
         TurnMarkers(tokenizer=build(None))
 
 
-def test_what_is_no_reply_is_refused():
+def test_invalid_replies_are_refused():
     with pytest.raises(ValueError, match=r"reply .* 7"):
         talk(gym(reply=lambda row, messages: 7), "x")
     env = gym()

@@ -1,4 +1,4 @@
-"""What the user's functions print is seen, and does nothing to the terminal."""
+"""Printed text of user functions: control characters are escaped."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, escape_control, escaped_prints, forward_output
+from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
 from tests.envs.conftest import build
 from tests.envs.test_multi_turn_gym import CLOSED
 
@@ -18,16 +18,22 @@ QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
 
 
+def escaped(text):
+    stream = io.StringIO()
+    EscapingStream(stream).write(text)
+    return stream.getvalue()
+
+
 @pytest.mark.parametrize("character", ["\x1b", "\x07", "\x00", "\x7f", "\x9b", "\u202e", "\u2066", "\u200b", "\ud800"])
-def test_what_a_terminal_acts_on_is_spelled_out(character):
-    shown = escape_control(f"a{character}b")
-    assert shown.isprintable()
-    assert shown[0] + shown[-1] == "ab"
-    assert "\\" in shown
+def test_control_characters_are_escaped(character):
+    text = escaped(f"a{character}b")
+    assert text.isprintable()
+    assert text[0] + text[-1] == "ab"
+    assert "\\" in text
 
 
-def test_lines_and_tabs_and_letters_stay():
-    assert escape_control("a\tb\nc\r\nd\re \N{SNOWMAN} é 漢") == "a\tb\nc\nd\ne \N{SNOWMAN} é 漢"
+def test_lines_tabs_and_letters_are_unchanged():
+    assert escaped("a\tb\nc\r\nd\re \N{SNOWMAN} é 漢") == "a\tb\nc\nd\ne \N{SNOWMAN} é 漢"
 
 
 def printing(completion, answer, question):
@@ -46,9 +52,7 @@ def printing_all(completions, **_):
 
 
 @pytest.mark.parametrize("function", [printing, printing_later, printing_all])
-def test_prints_in_this_process_are_visible_text_and_the_streams_are_put_back(
-    tokenizer, plain_tokenizer, function, capsys
-):
+def test_prints_are_escaped_and_streams_restored(tokenizer, plain_tokenizer, function, capsys):
     before = sys.stdout, sys.stderr
     if function is printing_all:
         env = HuggingFaceGym([{"prompt": f"{n}"} for n in range(9)], None, plain_tokenizer, reward_funcs=function)
@@ -62,7 +66,7 @@ def test_prints_in_this_process_are_visible_text_and_the_streams_are_put_back(
         assert text.replace("\n", "").isprintable()
 
 
-def test_prints_do_not_tear_a_display(tokenizer):
+def test_prints_do_not_break_a_live_display(tokenizer):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80)
     env = HuggingFaceGym(QA, None, tokenizer, reward_fn=printing)
@@ -76,7 +80,7 @@ def test_prints_do_not_tear_a_display(tokenizer):
     assert shown.rindex("BAR") > shown.index("out \\x1b")  # the display stands below what was printed
 
 
-def test_replies_are_visible_text_too(capsys):
+def test_prints_of_reply_are_escaped(capsys):
     def reply(row, messages):
         print(STEERING)
         return
@@ -90,14 +94,14 @@ def test_replies_are_visible_text_too(capsys):
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])
-def test_what_another_process_prints_is_visible_text(capsys, tmp_path, ending):
+def test_output_of_other_processes_is_escaped(capsys, tmp_path, ending):
     text = f"héllo {STEERING[:-1]}\nsecond {'x' * (2 * MAX_LINE_LENGTH)}{ending}"
     (tmp_path / "printed").write_bytes(text.encode())
     forward_output((tmp_path / "printed").open("rb", buffering=0))
-    assert capsys.readouterr().err == escape_control(text)
+    assert capsys.readouterr().err == escaped(text)
 
 
-def test_a_stream_that_cannot_write_a_letter_gets_its_number():
+def test_characters_outside_the_encoding_are_escaped():
     raw = io.BytesIO()
     target = io.TextIOWrapper(raw, encoding="ascii")
     with contextlib.redirect_stdout(target), escaped_prints():

@@ -15,7 +15,7 @@ from evogrpo.envs.text.reasoning import is_installed
 SIZES = {"train": 40, "validation": 8, "test": 9}
 
 
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch, tokenizer):
+def test_a_missing_package_raises_import_error(monkeypatch, tokenizer):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -34,7 +34,7 @@ def make(tokenizer):
     return make
 
 
-def test_a_task_asks_and_scores_by_its_own_rule(make, tokenizer, encode):
+def test_tasks_use_their_own_score(make, tokenizer, encode):
     env = make(min_digits=3, max_digits=4)
     assert [env.size(split) for split in SIZES] == list(SIZES.values())
     episodes = env.open("test", [0, 1])
@@ -47,7 +47,7 @@ def test_a_task_asks_and_scores_by_its_own_rule(make, tokenizer, encode):
     assert "State the final answer" in tokenizer.decode(episodes.prompts[0])
 
 
-def test_an_answer_tag_and_a_system_prompt(make, tokenizer, encode):
+def test_answer_tag_and_system_prompt(make, tokenizer, encode):
     env = make(min_digits=3, max_digits=4, answer_tag="answer", system_prompt="Tag it.", gym_options={"group_size": 2})
     episodes = env.open("test", [0])
     answer = episodes.rows[0]["answer"]
@@ -59,7 +59,7 @@ def test_an_answer_tag_and_a_system_prompt(make, tokenizer, encode):
     ]
 
 
-def test_tasks_with_other_metadata_score_too(make, encode):
+def test_tasks_with_other_metadata_are_scored(make, encode):
     env = make("leg_counting", sizes={"train": 5, "validation": 2, "test": 2})
     episodes = env.open("train", [0])
     assert episodes.score(single_turn_conversations([0], [encode(episodes.rows[0]["answer"])])).rewards.tolist() == [
@@ -76,13 +76,13 @@ def test_tasks_with_other_metadata_score_too(make, encode):
         ("chain_sum", {"sizes": {"dev": 3}}, "sizes .*dev"),
     ],
 )
-def test_what_the_library_does_not_know_is_refused(make, name, options, message):
+def test_unknown_tasks_and_settings_are_refused(make, name, options, message):
     with pytest.raises(ValueError, match=message):
         make(name, **options)
 
 
-def test_a_folder_of_that_name_is_not_the_package(tmp_path):
-    """Whatever lies in the working directory is nobody's package: it is not imported."""
+def test_a_folder_of_this_name_is_not_the_package(tmp_path):
+    """Folders in the working directory are not imported."""
     package = tmp_path / "reasoning_gym"
     package.mkdir()
     (package / "__init__.py").write_text("open('ran', 'w')")

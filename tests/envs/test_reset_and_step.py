@@ -1,4 +1,4 @@
-"""The hand-written loop: reset, step, eval_mode."""
+"""reset, step and eval_mode of HuggingFaceGym."""
 
 import copy
 
@@ -36,7 +36,7 @@ def solve(question):
 
 
 def respond(tokenizer, prompts, *texts):
-    """Answer each prompt by the given texts, "=" standing for the right one, padded on the right."""
+    """Return groups of padded completions with these texts; "=" is replaced by the right answer."""
     groups = []
     for prompt, question in zip(prompts, asked(tokenizer, prompts), strict=True):
         ids = [tokenizer((solve(question) if t == "=" else t) + "<eos>")["input_ids"] for t in texts]
@@ -46,7 +46,7 @@ def respond(tokenizer, prompts, *texts):
     return groups
 
 
-def test_a_loop_serves_rewards_and_moves_on(env, tokenizer):
+def test_step_returns_rewards_and_the_next_batch(env, tokenizer):
     prompts, served = env.reset()
     assert [tuple(prompt["input_ids"].shape) for prompt in prompts] == [(1, 7)] * 3
     assert all(torch.equal(prompt["attention_mask"], torch.ones_like(prompt["input_ids"])) for prompt in prompts)
@@ -70,7 +70,7 @@ def test_rewards_belong_to_their_prompt_and_row(env, tokenizer):
     assert env.step(groups)[1].tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
 
 
-def test_one_pass_serves_every_training_question(env, tokenizer):
+def test_one_pass_covers_every_training_question(env, tokenizer):
     prompts, _ = env.reset()
     seen = []
     for _ in range(len(env) // 3):
@@ -79,7 +79,7 @@ def test_one_pass_serves_every_training_question(env, tokenizer):
     assert sorted(seen) == sorted(row["question"] for row in QA)
 
 
-def test_reset_repeats_the_batch_and_seeds_start_an_order(env, tokenizer):
+def test_reset_repeats_the_batch_and_a_seed_starts_a_new_order(env, tokenizer):
     first = asked(tokenizer, env.reset()[0])
     second = asked(tokenizer, env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0])
     assert asked(tokenizer, env.reset()[0]) == second != first
@@ -92,7 +92,7 @@ def test_reset_repeats_the_batch_and_seeds_start_an_order(env, tokenizer):
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_evaluation_never_moves_the_training_cursor(env, tokenizer, split):
+def test_eval_mode_keeps_the_training_position(env, tokenizer, split):
     twin_prompts = env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0]
     with env.eval_mode(split):
         assert len(env) == env.size(split)
@@ -105,14 +105,14 @@ def test_evaluation_never_moves_the_training_cursor(env, tokenizer, split):
     assert env.step(respond(tokenizer, twin_prompts, "=", "2"))[4]["starts"] == env.deal(2, 3, 3)
 
 
-def test_the_training_cursor_survives_an_error_in_evaluation(env, tokenizer):
+def test_eval_mode_keeps_the_training_position_after_errors(env, tokenizer):
     prompts, _ = env.reset()
     with pytest.raises(ValueError, match="reset"), env.eval_mode("test"):
         env.step([])
     assert env.step(respond(tokenizer, prompts, "=", "="))[1].tolist() == [[1.0, 1.0]] * 3
 
 
-def test_evaluation_serves_the_split_in_order_from_its_start_each_time(env, tokenizer):
+def test_eval_mode_starts_at_the_first_question(env, tokenizer):
     for _ in range(2):
         with env.eval_mode("test"):
             prompts, served = env.reset()
@@ -125,14 +125,14 @@ def test_evaluation_serves_the_split_in_order_from_its_start_each_time(env, toke
             assert report["starts"] == (0, 1, 2)
 
 
-def test_selection_is_the_default_of_evaluation(env):
+def test_eval_mode_uses_validation_by_default(env):
     with env.eval_mode():
         assert env.reset()[1]["split"] == "validation"
     with pytest.raises(ValueError, match="got 'train'"), env.eval_mode("train"):
         pass
 
 
-def test_padding_is_never_part_of_a_completion(tokenizer):
+def test_padding_is_removed_from_completions(tokenizer):
     seen = []
 
     def reward(completion_ids, **_):
@@ -160,7 +160,7 @@ def test_padding_is_never_part_of_a_completion(tokenizer):
     assert seen == [[9, eos], [9, 8], [9, 8, 7, 6], [9, eos], [eos]]
 
 
-def test_a_pad_that_is_the_eos_ends_a_completion_once(tokenizer):
+def test_padding_with_eos_is_removed(tokenizer):
     seen = []
 
     def reward(completion_ids, **_):
@@ -182,7 +182,7 @@ def test_a_pad_that_is_the_eos_ends_a_completion_once(tokenizer):
     assert seen == [[9, eos], [9, 8, 7, 6]]
 
 
-def test_shapes_that_do_not_fit_are_refused(env, tokenizer):
+def test_invalid_shapes_are_refused(env, tokenizer):
     with pytest.raises(ValueError, match="reset"):
         env.step([])
     prompts, _ = env.reset()
@@ -200,7 +200,7 @@ def test_shapes_that_do_not_fit_are_refused(env, tokenizer):
     assert env.step(good)[1].shape == (3, 2)  # a refused step changes nothing
 
 
-def test_a_declared_group_size_is_checked_in_training_only(tokenizer):
+def test_group_size_is_checked_only_in_training(tokenizer):
     env = HuggingFaceGym(QA, HELD_OUT, tokenizer, reward_fn=exact, data_batch_size=2, group_size=3)
     prompts, _ = env.reset()
     with pytest.raises(ValueError, match=r"group_size .* 3 .* 2"):

@@ -1,4 +1,4 @@
-"""What reward functions are given, by what they ask for; and what is tried before anything is trained."""
+"""Arguments of reward functions, and the preflight."""
 
 import functools
 import math
@@ -19,13 +19,13 @@ PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
 
 
 def defined(parameters, body="return 1.0", **scope):
-    """Return a function with the given parameters."""
+    """Return a function with these parameters."""
     exec(f"def reward({parameters}):\n    {body}", scope)  # noqa: S102 (our own text)
     return scope["reward"]
 
 
 def asked(function):
-    """Return what a function of AgileRL's form is given."""
+    """Call a function in AgileRL's form."""
     answers = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
     return compute_rewards(make_rewards(function, None, None), answers, "raise")
 
@@ -51,7 +51,7 @@ def asked(function):
         "**given",
     ],
 )
-def test_every_parameter_gets_what_its_name_or_place_says(parameters):
+def test_parameters_are_passed_by_name_or_position(parameters):
     seen = {}
     names = re.findall(r"\b(?!strict|four|4|True)[a-z]+", parameters)
     asked(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
@@ -79,7 +79,7 @@ def test_every_parameter_gets_what_its_name_or_place_says(parameters):
         ("prompts, completions, **columns", "reward_funcs"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(tokenizer, parameters, message):
+def test_agilerl_functions_with_wrong_parameters_are_refused(tokenizer, parameters, message):
     with pytest.raises(ValueError, match=f"'reward'.*{message}"):
         HuggingFaceGym(QA, None, tokenizer, reward_fn=defined(parameters))
 
@@ -93,12 +93,12 @@ def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(tokenizer
         ("completions, /, level", "by name"),
     ],
 )
-def test_a_function_that_asks_for_what_is_not_there_is_refused(plain_tokenizer, parameters, message):
+def test_trl_functions_with_unknown_parameters_are_refused(plain_tokenizer, parameters, message):
     with pytest.raises(ValueError, match=f"'reward'.*{message}"):
         HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[defined(parameters)])
 
 
-def test_columns_have_to_be_in_every_dataset(plain_tokenizer):
+def test_columns_are_required_in_every_dataset(plain_tokenizer):
     def reward(completions, level):
         return [0.0 for _ in completions]
 
@@ -107,7 +107,7 @@ def test_columns_have_to_be_in_every_dataset(plain_tokenizer):
         HuggingFaceGym(PROMPTS, [{"prompt": "x"}], plain_tokenizer, reward_funcs=reward)
 
 
-def test_what_training_offers_goes_to_those_that_ask(plain_tokenizer):
+def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     seen = []
 
     def wants(completions, level, trainer_state, log_extra, log_metric):
@@ -135,7 +135,7 @@ def test_what_training_offers_goes_to_those_that_ask(plain_tokenizer):
 
 
 @pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", "high")])
-def test_what_cannot_be_logged_is_refused(plain_tokenizer, name, value):
+def test_invalid_metrics_are_refused(plain_tokenizer, name, value):
     def reward(completions, log_metric):
         log_metric(name, value)
         return [0.0 for _ in completions]
@@ -145,14 +145,14 @@ def test_what_cannot_be_logged_is_refused(plain_tokenizer, name, value):
         env.preflight()
 
 
-# ---- what is tried
+# ---- preflight
 
 
 def preflight(tokenizer, function, **options):
     return HuggingFaceGym(QA, None, tokenizer, reward_fn=function, **options).preflight()
 
 
-def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokenizer):
+def test_preflight_uses_a_sample_completion(tokenizer):
     seen = []
 
     def reward(completion, answer, question):
@@ -174,12 +174,12 @@ def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokeni
     [("1.0", "must return numbers or None, got '1.0'"), ([1.0], r"got \[1.0\]"), (math.inf, "finite"), ({}, "got {}")],
 )
 @pytest.mark.parametrize("on_error", ["raise", "exclude"])
-def test_what_is_no_reward_is_found_before_anything_is_trained(tokenizer, value, message, on_error):
+def test_preflight_refuses_invalid_rewards(tokenizer, value, message, on_error):
     with pytest.raises(RewardError, match=f"{message}"):
         preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
 
 
-def test_a_function_that_fails_is_found_unless_failures_are_left_out(tokenizer):
+def test_preflight_raises_failures_unless_excluded(tokenizer):
     def reward(completion, answer, question):
         return 1 / 0
 
@@ -188,7 +188,7 @@ def test_a_function_that_fails_is_found_unless_failures_are_left_out(tokenizer):
     assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
 
 
-def test_a_function_is_tried_where_it_will_run(tokenizer):
+def test_preflight_uses_the_worker_processes(tokenizer):
     with HuggingFaceGymClosing(QA, None, tokenizer, reward_fn=single, reward_workers=1) as env:
         assert set(env.preflight().rewards) == {"single"}
 
@@ -201,7 +201,7 @@ class HuggingFaceGymClosing(HuggingFaceGym):
         self.close()
 
 
-def test_partial_functions_and_builtins_are_called_as_they_ask():
+def test_partial_functions_and_lambdas_are_supported():
     def graded(scale, completion, question):
         return scale * len(completion + question)
 

@@ -1,4 +1,4 @@
-"""How reward functions are called, checked and combined."""
+"""Reward functions: calls, checks and weighted sums."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def returning(value):
     return reward
 
 
-def test_trl_functions_see_texts_columns_and_ids_once():
+def test_trl_functions_get_texts_columns_and_ids():
     seen = []
 
     def reward(prompts, completions, completion_ids, **columns):
@@ -49,7 +49,7 @@ def test_trl_functions_see_texts_columns_and_ids_once():
     assert earned.steps == {}
 
 
-def test_trl_functions_see_messages_for_message_prompts():
+def test_trl_functions_get_messages_for_message_prompts():
     prompts = [[{"role": "user", "content": text}] for text in "pq"]
     rows = [{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts]
 
@@ -64,7 +64,7 @@ def test_trl_functions_see_messages_for_message_prompts():
     assert trl(reward, rows=rows).rewards.tolist() == [1.0, 0.0]
 
 
-def test_agilerl_functions_see_completion_answer_question_in_this_order():
+def test_agilerl_functions_get_completion_answer_question():
     rows = [{"question": "a?", "answer": "a"}, {"question": "b?", "answer": "b"}]
     (reward,) = make_rewards(
         lambda completion, answer, question: float((completion, answer, question) == ("b", "b", "b?")), None, None
@@ -72,7 +72,7 @@ def test_agilerl_functions_see_completion_answer_question_in_this_order():
     assert compute_rewards([reward], answers(("b", "b"), rows), "raise").rewards.tolist() == [0.0, 1.0]
 
 
-def test_weights_multiply_and_none_is_left_out():
+def test_weights_multiply_and_none_is_skipped():
     earned = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
     components = earned.components
     assert earned.rewards.tolist() == [9.0, -2.5]
@@ -81,7 +81,7 @@ def test_weights_multiply_and_none_is_left_out():
     assert math.isnan(components["reward"][1])
 
 
-def test_a_reward_is_nan_only_where_no_function_applies():
+def test_rewards_are_nan_only_if_no_function_applies():
     earned = trl(returning([None, None]), returning([None, 0.0]))
     assert np.isnan(earned.rewards).tolist() == [True, False]
 
@@ -97,7 +97,7 @@ def test_a_reward_is_nan_only_where_no_function_applies():
         [np.True_, np.int8(0)],
     ],
 )
-def test_every_kind_of_number_is_a_reward(value):
+def test_all_number_types_are_accepted(value):
     assert trl(returning(value)).rewards.tolist() == [1.0, 0.0]
 
 
@@ -118,12 +118,12 @@ def test_every_kind_of_number_is_a_reward(value):
         ([[1.0], [2.0]], "numbers or None"),
     ],
 )
-def test_what_is_no_reward_is_refused_with_the_function_and_the_value(value, message):
+def test_invalid_rewards_are_refused(value, message):
     with pytest.raises(RewardError, match=f"'reward'.*{message}"):
         trl(returning(value))
 
 
-def test_a_weighted_sum_that_members_could_not_learn_from_is_refused():
+def test_sums_beyond_float32_are_refused():
     with pytest.raises(RewardError, match="reward_weights"):
         trl(returning([1e30, 1e3]), weights=[1e30])
     with pytest.raises(RewardError, match=r"raised ValueError.*finite"):
@@ -134,20 +134,20 @@ def fragile(completions, **_):
     return [1.0 / len(text) for text in completions]
 
 
-def test_an_exception_names_the_function_and_the_completion_and_is_chained():
+def test_exceptions_name_the_function_and_are_chained():
     with pytest.raises(RewardError, match=r"'fragile' raised ZeroDivisionError: .*for the completion ''") as caught:
         trl(fragile, texts=("ab", ""))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_an_exception_in_the_row_form_names_the_completion():
+def test_exceptions_in_agilerl_form_name_the_completion():
     rows = [{"question": "", "answer": "7"}, {"question": "", "answer": "7"}]
     (reward,) = make_rewards(lambda completion, answer, question: float(int(completion) == int(answer)), None, None)
     with pytest.raises(RewardError, match=r"raised ValueError.*for the completion 'seven'"):
         compute_rewards([reward], answers(("7", "seven"), rows), "raise")
 
 
-def test_completions_are_shown_escaped_and_short():
+def test_messages_show_completions_escaped_and_short():
     hostile = "\x1b[31m" + "\u202e" + "x" * 5000 + "\r\n"
 
     def reward(completions, **_):
@@ -161,7 +161,7 @@ def test_completions_are_shown_escaped_and_short():
     assert len(message) < 1000
 
 
-def test_a_failure_only_with_all_completions_is_told_as_such():
+def test_failures_only_with_several_completions_are_raised():
     def reward(completions, **_):
         if len(completions) > 1:
             raise RuntimeError("too many")
@@ -172,7 +172,7 @@ def test_a_failure_only_with_all_completions_is_told_as_such():
             trl(reward, on_error=on_error)
 
 
-def test_excluding_leaves_out_only_the_failing_completion():
+def test_exclude_affects_only_failing_completions():
     with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
         earned = trl(fragile, returning_like_one, texts=("", "ab"), on_error="exclude")
     assert np.isnan(earned.rewards).tolist() == [True, False]
@@ -184,20 +184,20 @@ def returning_like_one(completions, **_):
     return [1.0] * len(completions)
 
 
-def test_excluding_covers_bad_values_but_never_a_wrong_length():
+def test_exclude_covers_invalid_values_but_not_wrong_lengths():
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
         assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
     with pytest.raises(RewardError, match="got 1 for 2"):
         trl(returning([1.0]), on_error="exclude")
 
 
-def test_nothing_is_told_where_nothing_fails():
+def test_exclude_does_not_warn_without_failures():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trl(fragile, on_error="exclude")
 
 
-def test_names_stay_apart():
+def test_names_are_unique():
     class Judge:
         def __call__(self, completions, **_):
             return [0.0] * len(completions)
@@ -226,7 +226,7 @@ def test_names_stay_apart():
         ((3, None, None), "got 3"),
     ],
 )
-def test_what_cannot_be_called_is_refused(arguments, message):
+def test_invalid_functions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_rewards(*arguments)
 
@@ -257,7 +257,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 @pytest.mark.parametrize("plain_function", [True, False])
-def test_whatever_comes_out_of_a_function_is_a_reward_error(case, plain_function):
+def test_all_results_and_exceptions_are_handled(case, plain_function):
     make, message = ODD[case]
 
     def odd(completion, answer, question):

@@ -42,7 +42,7 @@ def questions(part):
     *[st.lists(st.text("abc", min_size=1, max_size=2), min_size=1, max_size=12)] * 2,
     st.sampled_from([(), ("test",), ("validation",), ("test", "validation")]),
 )
-def test_no_question_is_shared_or_repeated_and_every_row_is_accounted_for(train, held_out, given_splits):
+def test_splits_are_disjoint_and_every_row_is_counted(train, held_out, given_splits):
     tables = {"train": rows(*train, *(f"long{n}" for n in range(9)))}
     tables |= {name: rows(*held_out, f"own {name}") for name in given_splits}
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def test_no_question_is_shared_or_repeated_and_every_row_is_accounted_for(train,
     assert len(asked) + left_out == sum(len(table) for table in tables.values())
 
 
-def test_each_reason_is_counted_once_and_told_once():
+def test_left_out_rows_are_counted_by_reason():
     tables = {
         "train": rows("a", "a", "v", "t", "too long", "b"),
         "validation": rows("v", "t", "v"),
@@ -78,7 +78,7 @@ def test_each_reason_is_counted_once_and_told_once():
     }
 
 
-def test_validation_is_drawn_from_train_and_never_from_test():
+def test_validation_is_drawn_from_train():
     tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
     parts, _ = split(tables)
     places = [content.position(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
@@ -93,7 +93,7 @@ def test_validation_is_drawn_from_train_and_never_from_test():
     assert sorted(questions(parts["train"]) + questions(parts["validation"])) == sorted(map(str, range(50)))
 
 
-def test_the_draw_depends_on_the_seed_only():
+def test_the_draw_depends_only_on_the_seed():
     tables = {"train": rows(*map(str, range(50)))}
     drawn = [questions(split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -106,7 +106,7 @@ def test_the_draw_depends_on_the_seed_only():
     st.sampled_from([NONE, {"validation": 2, "test": 2}, {"validation": None, "test": 1}]),
     st.randoms(use_true_random=False),
 )
-def test_rows_that_are_added_move_no_question_between_splits(first, added, sizes, order):
+def test_added_rows_move_no_question_between_splits(first, added, sizes, order):
     texts = list(map(str, first | added))
     order.shuffle(texts)
     before, _ = split({"train": rows(*map(str, first))}, sizes=sizes)
@@ -125,7 +125,7 @@ def depth(name, question):
 
 
 @pytest.mark.parametrize("more", [50, 1000])
-def test_what_is_next_in_line_for_a_held_out_split_is_not_trained_on(more):
+def test_reserved_questions_are_not_trained_on(more):
     sizes = {"validation": 20, "test": 20}
     before, filtered = split({"train": rows(*map(str, range(1000)))}, sizes=sizes)
     after, _ = split({"train": rows(*map(str, range(1000 + more)))}, sizes=sizes)
@@ -139,7 +139,7 @@ def test_what_is_next_in_line_for_a_held_out_split_is_not_trained_on(more):
         assert set(questions(before[name])) & set(questions(after[name]))
 
 
-def test_a_question_keeps_its_split_under_another_template():
+def test_the_template_does_not_change_the_split():
     def longer(split, table):
         whole = read(split, table)
         return replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])
@@ -155,13 +155,13 @@ def test_default_sizes_are_bounded():
 
 
 @pytest.mark.parametrize(("size", "rest"), [(0, 10), (10, 10), (11, 10), (-1, 10)])
-def test_impossible_sizes_are_refused(size, rest):
+def test_invalid_sizes_are_refused(size, rest):
     tables = {"train": rows(*map(str, range(10))), "test": rows("x")}
     with pytest.raises(ValueError, match=rf"validation_size .* {rest} .*got {size}"):
         split(tables, sizes={"validation": size, "test": None})
 
 
-def test_a_split_that_ends_up_empty_is_refused():
+def test_empty_splits_are_refused():
     with pytest.raises(ValueError, match=r"train_dataset was left out.* 2 held out"):
         split({"train": rows("a", "b"), "test": rows("b", "a")})
 
@@ -193,6 +193,6 @@ def test_too_few_questions_are_refused():
         (datasets.Dataset.from_dict({"question": ["a"]}).to_iterable_dataset(), "IterableDataset"),
     ],
 )
-def test_what_is_no_table_is_refused_by_name(table, message):
+def test_invalid_tables_are_refused(table, message):
     with pytest.raises(ValueError, match=f"my_dataset.*{message}"):
         check_table(table, ["question"], "my_dataset")

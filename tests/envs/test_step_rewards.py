@@ -1,4 +1,4 @@
-"""Rewards inside completions: what may be returned, and the token that each one lands on."""
+"""Step rewards: validation and token positions."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def returning(*values):
 # ---- the record
 
 
-def test_every_kind_of_list_will_do_and_the_total_is_the_sum():
+def test_all_list_types_are_accepted():
     for make in (list, tuple, np.array, torch.tensor):
         rewards = StepRewards(make([1.0, -0.25]), make([3, 0]))
         assert rewards == StepRewards((1.0, -0.25), (3, 0), "token")
@@ -56,7 +56,7 @@ def test_every_kind_of_list_will_do_and_the_total_is_the_sum():
         (([1.0], "0"), "positions of StepRewards must be a list, got '0'"),
     ],
 )
-def test_what_is_no_step_reward_is_refused(arguments, message):
+def test_invalid_step_rewards_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         StepRewards(*arguments)
 
@@ -64,8 +64,8 @@ def test_what_is_no_step_reward_is_refused(arguments, message):
 # ---- where they land
 
 
-def test_tokens_and_characters_are_counted_from_the_completions_start(plain_tokenizer):
-    """One token a character, plus the end of sequence, which has no text."""
+def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):
+    """There is one token per character, and an EOS without text."""
     by_token = StepRewards([1.0, 2.0], [0, 4])
     by_character = StepRewards([1.0, 2.0, 4.0], [1, 3, 1], "character")
     ids, scores = scored(plain_tokenizer, returning(by_token, by_character), texts=["abcd<eos>", "abcd<eos>"])
@@ -76,14 +76,14 @@ def test_tokens_and_characters_are_counted_from_the_completions_start(plain_toke
 
 
 def byte_level():
-    """Return a tokenizer of bytes with a few merges: characters beyond ASCII take several tokens."""
+    """Return a byte tokenizer with a few merges, in which other characters than ASCII have several tokens."""
     raw = ByteLevelBPETokenizer()
     raw.train_from_iterator(["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2)
     return PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>")
 
 
 def word_pieces():
-    """Return a tokenizer that puts a space before each word but shows none at the beginning."""
+    """Return a tokenizer with a space before each word, except at the start of the text."""
     from tokenizers import decoders, models, pre_tokenizers
 
     raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
@@ -93,8 +93,8 @@ def word_pieces():
 
 
 @pytest.mark.parametrize("text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"])
-def test_a_character_belongs_to_the_token_that_completes_it(text):
-    """Slow oracle: the first token count whose decoding has the character whole."""
+def test_characters_belong_to_the_token_that_completes_them(text):
+    """Slow oracle: the shortest token prefix with the complete character."""
     tokenizer = byte_level()
     ids = tokenizer(text)["input_ids"]
     rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
@@ -108,7 +108,7 @@ def test_a_character_belongs_to_the_token_that_completes_it(text):
         assert place == covered[0] - 1
 
 
-def test_spaces_that_show_only_between_words_belong_to_the_word_behind_them():
+def test_spaces_between_words_belong_to_the_next_token():
     tokenizer = word_pieces()
     text = "one two three"
     ids = tokenizer(text)["input_ids"]
@@ -118,7 +118,7 @@ def test_spaces_that_show_only_between_words_belong_to_the_word_behind_them():
     assert token_positions(rewards, ids, text, tokenizer.decode) == [0, 1, 1, 2]
 
 
-def test_a_special_token_covers_no_character(plain_tokenizer):
+def test_special_tokens_have_no_characters(plain_tokenizer):
     ids = plain_tokenizer("ab<eos>", add_special_tokens=False)["input_ids"]
 
     def decode(ids):
@@ -130,7 +130,7 @@ def test_a_special_token_covers_no_character(plain_tokenizer):
 # ---- several functions
 
 
-def test_weights_reach_the_steps_and_whole_rewards_stand_at_the_end(plain_tokenizer):
+def test_weights_apply_to_steps_and_scalars_go_to_the_last_token(plain_tokenizer):
     steps = returning(StepRewards([1.0], [0]), None, StepRewards([2.0], [2]))
     whole = returning(10.0, 20.0, None)
     _, scores = scored(plain_tokenizer, steps, whole, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
@@ -139,13 +139,13 @@ def test_weights_reach_the_steps_and_whole_rewards_stand_at_the_end(plain_tokeni
     assert scores.weights == (2.0, 0.5)
 
 
-def test_no_steps_at_all_are_a_reward_of_nothing(plain_tokenizer):
+def test_no_steps_give_a_reward_of_zero(plain_tokenizer):
     _, scores = scored(plain_tokenizer, returning(StepRewards([], []), StepRewards([1.0], [0])), texts=["ab", "ab"])
     assert scores.rewards.tolist() == [0.0, 1.0]
     assert np.isnan(scores.step_rewards[0]).all()
 
 
-def test_without_step_rewards_there_is_no_table(plain_tokenizer):
+def test_step_rewards_are_none_without_steps(plain_tokenizer):
     assert scored(plain_tokenizer, returning(1.0, None), texts=["ab", "ab"])[1].step_rewards is None
 
 
@@ -161,14 +161,14 @@ def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, m
         scored(plain_tokenizer, returning(rewards), texts=["ab<eos>"])
 
 
-def test_an_excluded_completion_has_no_step_rewards(plain_tokenizer):
+def test_excluded_completions_have_no_step_rewards(plain_tokenizer):
     bad = returning(StepRewards([1.0], [9]), StepRewards([1.0], [0]))
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
         _, scores = scored(plain_tokenizer, bad, returning(1.0, 1.0), texts=["ab", "ab"], on_reward_error="exclude")
     np.testing.assert_array_equal(scores.step_rewards, [[np.nan, np.nan], [1.0, 1.0]])
 
 
-def test_the_form_of_single_completions_may_return_steps(plain_tokenizer):
+def test_agilerl_functions_may_return_step_rewards(plain_tokenizer):
     def reward_fn(completion, answer, question):
         return StepRewards([1.0], [completion.index(answer)], "character")
 

@@ -1,4 +1,4 @@
-"""Conversation templates and what becomes of untrusted questions in them."""
+"""Conversation templates, rendering and tokenization."""
 
 import pytest
 
@@ -11,23 +11,23 @@ ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{qu
     "question",
     ["{answer}", "{0}", "{question.__class__}", "{{x}}", "{", "}", r"\1 \g<0>", '{"a": [1, {}]}', "%s {a!r}"],
 )
-def test_braces_in_a_question_stay_as_they_are(question):
+def test_braces_in_questions_are_unchanged(question):
     template = check_template([{"role": "user", "content": "Q: {question} ({answer})"}])
     assert fill_template(template, question, "SECRET") == [{"role": "user", "content": f"Q: {question} (SECRET)"}]
 
 
-def test_doubled_braces_are_literal_and_values_need_not_be_text():
+def test_doubled_braces_are_literal():
     template = check_template([{"role": "user", "content": r"\boxed{{answer}} {{}} {} {question} {answer}"}])
     assert fill_template(template, 24, [1, 2])[0]["content"] == r"\boxed{answer} {} {} 24 [1, 2]"
 
 
-def test_unknown_fields_are_refused_with_a_remedy():
+def test_unknown_fields_are_refused():
     with pytest.raises(ValueError, match=r"conversation_template .*\{context\}.*\{\{context\}\}"):
         check_template([{"role": "user", "content": "{question} {context}"}])
 
 
 @pytest.mark.parametrize("content", ["no field", "{{question}}", "{answer}"])
-def test_a_template_without_a_question_is_refused(content):
+def test_templates_without_question_are_refused(content):
     with pytest.raises(ValueError, match=r"conversation_template .*\{question\}"):
         check_template([{"role": "user", "content": content}])
 
@@ -38,24 +38,24 @@ def test_malformed_templates_are_refused(template):
         check_template(template)
 
 
-def test_a_conversation_opens_an_assistant_turn(tokenizer):
+def test_render_opens_an_assistant_turn(tokenizer):
     assert render(fill_template(ASK, "2+2?", ""), tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
 
 
-def test_a_final_assistant_message_is_continued(tokenizer):
+def test_render_continues_a_final_assistant_message(tokenizer):
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
     assert render(messages, tokenizer) == "<u>2+2?<eos><a>It is"
     messages[-1]["content"] = ""
     assert render(messages, tokenizer) == "<u>2+2?<eos><a>"
 
 
-def test_chat_markers_are_single_tokens_and_specials_are_not_added_twice(tokenizer, encode):
+def test_special_tokens_are_not_added_twice(tokenizer, encode):
     (ids,) = tokenize(iter([([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
 
 
-def test_texts_and_messages_do_not_mix(tokenizer):
+def test_mixed_text_and_messages_are_refused(tokenizer):
     with pytest.raises(ValueError, match="of x "):
         tokenize(iter([("hi", {}), ([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
 
@@ -65,6 +65,6 @@ def test_messages_need_a_chat_template(plain_tokenizer):
         tokenize(iter([([{"role": "user", "content": "hi"}], {})]), plain_tokenizer, "x")
 
 
-def test_empty_prompts_are_refused_by_row(plain_tokenizer):
+def test_empty_prompts_are_refused(plain_tokenizer):
     with pytest.raises(ValueError, match="row 1 of x"):
         tokenize(iter([("a", {}), ("", {})]), plain_tokenizer, "x")

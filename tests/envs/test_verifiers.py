@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: real ones that hang, crash and misbehave, none of which may stop a run."""
+"""Verifier workers: reward functions that hang, crash or misbehave."""
 
 import functools
 import gc
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and process gro
 
 
 class Verified:
-    """Reward functions with a pool of their own."""
+    """Reward functions with their own pool."""
 
     def __init__(self, *given, form="trl", timeout=None, workers=2):
         self.rewards = make_rewards(None, list(given), None) if form == "trl" else make_rewards(*given, None, None)
@@ -56,7 +56,7 @@ def verified():
 
 
 def gone(pid, within=5.0):
-    """Tell whether a process ends in time; one that nobody has waited for yet counts as ended."""
+    """Return True if a process ends in time; zombies count as ended."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         try:
@@ -72,7 +72,7 @@ def gone(pid, within=5.0):
 # ---- the same results as without processes
 
 
-def test_every_kind_of_reward_survives_the_journey(verified):
+def test_results_equal_those_in_process(verified):
     texts = [str(number) for number in range(len(functions.KINDS))]
     earned = verified(functions.kinds)(*texts)
     rows = [{"prompt": "p"}] * len(texts)
@@ -95,7 +95,7 @@ def test_every_kind_of_reward_survives_the_journey(verified):
         (functions.not_finite, "finite numbers .*nan for the completion 'x'"),
     ],
 )
-def test_what_is_no_reward_is_refused_as_without_processes(verified, function, message):
+def test_invalid_rewards_are_refused(verified, function, message):
     with pytest.raises(RewardError, match=message):
         verified(function)("x", "y")
 
@@ -105,7 +105,7 @@ def test_a_wrong_number_of_rewards_is_refused(verified):
         verified(functions.short, workers=1)("x", "y", "z")
 
 
-def test_completions_are_shared_out_and_come_back_in_order(verified):
+def test_completions_are_split_and_returned_in_order(verified):
     texts = ["x" * number for number in range(11)]
     both = verified(functions.batched, functions.sizes, workers=3)
     for _ in range(2):
@@ -115,18 +115,18 @@ def test_completions_are_shared_out_and_come_back_in_order(verified):
     assert verified(functions.single, form="agilerl")(*texts).rewards.tolist() == list(range(11))
 
 
-def test_workers_work_side_by_side(verified):
+def test_workers_run_in_parallel(verified):
     earned = verified(functions.processes, workers=4)("a", "b", "c", "d")  # each for longer than it takes to start one
     assert len(set(earned.rewards)) > 1
     assert os.getpid() not in earned.rewards
 
 
-def test_workers_import_no_more_than_the_function_needs(verified):
+def test_workers_do_not_import_torch(verified):
     assert "torch" in sys.modules or __import__("torch")
     assert verified(functions.light)("x").rewards.tolist() == [0.0]
 
 
-def test_what_a_function_prints_is_no_reply(verified, capfd):
+def test_printed_text_is_not_a_reply(verified, capfd):
     assert verified(functions.noisy)("x", "y").rewards.tolist() == [1.0, 1.0]
     errors = ""
     deadline = time.monotonic() + 20
@@ -143,7 +143,7 @@ def test_what_a_function_prints_is_no_reply(verified, capfd):
 
 @pytest.mark.parametrize("text", ["hang", "spin"])
 @pytest.mark.parametrize(("function", "form"), [(functions.batched, "trl"), (functions.single, "agilerl")])
-def test_a_reward_that_hangs_is_killed_and_reported(verified, function, form, text):
+def test_hanging_calls_are_killed(verified, function, form, text):
     began = time.monotonic()
     slow = verified(function, form=form, timeout=0.5)
     with pytest.raises(RewardError, match=rf"'{function.__name__}' took longer than 0.5 s .* completion '{text}'"):
@@ -152,21 +152,21 @@ def test_a_reward_that_hangs_is_killed_and_reported(verified, function, form, te
     assert time.monotonic() - began < 10
 
 
-def test_a_reward_that_hangs_can_be_excluded(verified):
+def test_hanging_calls_can_be_excluded(verified):
     slow = verified(functions.batched, timeout=0.5)
     with pytest.warns(UserWarning, match=r"2 of 5 completions excluded; the first: .*took longer than 0.5 s"):
         earned = slow("a", "hang", "bb", "hang", "ccc", on_error="exclude")
     np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2, np.nan, 3])
 
 
-def test_what_a_killed_function_has_started_is_killed_as_well(verified, tmp_path):
+def test_child_processes_are_killed_too(verified, tmp_path):
     place = tmp_path / "pids"
     with pytest.raises(RewardError, match="took longer than 1 s"):
         verified(functions.batched, timeout=1.0)(f"child {place}")
     assert all(gone(int(pid)) for pid in place.read_text().split())
 
 
-def test_a_completion_is_shown_escaped(verified):
+def test_messages_show_completions_escaped(verified):
     with pytest.raises(RewardError) as caught:
         verified(functions.batched, timeout=0.5)("\x1b[31m\u202ex" * 100, "raise")
     message = str(caught.value)
@@ -174,14 +174,14 @@ def test_a_completion_is_shown_escaped(verified):
     assert re.search(r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'", message)
 
 
-def test_a_failure_does_not_wait_for_those_who_hang(verified):
+def test_failures_do_not_wait_for_hanging_calls(verified):
     began = time.monotonic()
     with pytest.raises(RewardError, match="raised RuntimeError"):
         verified(functions.single, form="agilerl", timeout=30.0)("hang", "raise")
     assert time.monotonic() - began < 10
 
 
-def test_a_call_that_is_slow_only_with_many_completions_is_told_as_such(verified, tmp_path):
+def test_calls_slow_only_with_several_completions_are_raised(verified, tmp_path):
     path = tmp_path / "slow.py"
     path.write_text(
         "import time\ndef slow(completions, **_):\n    time.sleep(0.4 * (len(completions) > 1))\n"
@@ -198,7 +198,7 @@ def test_a_call_that_is_slow_only_with_many_completions_is_told_as_such(verified
     ("text", "ending"),
     [("exit", "exit code 3"), ("segfault", "SIGSEGV"), ("killed", "SIGKILL, perhaps out of memory")],
 )
-def test_a_worker_that_dies_is_reported_and_replaced(verified, text, ending):
+def test_dead_workers_are_reported_and_replaced(verified, text, ending):
     frail = verified(functions.batched)
     with pytest.raises(RewardError, match=rf"'batched' ended its worker process \({ending}\) .* completion '{text}'"):
         frail("a", text)
@@ -208,19 +208,19 @@ def test_a_worker_that_dies_is_reported_and_replaced(verified, text, ending):
     assert frail("a", "bb").rewards.tolist() == [1.0, 2.0]
 
 
-def test_leaving_the_program_is_an_error_of_the_function(verified):
+def test_system_exit_is_an_error_of_the_function(verified):
     with pytest.raises(RewardError, match="raised SystemExit: '4'"):
         verified(functions.batched)("leave")
 
 
-def test_a_worker_that_died_in_between_is_nobodys_fault(verified):
+def test_workers_that_die_while_idle_are_replaced(verified):
     frail = verified(functions.batched, workers=1)
     assert frail("later").rewards.tolist() == [5.0]
     time.sleep(0.6)
     assert frail("a").rewards.tolist() == [1.0]
 
 
-def test_a_worker_that_closes_its_channel_is_given_up(verified):
+def test_workers_that_close_their_pipe_are_killed(verified):
     with pytest.raises(RewardError, match=r"ended its worker process \(it closed its pipe\) .* 'close'"):
         verified(functions.batched)("close")
 
@@ -228,7 +228,7 @@ def test_a_worker_that_closes_its_channel_is_given_up(verified):
 # ---- async functions
 
 
-def test_async_functions_of_both_forms_run_at_once_in_a_worker(verified):
+def test_async_functions_run_concurrently_in_a_worker(verified):
     began = time.monotonic()
     assert verified(functions.patient)("a", "bb").rewards.tolist() == [1.0, 2.0]
     single = verified(functions.patient_single, form="agilerl")
@@ -238,7 +238,7 @@ def test_async_functions_of_both_forms_run_at_once_in_a_worker(verified):
 
 @pytest.mark.parametrize("text", ["wait", "hang"])
 @pytest.mark.parametrize(("function", "form"), [(functions.patient, "trl"), (functions.patient_single, "agilerl")])
-def test_async_functions_that_hang_are_excluded_whether_they_await_or_block(verified, function, form, text):
+def test_hanging_async_functions_are_excluded(verified, function, form, text):
     slow = verified(function, form=form, timeout=0.6)
     with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than 0.6 s"):
         earned = slow("a", text, "bb", on_error="exclude")
@@ -248,7 +248,7 @@ def test_async_functions_that_hang_are_excluded_whether_they_await_or_block(veri
 # ---- what can be sent
 
 
-def test_functions_that_no_other_process_can_find_are_refused_up_front():
+def test_functions_that_cannot_be_pickled_are_refused():
     def inner(completions, **_):
         return []
 
@@ -257,7 +257,7 @@ def test_functions_that_no_other_process_can_find_are_refused_up_front():
             make_reward_runner(make_rewards(None, [function], None), None, 1)
 
 
-def test_functions_of_a_file_are_found_again(verified, tmp_path):
+def test_functions_in_files_are_loaded(verified, tmp_path):
     path = tmp_path / "my_rewards.py"
     (tmp_path / "beside.py").write_text("VALUE = 7.0\n")
     path.write_text(
@@ -271,7 +271,7 @@ def test_functions_of_a_file_are_found_again(verified, tmp_path):
     assert earned.rewards.tolist() == [15.0]
 
 
-def test_a_module_that_cannot_be_loaded_in_a_worker_is_reported_up_front(tmp_path):
+def test_import_errors_in_workers_are_reported(tmp_path):
     path = tmp_path / "picky.py"
     path.write_text(
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    raise OSError('no display')\n"
@@ -281,7 +281,7 @@ def test_a_module_that_cannot_be_loaded_in_a_worker_is_reported_up_front(tmp_pat
         Verified(load_named(f"{path}:f", "reward function"))
 
 
-def test_a_worker_that_dies_while_loading_is_reported_up_front(tmp_path):
+def test_workers_that_die_while_loading_are_reported(tmp_path):
     path = tmp_path / "deadly.py"
     path.write_text(
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    os._exit(9)\ndef f(completions, **_):\n    return [0.0]\n"
@@ -290,7 +290,7 @@ def test_a_worker_that_dies_while_loading_is_reported_up_front(tmp_path):
         Verified(load_named(f"{path}:f", "reward function"))
 
 
-def test_columns_that_cannot_be_sent_are_reported(verified):
+def test_columns_that_cannot_be_pickled_are_reported(verified):
     with pytest.raises(RewardError, match="'batched' cannot be sent its arguments, TypeError: cannot pickle"):
         verified(functions.batched)("x", columns={"lock": threading.Lock()})
 
@@ -304,12 +304,12 @@ def test_columns_that_cannot_be_sent_are_reported(verified):
         (functions.batched, 1.0, 0, "reward_timeout .*reward_workers .*'batched'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(function, timeout, workers, message):
+def test_invalid_settings_are_refused(function, timeout, workers, message):
     with pytest.raises(ValueError, match=message):
         make_reward_runner(make_rewards(None, [function], None), timeout, workers)
 
 
-def test_a_timeout_brings_workers_for_functions_that_cannot_be_stopped_otherwise():
+def test_a_timeout_uses_workers_for_synchronous_functions():
     runner = make_reward_runner(make_rewards(None, [functions.batched], None), 5.0, None)
     assert isinstance(runner, VerifierPool)
     runner.close()
@@ -322,7 +322,7 @@ def test_a_timeout_brings_workers_for_functions_that_cannot_be_stopped_otherwise
 # ---- the environment
 
 
-def test_an_environment_scores_through_workers(tokenizer, encode):
+def test_environments_score_in_workers(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
     with pytest.raises(ValueError, match="'<lambda>' cannot be sent"):
         HuggingFaceGym(rows, None, tokenizer, reward_fn=lambda completion, answer, question: 1.0, reward_timeout=1.0)
@@ -338,7 +338,7 @@ def test_an_environment_scores_through_workers(tokenizer, encode):
     assert all(gone(pid) for pid in workers)
 
 
-def test_an_environment_that_is_dropped_takes_its_workers_along(tokenizer):
+def test_workers_end_with_the_environment(tokenizer):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
     env = HuggingFaceGym(rows, None, tokenizer, reward_fn=functions.single, reward_workers=1)
     (worker,) = env._runner._workers
@@ -383,13 +383,13 @@ def program(tmp_path, ending):
     )
 
 
-def test_a_script_may_define_its_reward_functions_itself(tmp_path):
+def test_scripts_may_define_reward_functions(tmp_path):
     output, errors = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0)').communicate(timeout=120)
     assert output == "[3.0]\n", errors
     assert errors == ""  # nothing is left over when it ends
 
 
-def test_a_script_that_every_worker_would_run_again_is_refused_up_front(tmp_path):
+def test_scripts_without_main_guard_are_refused(tmp_path):
     process = program(tmp_path, 'main("abc", 20.0)')
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -404,7 +404,7 @@ def hanging(process):
     return int(line.split()[1])
 
 
-def test_ctrl_c_ends_a_program_whose_reward_hangs(tmp_path):
+def test_ctrl_c_ends_a_program_with_a_hanging_reward(tmp_path):
     process = program(tmp_path, 'if __name__ == "__main__": main("hang", None)')
     worker = hanging(process)
     process.send_signal(signal.SIGINT)
@@ -413,7 +413,7 @@ def test_ctrl_c_ends_a_program_whose_reward_hangs(tmp_path):
     assert gone(worker)
 
 
-def test_workers_do_not_outlive_a_program_that_is_killed(tmp_path):
+def test_workers_end_with_a_killed_program(tmp_path):
     process = program(tmp_path, 'if __name__ == "__main__": main("hang", None)')
     worker = hanging(process)
     process.kill()

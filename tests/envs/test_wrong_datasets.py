@@ -1,4 +1,4 @@
-"""Wrong datasets, conversations, networks and arguments are refused before anything is trained."""
+"""Invalid datasets, networks and arguments are refused before training."""
 
 import json
 import re
@@ -40,19 +40,19 @@ def asking(*rows):
 
 
 @pytest.mark.parametrize("answer", [None, float("nan"), np.nan])
-def test_an_answer_that_is_missing_is_refused_by_its_row(answer):
+def test_missing_answers_are_refused(answer):
     with pytest.raises(ValueError, match=r"Row 100 .*answer"):
         asking({"question": "1+1", "answer": answer})
 
 
 @pytest.mark.parametrize("row", [{"question": b"1+1", "answer": "2"}, {"question": "1+1", "answer": b"2"}])
-def test_bytes_are_refused_by_their_row(row):
+def test_bytes_are_refused(row):
     with pytest.raises(ValueError, match=r"row 100 .*bytes"):
         asking(row)
 
 
 @pytest.mark.parametrize("dataset", [None, {"train": None}])
-def test_a_missing_training_dataset_is_named(dataset):
+def test_a_missing_training_dataset_is_refused(dataset):
     with pytest.raises(ValueError, match="train_dataset"):
         HuggingFaceGym(dataset, tokenizer=tiny_tokenizer(), reward_fn=variety)
 
@@ -64,7 +64,7 @@ def talking(reply=lambda row, messages: "again", role="user", **options):
 
 
 @pytest.mark.parametrize(("role", "near"), [("usr", "user"), ("asistant", "assistant"), ("sytem", "system")])
-def test_an_unknown_role_is_refused_with_the_nearest_one(role, near):
+def test_unknown_roles_are_refused_with_a_suggestion(role, near):
     with pytest.raises(ValueError, match=f"role.*{near}"):
         talking(role=role)
 
@@ -72,7 +72,7 @@ def test_an_unknown_role_is_refused_with_the_nearest_one(role, near):
 @pytest.mark.parametrize(
     "reply", [lambda row: "again", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]]
 )
-def test_a_reply_that_cannot_work_is_found_by_the_preflight(reply):
+def test_preflight_refuses_failing_replies(reply):
     with pytest.raises(ValueError, match="reply"):
         talking(reply).preflight()
 
@@ -80,14 +80,14 @@ def test_a_reply_that_cannot_work_is_found_by_the_preflight(reply):
 @pytest.mark.parametrize(
     "rewards", [lambda completions, **_: [0.5], lambda completions, **_: None, lambda completions, **_: 0.5]
 )
-def test_rewards_of_another_number_than_completions_are_found_by_the_preflight(rewards):
+def test_preflight_refuses_wrong_numbers_of_rewards(rewards):
     rows = [{"prompt": str(number)} for number in range(40)]
     with pytest.raises(ValueError, match="reward"):
         HuggingFaceGym(rows, tokenizer=tiny_tokenizer(), reward_funcs=rewards).preflight()
 
 
 @pytest.mark.parametrize("split", ["val", "valid", "eval", None])
-def test_an_unknown_split_is_refused(split):
+def test_unknown_splits_are_refused(split):
     with pytest.raises(ValueError, match="split"):
         tiny_agent().test(tiny_env(), split=split)
     with pytest.raises(ValueError, match="split"):
@@ -118,12 +118,12 @@ def test_an_unknown_split_is_refused(split):
         (lambda: train("CartPole-v1", total_timesteps="1e4"), "total_timesteps must be"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_answered_with_the_one_meant(call, name):
+def test_unknown_arguments_are_refused_with_a_suggestion(call, name):
     with pytest.raises(ValueError, match=name):
         call()
 
 
-def test_a_reward_may_not_change_how_torch_computes():
+def test_torch_settings_are_restored_after_rewards():
     def careless(completion, answer, question):
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")

@@ -1,4 +1,4 @@
-"""Reward functions for worker processes, which find them by name: slow, crashing, and well-behaved ones."""
+"""Reward functions for worker processes: slow, crashing and correct ones."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from evogrpo import StepRewards
 
 
 def act(text):
-    """Do what a completion says, as a verifier that runs it would."""
+    """Execute the command in a completion."""
     if text == "hang":
         time.sleep(600)
     if text == "spin":
@@ -53,7 +53,7 @@ def single(completion, answer, question):
 
 
 def company(completions, **_):
-    """Return how many completions are judged in the same call."""
+    """Return the number of completions in the call."""
     return [float(len(completions))] * len(completions)
 
 
@@ -129,7 +129,7 @@ def hangs_at_first(completion, answer, question):
 
 
 def note(place, *completions):
-    """Write down what was called together, in a file that all workers write to."""
+    """Append the completions of a call to a file that all workers share."""
     with Path(place).open("a") as calls:
         calls.write(json.dumps(completions) + "\n")
 

@@ -14,16 +14,9 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol, TextIO
 
 from evogrpo.interruption import Interrupted, check_interrupted, intercept_exits, intercept_exits_in_thread
+from evogrpo.text import printable
 
 MAX_LINE_LENGTH = 2**16  # characters kept while a line is incomplete
-
-
-def escape_control(text: str) -> str:
-    r"""Replace control characters, other than tabs and line ends, by escapes such as `\x1b`."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text.replace("\r\n", "\n").replace("\r", "\n")
-    )
 
 
 class EscapingStream(io.TextIOBase):
@@ -47,7 +40,7 @@ class EscapingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write escaped text."""
-        escaped = escape_control(text)
+        escaped = printable(text.replace("\r\n", "\n").replace("\r", "\n"))
         try:
             self._target.write(escaped)
         except UnicodeEncodeError:

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,14 @@ def compute_rewards(
     runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
     outcomes = _call_rewards(rewards, inputs, runner, pending, stop_at_first=on_error == "raise")
     if retry and on_error == "exclude":
-        _retry(rewards, inputs, runner, outcomes)
+        failed = [
+            job
+            for reward in rewards
+            for row, value in outcomes[reward.name].items()
+            if isinstance(value, BaseException)
+            for job in reward.jobs(inputs, [row], 1)
+        ]
+        _run_jobs(failed, {reward.name: reward for reward in rewards}, runner, outcomes, stop_at_first=False)
     # 2. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
@@ -127,33 +134,24 @@ def _call_rewards(
     # 3. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
     for job, error in failed_jobs:
         single_jobs = [each for row in job.rows for each in by_name[job.name].jobs(inputs, [row], 1)]
-        single_outcomes = runner.wait(runner.submit(single_jobs), stop_at_first=stop_at_first)
-        for single, outcome in zip(single_jobs, single_outcomes, strict=True):
-            single_error = _store(single, outcome, values[job.name], batched=by_name[job.name].batched)
-            if single_error is not None:
-                values[job.name][single.rows[0]] = single_error
+        _run_jobs(single_jobs, by_name, runner, values, stop_at_first=stop_at_first)
         if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
             note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
             raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
     return values
 
 
-def _retry(
-    rewards: Sequence[Reward], inputs: RewardInputs, runner: RewardRunner, outcomes: dict[str, dict[int, Any]]
+def _run_jobs(
+    jobs: Sequence[Job],
+    by_name: Mapping[str, Reward],
+    runner: RewardRunner,
+    values: Mapping[str, dict[int, Any]],
+    *,
+    stop_at_first: bool,
 ) -> None:
-    """Repeat failed calls one by one and store their results."""
-    by_name = {reward.name: reward for reward in rewards}
-    failed = [
-        job
-        for name, values in outcomes.items()
-        for row, value in values.items()
-        if isinstance(value, BaseException)
-        for job in by_name[name].jobs(inputs, [row], 1)
-    ]
-    for job, outcome in zip(failed, runner.wait(runner.submit(failed), stop_at_first=False), strict=True):
-        error = _store(job, outcome, outcomes[job.name], batched=by_name[job.name].batched)
-        if error is not None:
-            outcomes[job.name][job.rows[0]] = error
+    """Run jobs of one completion each and store their results."""
+    for job, outcome in zip(jobs, runner.wait(runner.submit(jobs), stop_at_first=stop_at_first), strict=True):
+        _store(job, outcome, values[job.name], batched=by_name[job.name].batched)
 
 
 def _store(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
