@@ -144,7 +144,7 @@ def check_processes() -> Iterator[Finding]:
 
 def check_precision() -> Iterator[Finding]:
     """Say in what precision base models are held here, where a run leaves that open."""
-    from evogrpo.models.language.loading import PAYS, speed_up
+    from evogrpo.models.language.loading import MIN_SPEED_UP, speed_up
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -152,7 +152,7 @@ def check_precision() -> Iterator[Finding]:
     else:
         times = speed_up(576, 1536)  # SmolLM2-135M's widest product
         detail = f"products are {times:.1f} times as fast in bfloat16"
-        detail = f"bfloat16, {detail}" if times >= PAYS else f"float32, {detail} and {PAYS:g} would pay"
+        detail = f"bfloat16, {detail}" if times >= MIN_SPEED_UP else f"float32, {detail} and {MIN_SPEED_UP:g} would pay"
     yield Finding(what="precision", state="ok", detail=f"auto is {detail}")
 
 

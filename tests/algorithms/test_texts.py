@@ -75,7 +75,7 @@ def test_a_path_that_a_checkpoint_names_is_not_followed_for_a_tokenizer(tmp_path
     shared_tokenizer().save_pretrained(tmp_path / "base")
     base = type(tiny_model()).from_pretrained(tmp_path / "base")
     GRPO(actor_network=base, pad_token_id=0).save_checkpoint(tmp_path / "agent", include_base=True)
-    with pytest.raises(ValueError, match="tokenizer must be given"):
+    with pytest.raises(ValueError, match="tokenizer"):
         GRPO.load(tmp_path / "agent").generate(TEXTS)
 
 

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from evogrpo.cli import main
-from evogrpo.models.language.loading import PAYS, choose_precision, speed_up
+from evogrpo.models.language.loading import MIN_SPEED_UP, choose_precision, speed_up
 from evogrpo.training.launch import read_resumable
 from tests.cli.project import prepare
 from tests.tiny_models import COMMON, tiny_model
@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_taken(wanted, device):
 
 def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lies_between(monkeypatch):
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
-    gains = speed_up(512, 2048) >= PAYS
+    gains = speed_up(512, 2048) >= MIN_SPEED_UP
     assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
     assert gains <= (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() or not is_x86())
     for other in (tiny_model(), outline(Gemma2Config, **WIDE)):  # small, or run by transformers
@@ -102,10 +102,10 @@ def test_small_networks_have_none(here, capsys):
 
 def test_fewer_bits_are_refused_where_they_cannot_be_had(project, here, capsys, monkeypatch):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=nf4"]) == 2
-    assert "a base in nf4 is trained on cuda only, got the device 'cpu'" in " ".join(capsys.readouterr().err.split())
+    assert "A base in nf4 requires the device cuda, got 'cpu'" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr("evogrpo.models.language.quantised.importlib.util.find_spec", lambda name: None)
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=int8"]) == 2
-    assert "a base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
+    assert "A base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
     assert list(here.iterdir()) == []
 
 

@@ -169,7 +169,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(tmp_pat
 
 
 def test_a_gguf_file_that_does_not_exist_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no GGUF file at"):
+    with pytest.raises(ValueError, match="No GGUF file at"):
         load_base(tmp_path / "missing.gguf")
 
 
@@ -275,7 +275,7 @@ def test_a_conversion_of_an_earlier_transformers_that_read_end_tokens_wrongly_is
     before = (folder / "config.json").stat().st_ino
     told = r"wrong end token, from transformers \d.*; converting tiny-model.gguf again"
     with monkeypatch.context() as patched:
-        patched.setattr(conversions, "RELIABLE", Version("999"))
+        patched.setattr(conversions, "MIN_TRANSFORMERS", Version("999"))
         with pytest.warns(UserWarning, match=told):
             assert convert_gguf(path) == folder
     assert (folder / "config.json").stat().st_ino != before

@@ -148,7 +148,7 @@ def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architect
 )
 def test_nor_does_it_matter_which_library_multiplies(architecture, few, both, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(products, "FEW", few)  # rows of zeros are added either way, more or fewer
     fast, slow = both(built(KNOWN[architecture]))
     with Products() as asked:
@@ -272,8 +272,8 @@ def test_weights_of_any_other_kind_act_on_tokens_that_are_written(both):
 
     banks = both(built(KNOWN["qwen2"]))
     plain = banks[1].sample(rows := clear(banks[1], make_rows(range(SIZE))))
-    route = banks[0].weights.route
-    banks[0].weights.route = lambda policy: lambda slots: Other(route(policy)(slots))
+    hook_factory = banks[0].weights.hook_factory
+    banks[0].weights.hook_factory = lambda policy: lambda slots: Other(hook_factory(policy)(slots))
     other = banks[0].sample(rows)
     assert torch.equal(other.actions, plain.actions)
     torch.testing.assert_close(other.log_probs, plain.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
@@ -448,7 +448,7 @@ def test_mixed_precision_stays_with_transformers():
 def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
     model = tiny_model("llama")
     other_numbers(model)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes") as told:
+    with pytest.warns(UserWarning, match="fast_llama") as told:
         bank = different_members(model, SIZE)
     assert len(told) == 1
     with bank.base.working():
@@ -458,7 +458,7 @@ def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
 def test_tokens_that_are_written_are_compared_too(monkeypatch):
     turned = columns._turned
     monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
-    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes"):
+    with pytest.warns(UserWarning, match="fast_llama"):
         assert not known_to(tiny_model("llama"))
 
 

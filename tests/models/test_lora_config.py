@@ -91,7 +91,7 @@ def test_excluding_everything_is_refused():
 
 
 def test_not_saying_what_to_adapt_is_refused():
-    with pytest.raises(ValueError, match="target_modules must say what to adapt"):
+    with pytest.raises(ValueError, match="target_modules"):
         find_targets(MODEL, LoraConfig(r=4))
 
 

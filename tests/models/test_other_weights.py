@@ -28,8 +28,8 @@ class ScalingWeights(TrainStates):
         super().__init__(torch.zeros(ends[-1]), size, Optimizer())
         self.leaves = [row.detach().requires_grad_() for row in self.weights]
 
-    def route(self, policy):
-        def view_of(slots):
+    def hook_factory(self, policy):
+        def hook_of(slots):
             chosen = [self.leaves[slot] for slot in slots.tolist()]
 
             def scaled(module, inputs, output):
@@ -38,7 +38,7 @@ class ScalingWeights(TrainStates):
 
             return scaled
 
-        return (lambda slots: None) if policy == "base" else view_of
+        return (lambda slots: None) if policy == "base" else hook_of
 
     def new_gradient(self):
         return torch.zeros_like(self.weights[0])

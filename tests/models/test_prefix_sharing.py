@@ -146,5 +146,5 @@ def test_a_head_that_cannot_be_found_is_refused():
         return output
 
     model.forward = scaled
-    with pytest.raises(ValueError, match="use another architecture"):
+    with pytest.raises(ValueError, match="vocabulary head"):
         AdapterBank(model, size=1, pad_token_id=PAD, eos_token_ids=[EOS])

@@ -121,7 +121,7 @@ def test_layers_that_let_no_gradient_through_are_refused(stored: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(stored / "wider")
     options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": {"": "cpu"}}
     model = AutoModelForCausalLM.from_pretrained(stored / "wider", dtype=torch.float32, **options)
-    with pytest.raises(ValueError, match=r"no gradient passes through model.layers.0.* on cpu: load the base in int8"):
+    with pytest.raises(ValueError, match=r"model.layers.0.* on cpu"):
         tiny_agent(actor_network=model)
 
 
@@ -129,11 +129,9 @@ def test_layers_that_let_no_gradient_through_are_refused(stored: Path) -> None:
 def test_where_it_cannot_be_loaded_it_is_refused(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By device, in parts, and without the package: before anything is looked for."""
     for device in {"cpu", "cuda", "mps"} - set(DEVICES[wanted]):
-        with pytest.raises(
-            ValueError, match=f"a base in {wanted} is trained on .*cuda only, got the device '{device}'"
-        ):
+        with pytest.raises(ValueError, match=f"{wanted} requires the device .*{device}"):
             check_quantised(wanted, device)
-    with pytest.raises(ValueError, match="cannot be held in parts, got base_parts 2: take bfloat16 in parts"):
+    with pytest.raises(ValueError, match="base_parts=2"):
         check_quantised(wanted, "cuda", parts=2)
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

@@ -110,5 +110,5 @@ def test_attention_that_divides_a_padded_sequence_into_other_blocks_is_refused(c
     """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
     model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=context)
     assert {4, 128} <= set(model.config.compress_rates.values())
-    with pytest.raises(ValueError, match="padding"):
+    with pytest.raises(ValueError, match="Padding"):
         different_members(model, 1)

@@ -196,7 +196,7 @@ class FastLlama:
         added = projected(gated(gate, up, self.parts.activation), [layer.down], hook, rows, self.changed)[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
-            self._gathering.again(layer.module, after)
+            self._gathering.gather_in_backward(layer.module, after)
         return after
 
     def ended(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapter files in PEFT's format: written for PEFT, and read to start from."""
+"""Adapter files in PEFT's format: writing and reading, and checks that PEFT loads them."""
 
 import copy
 import json
@@ -23,22 +23,22 @@ from evogrpo.models.language.lora import Target, check_supported, scaling
 from evogrpo.models.language.quantised import is_quantised, plain_outline
 
 Named = tuple[tuple[Target, ...], tuple[Target, ...]]
-_TRIED: dict[Any, Named] = {}  # PEFT's reading of models that were tried before, by their structure
-STEM = "base_model.model."  # begins every name in a PEFT file of a transformers model
+_TRIED: dict[Any, Named] = {}  # results of `as_peft_loads`, by model structure and configuration
+PREFIX = "base_model.model."  # of every name in a PEFT file of a transformers model
 
 
 def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
-    """Return one member as PEFT stores it: tensors of adapter_model.safetensors and bytes of adapter_config.json.
+    """Return one member in PEFT's format: tensors of adapter_model.safetensors and bytes of adapter_config.json.
 
     Args:
         targets: The adapted modules.
-        config: What they were made from.
-        flat: `[k]` the member's adapters.
+        config: LoRA configuration of the targets.
+        flat: `[k]` adapters of the member.
     """
     tensors: dict[str, Tensor] = {}
     for target in targets:
-        tensors[f"{STEM}{target.name}.lora_A.weight"] = target.a(flat).detach().cpu().clone()
-        tensors[f"{STEM}{target.name}.lora_B.weight"] = target.b(flat).detach().cpu().clone()
+        tensors[f"{PREFIX}{target.name}.lora_A.weight"] = target.a(flat).detach().cpu().clone()
+        tensors[f"{PREFIX}{target.name}.lora_B.weight"] = target.b(flat).detach().cpu().clone()
     record = peft_record(targets, config)
     return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
 
@@ -47,7 +47,7 @@ def peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]
     """Return the values of adapter_config.json."""
     record: dict[str, Any] = config.to_dict()
     record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
-    # Full names, so that a folder loads the same whatever a later PEFT counts as "all-linear".
+    # Full names, because "all-linear" may mean other modules in later versions of PEFT.
     record.update(
         target_modules=sorted(target.name for target in targets if not target.by_weight),
         target_parameters=sorted(f"{target.name}.weight" for target in targets if target.by_weight) or None,
@@ -57,39 +57,38 @@ def peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]
 
 
 def as_peft_loads(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> Named:
-    """Name every target so that PEFT puts its adapter where it belongs.
+    """Choose the name of each target in PEFT's files, so that PEFT loads its adapter onto the right module.
 
-    PEFT takes some names of modules for those of fused experts, `mlp.up_proj` in a model with `mlp.experts` for
-    instance, and refuses others. What is misread by the name of the module is named by its weight.
+    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`, and rejects
+    others. These are named by their weight instead of the module.
 
     Args:
-        model: The base; only its modules' names and shapes are read.
+        model: The base model; only names and shapes are used.
         targets: The adapted modules.
-        config: What they were made from.
+        config: LoRA configuration of the targets.
 
     Returns:
-        The targets as PEFT is to be told them, and those for which there is no such name.
+        The targets with their names, and the targets that PEFT cannot load under any name.
     """
-    key = _structure(model), tuple(targets), json.dumps(peft_record(targets, config), sort_keys=True, default=str)
+    # The key is all that PEFT's result depends on.
+    structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
+    key = structure, tuple(targets), json.dumps(peft_record(targets, config), sort_keys=True, default=str)
     if key not in _TRIED:
         _TRIED[key] = _tried(_outline(model), tuple(targets), config)
     return _TRIED[key]
 
 
-def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return all that PEFT's reading of names depends on."""
-    return model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
-
-
 def _tried(outline: nn.Module, named: tuple[Target, ...], config: LoraConfig) -> Named:
+    # 1. All modules by name; then those that PEFT misreads by weight.
     wrong, strays = _misread(outline, named, config)
     if not wrong and not strays:
         return named, ()
     by_weight = tuple(replace(target, by_weight=target.name in wrong) for target in named)
     if len(wrong) < len(named) and _misread(outline, by_weight, config) == (frozenset(), False):
         return by_weight, ()
+    # 2. Modules with the same last name together, by name or by weight.
     families: dict[str, list[Target]] = {}
-    for target in named:  # what PEFT makes of a name depends on its last word
+    for target in named:  # PEFT matches the last part of a name
         families.setdefault(target.name.rpartition(".")[2], []).append(target)
     kept: dict[str, Target] = {}
     for family in families.values():
@@ -98,7 +97,8 @@ def _tried(outline: nn.Module, named: tuple[Target, ...], config: LoraConfig) ->
             if not strays:
                 kept.update((target.name, target) for target in attempt if target.name not in wrong | kept.keys())
     fitting = tuple(kept[target.name] for target in named if target.name in kept)
-    while fitting:  # what is read well family by family may not be so together
+    # 3. Drop targets until all remaining ones load together.
+    while fitting:
         wrong, strays = _misread(outline, fitting, config)
         if not wrong and not strays:
             break
@@ -107,37 +107,28 @@ def _tried(outline: nn.Module, named: tuple[Target, ...], config: LoraConfig) ->
 
 
 def _misread(model: nn.Module, targets: Sequence[Target], config: LoraConfig) -> tuple[frozenset[str], bool]:
-    """Return the names of targets whose exported adapters PEFT does not load into their modules, unchanged.
-
-    Args:
-        model: The base, or its outline; PEFT is given a copy without weights.
-        targets: The adapted modules.
-        config: What they were made from.
-
-    Returns:
-        The names, and whether PEFT adapts something else.
-    """
-    names = {f"{STEM}{target.name}.lora_{part}.weight": target.name for target in targets for part in "AB"}
+    """Return the names of targets that PEFT does not load onto their modules, and whether it adapts other modules."""
+    names = {f"{PREFIX}{target.name}.lora_{part}.weight": target.name for target in targets for part in "AB"}
     shapes: dict[str, tuple[int, ...]] = {}
     for target in targets:
-        shapes[f"{STEM}{target.name}.lora_A.weight"] = (target.rank, target.width_in)
-        shapes[f"{STEM}{target.name}.lora_B.weight"] = (target.width_out, target.rank)
+        shapes[f"{PREFIX}{target.name}.lora_A.weight"] = (target.rank, target.width_in)
+        shapes[f"{PREFIX}{target.name}.lora_B.weight"] = (target.width_out, target.rank)
     lost, strays = _lost(model, shapes, peft_record(targets, config))
     return frozenset(names[name] for name in lost), strays
 
 
 def check_export(folder: Path, model: nn.Module) -> int:
-    """Load the names and shapes of an exported adapter the way PEFT does.
+    """Check that PEFT loads an exported adapter, by names and shapes.
 
     Args:
-        folder: With adapter_model.safetensors and adapter_config.json.
-        model: The base, or its outline.
+        folder: Folder with adapter_model.safetensors and adapter_config.json.
+        model: The base model, with or without weights.
 
     Returns:
-        How many tensors arrive.
+        Number of tensors.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If PEFT does not load one of them.
     """
     record = json.loads((folder / "adapter_config.json").read_text())
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
@@ -146,8 +137,8 @@ def check_export(folder: Path, model: nn.Module) -> int:
     if missing or strays:
         raise ValueError(
             f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}"
-            f"{f', {min(missing)} for one' if missing else ', and adapts what they do not cover'}: the adapter belongs "
-            "to another base model, or was written by another version"
+            f"{f' (for example {min(missing)})' if missing else ' but adapts other modules'}. The adapter belongs to "
+            "another base model, or was written by another version of PEFT."
         )
     return len(shapes)
 
@@ -155,17 +146,18 @@ def check_export(folder: Path, model: nn.Module) -> int:
 def _lost(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]
 ) -> tuple[frozenset[str], bool]:
-    """Return which tensors of an adapter PEFT does not put, unchanged, where their names say; all if it refuses.
+    """Load an adapter with PEFT onto a copy of the model without weights.
 
     Args:
-        model: The base, or its outline; PEFT is given a copy without weights.
-        shapes: Of the tensors in adapter_model.safetensors.
-        record: The values of adapter_config.json.
+        model: The base model, with or without weights.
+        shapes: Shapes of the tensors in adapter_model.safetensors.
+        record: Values of adapter_config.json.
 
     Returns:
-        The names, and whether PEFT adapts what the tensors do not cover.
+        Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT adapts other
+        modules.
     """
-    # The values of a tensor say which one it is; expanded from one number, it takes no memory.
+    # Fill each tensor with its number to identify it; expanded from one value, it takes no memory.
     marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
     values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
     try:
@@ -174,7 +166,7 @@ def _lost(
             warnings.simplefilter("ignore")
             loaded = PeftModelForCausalLM(_outline(model), config, low_cpu_mem_usage=True)
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
-    except Exception:  # noqa: BLE001  # whatever PEFT raises, it does not load the adapter
+    except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
         return frozenset(shapes), False
     held = {
         f"{name}.lora_{part}.weight": (layer, getattr(layer, f"lora_{part}")["default"].weight)
@@ -182,21 +174,21 @@ def _lost(
         if isinstance(layer, LoraLayer)
         for part in "AB"
     }
-    factor = scaling(LoraConfig(**values))  # PEFT rewrites the config that it is given
+    factor = scaling(LoraConfig(**values))  # a new config, because PEFT modified the other
     lost = frozenset(name for name in marks if name not in held or not _holds(*held[name], marks[name], factor))
     return lost, bool(held.keys() - shapes.keys())
 
 
 def _holds(layer: LoraLayer, weight: Tensor, mark: Tensor, factor: float) -> bool:
-    """Tell whether a layer of PEFT's holds the tensor that was meant for it, scaled as it is meant to be."""
+    """Return True if a layer of PEFT has the expected tensor and scaling."""
     same = weight.shape == mark.shape and weight.device == mark.device and bool(weight[0, 0] == mark[0, 0])
     return same and math.isclose(layer.scaling["default"], factor)
 
 
 def _outline(model: nn.Module) -> nn.Module:
-    """Copy a model without its weights: each is one zero, expanded to the shape."""
+    """Copy a model without weights: each is one zero, expanded to the shape."""
     if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
-        model = plain_outline(model)  # no copies can be made of parts, and what is exported is for the plain model
+        model = plain_outline(model)  # cannot be copied, and exports are for the plain model
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
@@ -206,17 +198,17 @@ def _outline(model: nn.Module) -> nn.Module:
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# What says how an adapter was trained or begun, and not what it computes.
-PAST = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+# Fields of training and initialisation, reset when an adapter is read.
+TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAdapter:
-    """A LoRA adapter as PEFT stores it.
+    """LoRA adapter in PEFT's format.
 
     Attributes:
-        lora_config: What it adapts, and how.
-        tensors: Its matrices, by their names in adapter_model.safetensors.
+        lora_config: Its configuration.
+        tensors: Its matrices, by names in adapter_model.safetensors.
     """
 
     lora_config: LoraConfig
@@ -226,47 +218,46 @@ class StoredAdapter:
         """Return the adapter as a member's flat vector `[k]`, float32.
 
         Args:
-            targets: The modules that the model's members adapt.
+            targets: The adapted modules of the members.
 
         Raises:
-            ValueError: If these are not the adapter's modules, or have other shapes.
+            ValueError: If modules or shapes differ, or values are not finite.
         """
-        names = {f"{STEM}{target.name}.lora_{part}.weight" for target in targets for part in "AB"}
+        names = {f"{PREFIX}{target.name}.lora_{part}.weight" for target in targets for part in "AB"}
         odd = sorted(names ^ self.tensors.keys())
         if odd:
             raise ValueError(
-                f"the adapter has {len(self.tensors)} matrices and this model's members have {len(names)}, "
-                f"{odd[0]!r} for one is not in both: it was made for another base model, or adapts what cannot be "
-                "trained here"
+                f"The adapter has {len(self.tensors)} matrices, members of this model have {len(names)}; for example, "
+                f"{odd[0]!r} is not in both. The adapter belongs to another base model."
             )
         flat = torch.zeros(targets[-1].end)
         for target in targets:
             for part, place in (("A", target.a(flat)), ("B", target.b(flat))):
-                values = self.tensors[f"{STEM}{target.name}.lora_{part}.weight"]
+                values = self.tensors[f"{PREFIX}{target.name}.lora_{part}.weight"]
                 if values.shape != place.shape:
                     raise ValueError(
-                        f"the adapter's lora_{part} of {target.name} must be {tuple(place.shape)} for this model, got "
-                        f"{tuple(values.shape)}: it was made for another base model"
+                        f"The adapter's lora_{part} of {target.name} must have the shape {tuple(place.shape)}, got "
+                        f"{tuple(values.shape)}. The adapter belongs to another base model."
                     )
                 place.copy_(values)
         if not bool(torch.isfinite(flat).all()):
-            raise ValueError("the adapter holds numbers that are not finite: its training has failed")
+            raise ValueError("The adapter contains values that are not finite.")
         return flat
 
 
 def read_adapter(folder: str | Path) -> StoredAdapter:
-    """Read an adapter folder that PEFT, or an export, has written.
+    """Read an adapter folder written by PEFT or `evogrpo export`.
 
     Raises:
-        ValueError: If there is none, a file is damaged, or the adapter is of a kind that members cannot be.
+        ValueError: If a file is missing or damaged, or the adapter is not a supported LoRA.
     """
     place = Path(folder).expanduser()
     missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
     if missing:
         raise ValueError(
-            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no {missing[0]}: give the "
-            "folder that PEFT's save_pretrained or `evogrpo export` wrote; one on the hub is first downloaded with "
-            "huggingface_hub.snapshot_download"
+            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no {missing[0]}. Use a "
+            "folder written by PEFT or `evogrpo export`. Download one from the hub with "
+            "huggingface_hub.snapshot_download first."
         )
     try:
         record = json.loads((place / CONFIG).read_text())
@@ -274,16 +265,18 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
         config = _config(record)
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"the adapter in {folder} cannot be read ({type(error).__name__}: {cause})") from error
+        raise ValueError(f"The adapter in {folder} cannot be read ({type(error).__name__}: {cause}).") from error
     check_supported(config)
     return StoredAdapter(lora_config=config, tensors=tensors)
 
 
 def _config(record: dict[str, Any]) -> LoraConfig:
-    """Read adapter_config.json; modules that are named by their weight are named as modules again."""
+    """Return the LoraConfig of adapter_config.json; targets named by weight become modules again."""
     if record.get("peft_type") != "LORA":
-        raise ValueError(f"the adapter must be of peft_type 'LORA', got {record.get('peft_type')!r}")
-    values = {name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")} | PAST
+        raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}")
+    values = {
+        name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")
+    } | TRAINING_FIELDS
     by_weight = values.pop("target_parameters", None) or []
     if by_weight and all(name.endswith(".weight") for name in by_weight):
         values["target_modules"] = [*(values["target_modules"] or ()), *(n.removesuffix(".weight") for n in by_weight)]
@@ -291,5 +284,5 @@ def _config(record: dict[str, Any]) -> LoraConfig:
         values["target_parameters"] = by_weight
     known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
     if newer := {name: value for name, value in values.items() if name not in known and value}:
-        raise ValueError(f"the adapter has settings that the installed peft does not know: {newer}; update peft")
+        raise ValueError(f"The installed peft does not support these settings of the adapter: {newer}. Update peft.")
     return LoraConfig(**known)

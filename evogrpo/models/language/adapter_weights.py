@@ -17,7 +17,7 @@ from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
 from evogrpo.models.language.lora import default_lora_config, initial_weights, scaling
 from evogrpo.models.language.low_rank import LoraAdapters
-from evogrpo.models.language.targets import Trained, choose_targets, warn_left_out
+from evogrpo.models.language.targets import LoraTargets, choose_targets, warn_left_out
 from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
@@ -218,7 +218,7 @@ class AdapterWeights(TrainStates):
         seed: int,
         own_reference: bool,
         start: StoredAdapter | None = None,
-        trained: Trained | None = None,
+        trained: LoraTargets | None = None,
     ) -> None:
         if start is not None:
             self.lora_config = start.lora_config

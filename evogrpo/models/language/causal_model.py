@@ -166,7 +166,7 @@ class CausalModel:
         finally:
             self._working, self._fast = False, None
             if self._parts is not None:
-                self._parts.put_away()
+                self._parts.reshard()
             for handle in handles:
                 handle.remove()
 

@@ -1,8 +1,7 @@
-"""A base in parts: several processes hold a part of every layer each, and put a layer together where one needs it.
+"""FSDP: each rank stores a shard of every layer of the base, and layers are gathered when a rank needs them.
 
-torch's FSDP2 keeps the parts and gathers them. When that happens is decided here, as processes of a population are not
-at the same place of the same work: see `evogrpo.distributed`. What stands outside of the layers, which is the
-embeddings and the vocabulary head, every process holds whole.
+Sharding and gathering are torch's FSDP2. Ranks of a population run different work, so this module decides the time of
+each gather; see `evogrpo.distributed`. Embeddings and vocabulary head are replicated.
 """
 
 import math
@@ -24,18 +23,17 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class ShardedLayers:
-    """The layers of a model of which this process holds a part each.
+    """Sharded layers of a model.
 
-    At most one is whole at a time, besides one that another process needs at the moment or all need next. A layer is
-    gathered right before its forward pass, and again before its backward pass; where all processes are at the same
-    layer, the one that followed it last time is gathered while this one computes.
+    A layer is gathered before its forward pass and before its backward pass, and resharded afterwards. If all ranks
+    need the same layer, its expected successor is prefetched.
 
     Args:
-        layers: Modules that are called one after another, in parts already.
-        errands: What the processes that have the other parts do together.
+        layers: Sharded layers, in the order of their calls.
+        errands: Collectives with the ranks of the other shards.
 
     Attributes:
-        size: How many processes there are.
+        size: Number of shards.
     """
 
     def __init__(self, layers: nn.ModuleList, errands: Errands) -> None:
@@ -48,46 +46,43 @@ class ShardedLayers:
         for layer in layers:
             self._numbers[layer] = errands.add(_Gathering(layer))
             layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
-            layer.register_forward_hook(self._before_backward, prepend=True)
+            layer.register_forward_hook(lambda module, args, out: self.gather_in_backward(module, out), prepend=True)
             _OWN_HOOKS[layer] = hooks_of(layer)
 
     def gather(self, layer: nn.Module) -> None:
-        """Put a layer together, and the one before it away.
+        """Gather a layer and reshard the previous one.
 
         Raises:
-            ValueError: If the other processes will not take part.
-            ProcessError: If one of them has ended.
+            ValueError: If the other ranks do not take part.
+            ProcessError: If another rank has ended.
         """
-        self.put_away()
+        self.reshard()
         number = self._numbers[layer]
         self._errands.need(number, self._expected(number))
         self._whole = ref(layer)
 
     def _expected(self, number: int) -> int:
-        """Return which layer followed this one last time, forwards or backwards as now; `NOTHING` if that is new."""
+        """Return the layer that followed this one last time in the same direction, or `NOTHING`."""
         self._course[self._last] = number
         self._last = (self._last[1], number)
         return self._course.get(self._last, NOTHING)
 
-    def put_away(self) -> None:
-        """Keep no more than this process's part of any layer."""
+    def reshard(self) -> None:
+        """Free all gathered layers."""
         layer = None if self._whole is None else self._whole()
         if layer is not None:
             layer.reshard()
         self._whole = None
 
-    def again(self, layer: nn.Module, output: Any) -> None:
-        """Gather a layer again as soon as a gradient arrives at what it made."""
+    def gather_in_backward(self, layer: nn.Module, output: Any) -> None:
+        """Gather a layer again when a gradient of its output arrives."""
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient: self.gather(layer))
 
-    def _before_backward(self, layer: nn.Module, args: object, output: Any) -> None:
-        self.again(layer, output)
-
 
 class _Gathering:
-    """What all processes do where one needs a layer."""
+    """Collective that gathers a layer on all ranks."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._begun = ref(layer), None
@@ -95,12 +90,12 @@ class _Gathering:
     @property
     def _module(self) -> Any:
         module = self._layer()
-        assert module is not None, "a base is in use in one process, and gone in another"
+        assert module is not None, "the base was deleted on one rank and is in use on another"
         return module
 
     def begin(self) -> None:
         """See `Errand`."""
-        self._module.reshard()  # where its last use left it whole, it could not take part
+        self._module.reshard()  # a gathered layer cannot be gathered again
         self._begun = self._module.unshard(async_op=True)
 
     def finish(self, needed: bool) -> None:
@@ -115,37 +110,37 @@ class _Gathering:
 
 
 _OWN_HOOKS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-_PARTED: WeakKeyDictionary[PreTrainedModel, ShardedLayers] = WeakKeyDictionary()
+_SHARDED: WeakKeyDictionary[PreTrainedModel, ShardedLayers] = WeakKeyDictionary()
 
 
 def sharded_layers(model: PreTrainedModel) -> ShardedLayers | None:
-    """Return the layers of a model that `part` was called with; None for all others."""
-    return _PARTED.get(model)
+    """Return the sharded layers of a model, or None if it is not sharded."""
+    return _SHARDED.get(model)
 
 
 def hooks_of(module: nn.Module) -> frozenset[int]:
-    """Return the numbers of what a module calls before and after its forward pass."""
+    """Return the ids of a module's forward hooks."""
     return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
 
 
 def own_hooks(module: nn.Module) -> frozenset[int]:
-    """Return those of them that gather a layer, which a pass may do in another way."""
+    """Return the ids of the hooks that gather a layer."""
     return _OWN_HOOKS.get(module, frozenset())
 
 
 def unsharded_class(module: nn.Module) -> type:
-    """Return the class of a module, or that which it had before it was held in parts."""
+    """Return the class that a module had before it was sharded."""
     return type(module).__bases__[1] if module in _OWN_HOOKS else type(module)
 
 
 def sharded_over(model: PreTrainedModel) -> int:
-    """Return how many processes hold a model together: 1 = each that has it has all of it."""
+    """Return the number of shards of a model; 1 = not sharded."""
     layers = sharded_layers(model)
     return 1 if layers is None else layers.size
 
 
 def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
-    """Return what some work that runs a model comes to; all processes do it at once where they hold it in parts."""
+    """Run `work`, on all ranks at once if the model is sharded, and return its result."""
     if sharded_layers(model) is None:
         return work()
     found: list[T] = []
@@ -154,34 +149,31 @@ def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
 
 
 def shard_count(wanted: int) -> int:
-    """Return how many processes hold a base together, of those that there are: most often as many as are wanted.
-
-    It is the greatest number that divides both, so that a run goes on in more or fewer processes.
-    """
+    """Return the number of shards: the greatest common divisor of `wanted` and the world size."""
     return 1 if wanted == 1 else math.gcd(wanted, processes().size)
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a model, or of its outline.
+    """Return the list of layers of a model, with or without weights.
 
     Raises:
-        ValueError: If it has no list of them.
+        ValueError: If there is none.
     """
     count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"{type(model).__name__} has no list of layers, so several processes cannot hold it in parts: leave base_parts "
-        "at 1, or use another architecture"
+        f"{type(model).__name__} has no list of layers and cannot be sharded. Set base_parts=1 or use another "
+        "architecture."
     )
 
 
 def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
-    """Return how many parameters of a model one process holds at most.
+    """Return the maximum number of parameters in a rank's memory.
 
-    In parts that is its part of every layer, all that stands outside of the layers, and three whole layers: one in
-    use, one that another process needs meanwhile, and the room to put that together.
+    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, one
+    that another rank needs, and a buffer to gather it).
     """
     whole = sum(parameter.numel() for parameter in model.parameters())
     if parts == 1:
@@ -191,14 +183,14 @@ def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
 
 
 def base_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a loaded model's weights that this process holds at most."""
+    """Return the maximum bytes of a loaded model's weights on this rank."""
     if is_quantised(model):
         return sum(stored_bytes(weights.data) for weights in model.parameters())
     return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
 
 
 def gathered_parameters(model: PreTrainedModel, parts: int) -> int:
-    """Return how many parameters one process gets from others for one pass through a model: those it has no part of."""
+    """Return the number of parameters that a rank receives from others in one forward pass."""
     return 0 if parts == 1 else sum(_sizes(model)) * (parts - 1) // parts
 
 
@@ -207,26 +199,24 @@ def _sizes(model: PreTrainedModel) -> list[int]:
 
 
 def check_sharding(model: PreTrainedModel, parts: int, device: str) -> None:
-    """Refuse what cannot be held in parts.
-
-    Raises:
-        ValueError: If the device has no FSDP, or the model no list of layers.
-    """
+    """Raise a ValueError if the model has no list of layers or the device no backend."""
     if parts == 1:
         return
     kind = torch.device(device).type
     if kind not in BACKENDS:
-        raise ValueError(f"base_parts above 1 is for {' and '.join(BACKENDS)}, got the device {device!r}: leave it out")
+        raise ValueError(
+            f"base_parts above 1 requires the device {' or '.join(BACKENDS)}, got {device!r}. Leave base_parts out."
+        )
     layers_of(model)
 
 
-def part(model: PreTrainedModel, parts: int, device: str) -> None:
-    """Keep this process's part of each layer, and no more; all processes of the program call this.
+def shard(model: PreTrainedModel, parts: int, device: str) -> None:
+    """Shard a model's layers in place; all ranks must call this.
 
     Args:
-        model: Whole, in the CPU's memory, nobody else's. On return its parts are on the device.
-        parts: How many processes hold it together, from `shard_count`.
-        device: Where to.
+        model: Whole model in CPU memory. On return, this rank's shards are on the device.
+        parts: Number of shards, from `shard_count`.
+        device: Device of the shards.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -244,7 +234,7 @@ def part(model: PreTrainedModel, parts: int, device: str) -> None:
     layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    _PARTED[model] = ShardedLayers(layers, crew.errands(parts))
+    _SHARDED[model] = ShardedLayers(layers, crew.errands(parts))
     own = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

