@@ -132,7 +132,7 @@ for _, life in members.groupby("member"):
     for axis, column in zip(axes, ("fitness", "lr"), strict=True):
         axis.plot(life.generation, life[column], "o-", color=colour)
     axes[0].plot([first.generation - 1, first.generation], [first.fitness_before, first.fitness], ":", color=colour)
-way = members[members.on_the_way]
+way = members[members.in_best_lineage]
 for axis, column in zip(axes, ("fitness", "lr"), strict=True):
     axis.plot(way.generation, way[column], "o", color="none", markeredgecolor="black", markersize=11)
 axes[0].set(xlabel="generation", ylabel=f"part of {HELD_OUT} validation questions right", title="how many are right")

@@ -101,7 +101,7 @@ for member, life in members.groupby("member"):
         axis.plot(life.generation, life[column], "o-", color=colour, markersize=5)
         first = life.iloc[0]
         axis.plot([*parent.generation, first.generation], [*parent[column], first[column]], color="lightgrey", zorder=0)
-way = members[members.on_the_way]
+way = members[members.in_best_lineage]
 for axis, column in zip(axes, ("fitness", "lr"), strict=True):
     axis.plot(way.generation, way[column], "o", color="none", markeredgecolor="black", markersize=10)
 axes[0].set(xlabel="generation", ylabel="mean return on validation starts", title="how well they play")

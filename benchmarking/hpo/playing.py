@@ -168,10 +168,10 @@ def first_values(task: Task, arm: Arm, start: Start, seed: int) -> dict[str, Any
         return chosen
     if start == "wrong":
         return chosen | {"lr": task.space["lr"].bounds[0]}
-    return chosen | drawn_values(task, seed)
+    return chosen | page_data(task, seed)
 
 
-def drawn_values(task: Task, seed: int) -> dict[str, Any]:
+def page_data(task: Task, seed: int) -> dict[str, Any]:
     """Return a point of the space, drawn by the seed."""
     rng = np.random.default_rng([DRAWS, seed])
     point = at(task.space, Hyperparameters(), {name: float(rng.random()) for name in task.space})

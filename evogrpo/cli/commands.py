@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-MOST_STATUS = 255
+MAX_EXIT_CODE = 255
 
-IN_WORDS = (
+EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 wrong arguments or settings; 130 stopped by Ctrl-C; 128 + N stopped or killed "
     "by signal N, e.g. 143 by SIGTERM (see --exit-code-on-stop)."
 )
@@ -19,7 +19,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _OVERRIDES = "key=value with dots between nested keys, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
 
 
-def declare(commands: Commands) -> None:
+def add_commands(commands: Commands) -> None:
     """Declare all of them."""
     _add_runs(commands)
     _add_further_runs(commands)
@@ -27,7 +27,7 @@ def declare(commands: Commands) -> None:
 
 
 def _add_runs(commands: Commands) -> None:
-    """Declare the commands that begin a run."""
+    """Declare the commands that start a run."""
     demo = _command(
         commands, "demo", "evogrpo.cli.train:demo", "evolve four agents on a small language model, in minutes"
     )
@@ -48,7 +48,7 @@ def _add_runs(commands: Commands) -> None:
     )
     train.usage = (
         "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
-        "                     [--go-on] [--dry-run] [--allow-memory]\n"
+        "                     [--resume-if-exists] [--dry-run] [--skip-memory-check]\n"
         "                     [--exit-code-on-stop N] [--preset] [--wrapper MODULE:CLASS]\n"
         "                     [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
@@ -66,7 +66,7 @@ def _add_runs(commands: Commands) -> None:
     train.add_argument(
         "--preset",
         action="store_true",
-        help="with --env: begin with hyperparameters tuned there; `evogrpo tasks` lists where",
+        help="with --env: start with hyperparameters tuned there; `evogrpo tasks` lists where",
     )
     train.add_argument(
         "--wrapper",
@@ -94,7 +94,7 @@ def _add_further_runs(commands: Commands) -> None:
         "the strategy named in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
     )
     _existing_run(resume)
-    resume.set_defaults(own_code=True)
+    resume.set_defaults(runs_user_code=True)
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
     _running(resume)
     resume.add_argument(
@@ -128,13 +128,13 @@ def _add_further_runs(commands: Commands) -> None:
 
 def _starting(parser: argparse.ArgumentParser) -> None:
     """Declare what a run that begins takes, whatever it is of."""
-    parser.set_defaults(own_code=True)
+    parser.set_defaults(runs_user_code=True)
     parser.add_argument("--seed", type=int, metavar="N", help="seed of every random stream, the same as seed=N")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
     )
     parser.add_argument(
-        "--go-on",
+        "--resume-if-exists",
         action="store_true",
         help="where --run-dir holds a run already, resume it as it is: one command for a scheduler, however often it "
         "has to start",
@@ -152,7 +152,9 @@ def _existing_run(parser: argparse.ArgumentParser, about: str = "the folder of a
 def _running(parser: argparse.ArgumentParser) -> None:
     """Declare what every run takes, whether it begins or goes on."""
     parser.add_argument(
-        "--allow-memory", action="store_true", help="go on although more memory is estimated to be needed than is there"
+        "--skip-memory-check",
+        action="store_true",
+        help="start even if the run is estimated not to fit in memory",
     )
     parser.add_argument(
         "--exit-code-on-stop",
@@ -165,8 +167,8 @@ def _running(parser: argparse.ArgumentParser) -> None:
 
 def _status(text: str) -> int:
     """Read an exit code."""
-    if not re.fullmatch(r"\d{1,3}", text) or int(text) > MOST_STATUS:
-        raise argparse.ArgumentTypeError(f"an exit code must be an integer from 0 to {MOST_STATUS}, got {text!r:.40}")
+    if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
+        raise argparse.ArgumentTypeError(f"an exit code must be an integer from 0 to {MAX_EXIT_CODE}, got {text!r:.40}")
     return int(text)
 
 
@@ -182,7 +184,7 @@ def _add_others(commands: Commands) -> None:
         "you trust.",
     )
     _existing_run(video)
-    video.set_defaults(own_code=True)
+    video.set_defaults(runs_user_code=True)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")
     video.add_argument("--folder", type=Path, help="where the files go (default: RUN_DIR/videos)")
     _add_readers(commands)
@@ -261,5 +263,5 @@ def _command(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.set_defaults(command=command, parser=parser, opens=False, own_code=False)
+    parser.set_defaults(command=command, parser=parser, opens=False, runs_user_code=False)
     return parser

@@ -45,7 +45,7 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(chosen: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Look at everything the demo needs; exit code 1 if it could not run."""
     console = make_console()
     problems = 0

@@ -14,7 +14,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.reporting.results import words_of
+from evogrpo.reporting.results import terms_of
 from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record
@@ -24,7 +24,7 @@ from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 
 
-def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
+def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
     """Print what will be trained, in a few lines; also whether it begins with the preset of its environment."""
     config = prepared.config
     start = ", ".join(f"{name} {number_text(value)}" for name, value in _start(config).items())
@@ -36,13 +36,13 @@ def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, prese
         "objective": _objective(config.agent.objective),
         "schedule": _schedule(config),
         "run directory": str(run_dir),
-        **layout(config.population.size, processes().size, groups=_most_groups(config)),
+        **process_layout(config.population.size, processes().size, groups=_most_groups(config)),
         **config.task.facts(),
     }
     _show(console, rows)
 
 
-def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
+def process_layout(members: int, count: int, *, groups: int) -> dict[str, str]:
     """Say how many members each of several processes has, or how many processes each member.
 
     Args:
@@ -92,7 +92,7 @@ def _most_groups(config: AnyConfig) -> int:
     return config.schedule.samples_per_step // min(possible(config, "group_size"))
 
 
-def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool) -> None:
+def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:
     """Print the arithmetic of a run that is not started.
 
     Raises:
@@ -108,7 +108,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
         rows["there is"] = check_memory(need, allowed=True)
     _show(console, rows)
     if need is not None:
-        check_memory(need, allowed=allow_memory, remedy="--allow-memory")
+        check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:
@@ -182,7 +182,7 @@ def _schedule(config: AnyConfig) -> str:
     if schedule.max_timesteps is not None:
         ends.append(f"{count_text(schedule.max_timesteps)} steps in the environment")
     if schedule.max_tokens is not None:
-        ends.append(f"{count_text(schedule.max_tokens)} {words_of(task_type_of(config.task).word).tokens}")
+        ends.append(f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}")
     if schedule.max_seconds is not None:
         ends.append(duration_text(schedule.max_seconds))
     if schedule.target_fitness is not None:

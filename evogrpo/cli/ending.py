@@ -11,7 +11,7 @@ from rich.text import Text
 from evogrpo.reporting.lineage import Ancestor, ancestors, winner
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import write_html
-from evogrpo.reporting.results import words_of
+from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, number_text, origin_text, printable, relative_path, score_text
@@ -63,7 +63,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
     best = run_dir / "best"
     if best.is_dir():
-        rows.append((words_of(kind).best, best))
+        rows.append((terms_of(kind).best, best))
     try:
         page = write_html(run_dir)
         rows += [("figure", run_dir / "report.png"), ("report page", page)]

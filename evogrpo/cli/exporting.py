@@ -16,35 +16,35 @@ from evogrpo.training.display.console import make_console, working
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def export(chosen: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> int:
     """Write what was asked for: the best adapter, the schedule that led to it."""
-    wanted = {name: getattr(chosen, name) for name in _EXPORTS if getattr(chosen, name) is not None}
+    wanted = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
     if not wanted:
         raise ValueError("say what to export: a FOLDER for the best adapter, --schedule FILE or --optuna STORAGE")
-    if chosen.study is not None and chosen.optuna is None:
-        raise ValueError(f"--study names a study in a storage of Optuna, got {chosen.study!r}: give --optuna as well")
+    if args.study is not None and args.optuna is None:
+        raise ValueError(f"--study names a study in a storage of Optuna, got {args.study!r}: give --optuna as well")
     for name, target in wanted.items():
-        _EXPORTS[name](chosen, target)
+        _EXPORTS[name](args, target)
     return OK
 
 
-def _study(chosen: argparse.Namespace, storage: str) -> None:
+def _study(args: argparse.Namespace, storage: str) -> None:
     from evogrpo.reporting.optuna_study import export_study
 
     console = make_console()
     try:
         with working(console, "writing the study"):
-            name, trials = export_study(chosen.run_dir, storage, chosen.study)
+            name, trials = export_study(args.run_dir, storage, args.study)
     except ImportError as error:
         raise ValueError(str(error)) from error
     console.print(Text(printable(f"the study {name} of {storage} has {pluralize(trials, 'trial')}")), soft_wrap=True)
 
 
-def _schedule(chosen: argparse.Namespace, file: Path) -> None:
+def _schedule(args: argparse.Namespace, file: Path) -> None:
     from evogrpo.training.replay import HyperparameterSchedule
 
     console = make_console()
-    schedule = HyperparameterSchedule.read(chosen.run_dir)
+    schedule = HyperparameterSchedule.read(args.run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
     words = f"{file} has {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
@@ -52,9 +52,9 @@ def _schedule(chosen: argparse.Namespace, file: Path) -> None:
     show_command(console, "replay it", command("replay", file))
 
 
-def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
+def _adapter(args: argparse.Namespace, folder: Path) -> None:
     """Copy the two files that PEFT needs, after checking that they are whole."""
-    run_dir: Path = chosen.run_dir
+    run_dir: Path = args.run_dir
     from evogrpo.storage.checkpoint import checkpoint_path
 
     best = checkpoint_path(run_dir / "best")

@@ -13,19 +13,19 @@ from evogrpo.text import number_text, printable
 from evogrpo.training.display.console import Hung, make_console, working
 
 
-def report(chosen: argparse.Namespace) -> int:
+def report(args: argparse.Namespace) -> int:
     """Draw the figure and the page of a run."""
     console = make_console()
     with working(console, "drawing"):
         from evogrpo.reporting.report import write_html
 
-        page = write_html(chosen.run_dir)
+        page = write_html(args.run_dir)
     for path in (page.with_name("report.png"), page):
         console.print(str(path), soft_wrap=True)
     return OK
 
 
-def tasks(chosen: argparse.Namespace) -> int:
+def tasks(args: argparse.Namespace) -> int:
     """List the tasks."""
     from evogrpo.envs.control.classic import native_ids
     from evogrpo.envs.text.reasoning import is_installed
@@ -59,28 +59,28 @@ def tasks(chosen: argparse.Namespace) -> int:
     return OK
 
 
-def video(chosen: argparse.Namespace) -> int:
+def video(args: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
     from evogrpo.training.configuration.reading import load_config
     from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
-    folder: Path = chosen.folder or chosen.run_dir / "videos"
-    if chosen.episodes < 1:
-        raise ValueError(f"--episodes must be at least 1, got {chosen.episodes}")
-    if not (chosen.run_dir / CONFIG_FILE).is_file():
+    folder: Path = args.folder or args.run_dir / "videos"
+    if args.episodes < 1:
+        raise ValueError(f"--episodes must be at least 1, got {args.episodes}")
+    if not (args.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train`; one started "
+            f"{args.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train`; one started "
             "by evolve() in Python is recorded with evogrpo.record_video()"
         )
-    if not (chosen.run_dir / "best").is_dir():
-        raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
+    if not (args.run_dir / "best").is_dir():
+        raise ValueError(f"{args.run_dir} has no best member yet: it appears after a run's first generation")
     console = make_console()
     with working(console, "recording"):
         from evogrpo.training.task_types.registry import task_type_of
 
-        config = load_config(chosen.run_dir / CONFIG_FILE)
+        config = load_config(args.run_dir / CONFIG_FILE)
         try:
-            recorded = task_type_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
+            recorded = task_type_of(config.task).film(config, args.run_dir / "best", folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
     for each in recorded:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import evogrpo
-from evogrpo.cli.commands import FAILED, IN_WORDS, INTERRUPTED, USAGE, declare
+from evogrpo.cli.commands import EXIT_CODES, FAILED, INTERRUPTED, USAGE, add_commands
 from evogrpo.config.synonyms import close_match, hint
 from evogrpo.text import printable, shorten
 
@@ -30,46 +30,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
-    chosen, rest = parser.parse_known_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
     # argparse takes positional arguments in one go; overrides may also follow options.
-    unknown = rest if "overrides" not in chosen else [text for text in rest if text.startswith("-")]
+    unknown = rest if "overrides" not in args else [text for text in rest if text.startswith("-")]
     if unknown:
-        _refuse(chosen, unknown[0])
+        _refuse(args, unknown[0])
     if rest:
-        chosen.overrides = [*chosen.overrides, *rest]
+        args.overrides = [*args.overrides, *rest]
     # Only now: help needs none of it.
     from evogrpo.training.display.console import enduring_output, quieten_libraries, tolerate_old_encodings
 
     tolerate_old_encodings()
     quieten_libraries()
-    if chosen.own_code:
+    if args.runs_user_code:
         sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
-    module, name = chosen.command.split(":")
+    module, name = args.command.split(":")
     with enduring_output():
-        return _carry_out(chosen, module, name)
+        return _run_command(args, module, name)
 
 
-def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
+def _run_command(args: argparse.Namespace, module: str, name: str) -> int:
     from evogrpo.interruption import ExitCalled, intercept_exits
     from evogrpo.training.display.console import clean_warnings, say_error
 
     try:
-        if chosen.opens:
-            check_folder(chosen.run_dir)
+        if args.opens:
+            check_folder(args.run_dir)
         with clean_warnings(), intercept_exits():
-            return int(getattr(importlib.import_module(module), name)(chosen))
+            return int(getattr(importlib.import_module(module), name)(args))
     except ValueError as error:
-        if chosen.traceback:
+        if args.traceback:
             raise
         say_error(str(error))
-        return FAILED if getattr(chosen, "training", False) else USAGE
+        return FAILED if getattr(args, "training", False) else USAGE
     except OSError as error:
-        if chosen.traceback:
+        if args.traceback:
             raise
         say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return FAILED
     except SystemExit as error:  # nothing of ours raises it here
-        if chosen.traceback:
+        if args.traceback:
             raise
         said = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
         say_error(f"code of yours asked for the program's end: {said}")
@@ -93,14 +93,14 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _refuse(chosen: argparse.Namespace, typed: str) -> NoReturn:
+def _refuse(args: argparse.Namespace, typed: str) -> NoReturn:
     """Refuse an argument that a command does not take, with the option that is meant perhaps."""
-    parser: argparse.ArgumentParser = chosen.parser
+    parser: argparse.ArgumentParser = args.parser
     if not typed.startswith("-"):
         parser.error(f"one argument too many: {typed!r}")
     option, _, value = typed.partition("=")
     near = _meant(option, _OPTION.findall(parser.format_help()))
-    if not near and chosen.command in _CONFIGURED:
+    if not near and args.command in _CONFIGURED:
         near = _setting(option.strip("-").replace("-", "_"), value or "VALUE")
     parser.error(f"there is no option {option}{near or f'; `{parser.prog} --help` lists them'}")
 
@@ -122,15 +122,15 @@ def _meant(typed: str, names: Sequence[str]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Declare every command; nothing heavy is imported before one is chosen."""
+    """Declare every command; nothing heavy is imported before one is args."""
     parser: argparse.ArgumentParser = _Parser(
         prog="evogrpo",
         description="Evolve a population of GRPO agents that share one base model.",
-        epilog=f"`evogrpo help COMMAND` describes a command. {IN_WORDS}",
+        epilog=f"`evogrpo help COMMAND` describes a command. {EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    declare(commands)
+    add_commands(commands)
     return parser
 
 

@@ -13,10 +13,10 @@ from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
 from evogrpo.cli.main import check_folder
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
-from evogrpo.reporting.descent import standing_of
-from evogrpo.reporting.lineage import FamilyTree, ToldBirth, TreeLine, family_tree, tree_lines
+from evogrpo.reporting.descent import fitness_estimate
+from evogrpo.reporting.lineage import LineageTree, ToldBirth, TreeLine, read_lineage, tree_lines
 from evogrpo.reporting.records import MemberReport
-from evogrpo.reporting.results import words_of
+from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_journal
@@ -31,24 +31,24 @@ _WIDEST = 60
 """Most characters of a setting's value in a table."""
 
 
-def lineage(chosen: argparse.Namespace) -> int:
+def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
-    console, events = make_console(), read_journal(chosen.run_dir / "journal.jsonl")
-    tree = family_tree(events)
-    if chosen.as_json:
+    console, events = make_console(), read_journal(args.run_dir / "journal.jsonl")
+    tree = read_lineage(events)
+    if args.as_json:
         return _print_json(console, tree.to_json())
     evolving = list(summarise(events).evolvable)
-    for line in tree_lines(tree, every=chosen.every):
+    for line in tree_lines(tree, every=args.every):
         _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolving))
     if tree.winner is None:
         console.print("no member was evaluated yet")
     return OK
 
 
-def best(chosen: argparse.Namespace) -> int:
+def best(args: argparse.Namespace) -> int:
     """Print who won a run, and what is known of it."""
-    console, found = make_console(), read_winner(chosen.run_dir)
-    if chosen.as_json:
+    console, found = make_console(), read_winner(args.run_dir)
+    if args.as_json:
         return _print_json(console, found.to_json())
     _print_rows(console, _winner_rows(found))
     table = _table("from step", "steps", "samples a step", *_changing(found))
@@ -60,20 +60,20 @@ def best(chosen: argparse.Namespace) -> int:
     console.print(Text("\nWhat its line of descent learnt with", "bold"))
     console.print(table)
     console.print()
-    show_command(console, "as a file", command("export", chosen.run_dir, "--schedule", "schedule.yaml"))
-    show_command(console, "train it anew", command("replay", chosen.run_dir))
+    show_command(console, "as a file", command("export", args.run_dir, "--schedule", "schedule.yaml"))
+    show_command(console, "train it anew", command("replay", args.run_dir))
     return OK
 
 
-def compare(chosen: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
     """Print several runs side by side."""
-    folders: Sequence[Path] = chosen.run_dirs
+    folders: Sequence[Path] = args.run_dirs
     for folder in folders:
         check_folder(folder)
     configured = [folder / CONFIG_FILE for folder in folders]
     compared = compare_runs(folders, [read_yaml_file(path) if path.is_file() else None for path in configured])
     console = make_console()
-    if chosen.as_json:
+    if args.as_json:
         return _print_json(console, compared.to_json())
     table = _table("", *(str(run.path) for run in compared.runs))
     for name, values in compared.settings.items():
@@ -98,7 +98,7 @@ def compare(chosen: argparse.Namespace) -> int:
 # ---- lines of the tree
 
 
-def _tree_text(line: TreeLine, tree: FamilyTree, evolving: Sequence[str]) -> Text:
+def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Text:
     mark = ("★ ", "bold") if line.wins else ("· ", "dim")
     text = Text.assemble(mark)
     if len(line.members) == 1:
@@ -111,7 +111,7 @@ def _tree_text(line: TreeLine, tree: FamilyTree, evolving: Sequence[str]) -> Tex
     return text.append(f"{len(line.members)} {what}{reached}: {names}", "dim")
 
 
-def _member_text(birth: ToldBirth, tree: FamilyTree, evolving: Sequence[str], *, wins: bool) -> Text:
+def _member_text(birth: ToldBirth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
     lived = tree.lives.get(birth.index, ())
     if birth.parent is None:
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
@@ -125,7 +125,7 @@ def _member_text(birth: ToldBirth, tree: FamilyTree, evolving: Sequence[str], *,
 
 
 def _score(member: MemberReport) -> str:
-    standing = standing_of(member)
+    standing = fitness_estimate(member)
     return score_text(None, None) if standing is None else score_text(standing.mean, standing.standard_error)
 
 
@@ -180,7 +180,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
 
 def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
     """Say what the winner won by, and how else it was measured."""
-    standing = standing_of(member)
+    standing = fitness_estimate(member)
     others = (
         f"{name} {score_text(each.mean, each.standard_error)}"
         for name, each in member.measured.items()
@@ -218,7 +218,7 @@ def _test_text(summary: RunSummary) -> str:
 
 def _run_rows(run: ComparedRun) -> dict[str, str]:
     summary, cost, member = run.summary, run.cost, run.best
-    tokens = words_of(summary.facts.get("kind")).tokens
+    tokens = terms_of(summary.facts.get("kind")).tokens
     test = summary.test
     low, high = (None, None) if test is None else interval(test.after)
     earned = "–" if member is None else f"#{member.index} {_score(member)}"

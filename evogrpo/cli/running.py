@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from evogrpo.cli.commands import FAILED, INTERRUPTED, OK
-from evogrpo.cli.dry_run import show_forecast, show_intent
+from evogrpo.cli.dry_run import show_forecast, show_plan
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
@@ -23,8 +23,7 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, start
-from evogrpo.training.launch import resume as resume_run
+from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.planner import StrategyError
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, Trainer
@@ -34,24 +33,24 @@ from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 
 
-def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
+def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
     """Start a run, or only say what it would be."""
     console = make_console()
-    wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    if wanted is None and chosen.go_on:
-        raise ValueError("--go-on goes on with the run in a folder, if there is one: name it with --run-dir")
-    may_go_on = wanted is not None and not chosen.dry_run and (chosen.go_on or was_restarted())
+    wanted = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
+    if wanted is None and args.resume_if_exists:
+        raise ValueError("--resume-if-exists goes on with the run in a folder, if there is one: name it with --run-dir")
+    may_go_on = wanted is not None and not args.dry_run and (args.resume_if_exists or was_restarted())
     if wanted is not None and may_go_on and processes().broadcast(latest_checkpoint(wanted).folder is not None):
-        why = "there is one already" if chosen.go_on else "started again by the launcher"
+        why = "there is one already" if args.resume_if_exists else "started again by the launcher"
         console.print(f"{why}, so the run in {wanted} goes on", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
-        return go_on(argparse.Namespace(**{**vars(chosen), **again}))
+        return resume_run(argparse.Namespace(**{**vars(args), **again}))
     with ExitStack() as stack:
 
         def free_folder() -> Path | None:
             if not processes().is_rank_zero:
                 return None
-            if chosen.dry_run:
+            if args.dry_run:
                 return wanted or next(free_run_dirs(name))
             return stack.enter_context(claimed(name, wanted)).folder
 
@@ -63,28 +62,28 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         with working(console, "checking the task and who is to learn it"):
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
-        show_intent(console, prepared, run_dir, preset=getattr(chosen, "preset", False))
-        if chosen.dry_run:
-            show_forecast(console, prepared, allow_memory=chosen.allow_memory)
+        show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
+        if args.dry_run:
+            show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
             with working(console, "making every check that the run makes"):
                 rehearse(prepared)
             console.print("nothing was trained: leave out --dry-run to start")
             return OK
-        _check_memory(prepared, chosen)
+        _check_memory(prepared, args)
         with working(console, "making the population"):
             trainer = start(prepared, run_dir)
         with single_threaded(enabled=prepared.one_thread):
-            return _go(console, trainer, run_dir, chosen)
+            return _train(console, trainer, run_dir, args)
 
 
-def go_on(chosen: argparse.Namespace) -> int:
+def resume_run(args: argparse.Namespace) -> int:
     """Go on with a stored run."""
     console = make_console()
-    run_dir: Path = chosen.run_dir
-    overrides = list(chosen.overrides)
-    if chosen.generations is not None:
-        overrides.append(f"generations={chosen.generations}")
-    resumable = read_resumable(run_dir, overrides, allow_changed_data=chosen.allow_changed_data)
+    run_dir: Path = args.run_dir
+    overrides = list(args.overrides)
+    if args.generations is not None:
+        overrides.append(f"generations={args.generations}")
+    resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
     for error in resumable.skipped:
         say_warning(f"skipped what cannot be used: {error}")
     for remark in resumable.ignored:
@@ -101,27 +100,27 @@ def go_on(chosen: argparse.Namespace) -> int:
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
     with closing(prepared.env):
-        _check_memory(prepared, chosen)
+        _check_memory(prepared, args)
         with working(console, "reading the members"):
-            trainer = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
+            trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
         if resumable.cut_off:  # and not at work, as the folder was free
             console.print("its last process ended without a word, as when it is killed")
         for change in trainer.changed_data:
             say_warning(f"changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
-            return _go(console, trainer, run_dir, chosen)
+            return _train(console, trainer, run_dir, args)
 
 
-def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
+def _check_memory(prepared: PreparedRun, args: argparse.Namespace) -> None:
     """Refuse with a ValueError a run that needs more memory than there is."""
     need = prepared.forecast().need
     if need is not None:
-        check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
+        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
 
 
-def _go(console: Console, trainer: Trainer, run_dir: Path, chosen: argparse.Namespace) -> int:
+def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
     """Run to the end, to a signal or to an error, and say how to go on."""
-    chosen.training = True  # from here on an error is a failed run, not a wrong setting
+    args.training = True  # from here on an error is a failed run, not a wrong setting
     run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, trainer)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
@@ -157,7 +156,7 @@ def _go(console: Console, trainer: Trainer, run_dir: Path, chosen: argparse.Name
         number = trainer.stopping.signal
         if number is None:
             return OK
-        on_stop: int | None = chosen.exit_code_on_stop
+        on_stop: int | None = args.exit_code_on_stop
         return 128 + number if number == signal.SIGINT or on_stop is None else on_stop
     if not processes().is_rank_zero:
         return OK

@@ -17,36 +17,36 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.display.console import make_console, working
 
 
-def demo(chosen: argparse.Namespace) -> int:
+def demo(args: argparse.Namespace) -> int:
     """Train on the packaged configuration."""
-    overrides = _overrides(chosen)
+    overrides = _overrides(args)
 
     def read() -> AnyConfig:
         with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
             config = load_config(path, overrides)
-        if not chosen.fixed:
+        if not args.fixed:
             return config
         population = dataclasses.replace(config.population, spread=False)
         return dataclasses.replace(config, population=population, strategy=Fixed())
 
-    return _begin(read, chosen, "demo-fixed" if chosen.fixed else "demo")
+    return _begin(read, args, "demo-fixed" if args.fixed else "demo")
 
 
-def train(chosen: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     """Train on the user's configuration, or on an environment with the packaged one."""
-    words = _overrides(chosen)
-    if chosen.wrapper:
-        if chosen.env is None:
+    words = _overrides(args)
+    if args.wrapper:
+        if args.env is None:
             raise ValueError("--wrapper goes with --env: in a configuration, write task.wrappers")
-        words.append(f"task.wrappers={json.dumps(chosen.wrapper)}")
-    for option, key, name in (("--env", "env", chosen.env), ("--parallel-env", "parallel_env", chosen.parallel_env)):
+        words.append(f"task.wrappers={json.dumps(args.wrapper)}")
+    for option, key, name in (("--env", "env", args.env), ("--parallel-env", "parallel_env", args.parallel_env)):
         if name is not None:
             for word in words:
                 if "=" not in word or word.startswith(f"task.{key}="):
                     raise ValueError(f"{option} {name} already says what to train on: leave out {word!r}")
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _begin(partial(_packaged, key, name, words, chosen), chosen, folder)
-    if chosen.preset:
+            return _begin(partial(_packaged, key, name, words, args), args, folder)
+    if args.preset:
         raise ValueError("--preset is that of an environment: name it with --env, and give no CONFIG")
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
         raise ValueError(
@@ -57,56 +57,56 @@ def train(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{path} is no file. To train on an environment write --env {path}")
     if not path.exists() and path.with_suffix(".yaml").exists():
         raise ValueError(f"{path} is no file: did you mean {path.with_suffix('.yaml')}?")
-    return _begin(partial(load_config, path, words[1:]), chosen, path.stem)
+    return _begin(partial(load_config, path, words[1:]), args, path.stem)
 
 
-def replay(chosen: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     """Train one agent under the schedule that a run has found."""
 
     def read() -> AnyConfig:
         from evogrpo.training.replay import HyperparameterSchedule
 
-        return HyperparameterSchedule.read(chosen.source).config(_overrides(chosen))
+        return HyperparameterSchedule.read(args.source).config(_overrides(args))
 
-    return _begin(read, chosen, f"{chosen.source.resolve().stem}-replay")
+    return _begin(read, args, f"{args.source.resolve().stem}-replay")
 
 
-def resume(chosen: argparse.Namespace) -> int:
+def resume(args: argparse.Namespace) -> int:
     """Go on with a stored run."""
     with _importing():
-        from evogrpo.cli.running import go_on
-    return go_on(chosen)
+        from evogrpo.cli.running import resume_run
+    return resume_run(args)
 
 
-def _overrides(chosen: argparse.Namespace) -> list[str]:
+def _overrides(args: argparse.Namespace) -> list[str]:
     """Return the overrides, followed by the settings that were given as options."""
-    options = {"seed": chosen.seed, "schedule.generations": getattr(chosen, "generations", None)}
-    return [*chosen.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    options = {"seed": args.seed, "schedule.generations": getattr(args, "generations", None)}
+    return [*args.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
-def _packaged(key: str, name: str, overrides: list[str], chosen: argparse.Namespace) -> AnyConfig:
+def _packaged(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> AnyConfig:
     """Return the packaged configuration for an environment."""
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import named_wrapper
         from evogrpo.training.presets import packaged_values, with_own_limits
 
-        for wrapper in chosen.wrapper:  # their modules may be what registers the environment
+        for wrapper in args.wrapper:  # their modules may be what registers the environment
             named_wrapper(wrapper)
-        values = packaged_values(name, with_preset=chosen.preset)
+        values = packaged_values(name, with_preset=args.preset)
         values = with_own_limits(values, override({}, overrides).get("schedule") or {})
         return parse_config(override(values, overrides))
-    if chosen.preset:
+    if args.preset:
         raise ValueError("--preset is that of a Gymnasium environment: leave it out beside --parallel-env")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
         return load_config(path, [*overrides, f"task.{key}={name}"])
 
 
-def _begin(read: Callable[[], AnyConfig], chosen: argparse.Namespace, name: str) -> int:
+def _begin(read: Callable[[], AnyConfig], args: argparse.Namespace, name: str) -> int:
     """Start a run of the configuration that is read, or only say what it would be."""
     with _importing():
         config = read()
-        from evogrpo.cli.running import begin
-    return begin(config, chosen, name)
+        from evogrpo.cli.running import start_run
+    return start_run(config, args, name)
 
 
 @contextmanager

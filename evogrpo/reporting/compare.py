@@ -8,7 +8,7 @@ from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.strategies import ScheduleStage
-from evogrpo.reporting.descent import found_schedule, standing_of
+from evogrpo.reporting.descent import best_schedule, fitness_estimate
 from evogrpo.reporting.lineage import winner
 from evogrpo.reporting.records import MemberReport, TestReport
 from evogrpo.reporting.step_records import Estimate
@@ -38,7 +38,7 @@ class WinnerReport:
     @property
     def standing(self) -> Estimate | None:
         """What it won by."""
-        return standing_of(self.member)
+        return fitness_estimate(self.member)
 
     @property
     def test(self) -> TestReport | None:
@@ -57,7 +57,7 @@ class WinnerReport:
             "measured": {name: each.to_json() for name, each in member.measured.items()},
             "hyperparameters": member.hyperparameters.to_json(),
             "schedule": [stage.to_json() for stage in self.stages],
-            "test": None if self.test is None else told_test(self.test),
+            "test": None if self.test is None else test_json(self.test),
             "stopped": self.summary.stopped,
             "stored": None if self.stored is None else str(self.stored),
         }
@@ -70,7 +70,7 @@ def read_winner(run_dir: Path) -> WinnerReport:
         ValueError: If there is no run, no member was evaluated, or a value is not what it must be.
     """
     events = read_journal(run_dir / "journal.jsonl")
-    summary, found = summarise(events), found_schedule(events)
+    summary, found = summarise(events), best_schedule(events)
     stored = run_dir / "best"
     return WinnerReport(
         summary=summary, member=found.member, stages=found.stages, stored=stored if stored.is_dir() else None
@@ -83,7 +83,7 @@ def interval(estimate: Estimate) -> tuple[float, float]:
     return estimate.mean - half, estimate.mean + half
 
 
-def told_test(test: TestReport) -> dict[str, Any]:
+def test_json(test: TestReport) -> dict[str, Any]:
     """Return a test as plain JSON values: without single scores, with intervals of 95 %."""
     parts = {"untrained": test.before, "member": test.after, "gain": test.gain}
     return {
@@ -192,7 +192,7 @@ class Comparison:
                     "changed_data": list(run.summary.changed_data),
                     "cost": run.cost,
                     "best": None if run.best is None else _best_json(run.best),
-                    "test": None if run.summary.test is None else told_test(run.summary.test),
+                    "test": None if run.summary.test is None else test_json(run.summary.test),
                     "against_the_first": None if difference is None else difference.to_json(),
                 }
             )
@@ -265,7 +265,7 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
 
 
 def _best_json(best: MemberReport) -> dict[str, Any]:
-    standing = standing_of(best)
+    standing = fitness_estimate(best)
     earned = {"fitness": None, "standard_error": None} if standing is None else standing.to_json()
     return {"member": best.index, "generation": best.generation, **earned}
 

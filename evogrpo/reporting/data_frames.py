@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.installing import extra_command
 from evogrpo.markup import card, sparkline
-from evogrpo.reporting.descent import line_of
-from evogrpo.reporting.lineage import ToldBirth, fitness_before, told_births, winner
+from evogrpo.reporting.descent import lineage_of
+from evogrpo.reporting.lineage import ToldBirth, fitness_before, read_births, winner
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.step_records import REMEDY, Estimate
-from evogrpo.reporting.summary import RunSummary, counted_steps, summarise
+from evogrpo.reporting.summary import RunSummary, latest_steps, summarise
 from evogrpo.storage.journal import read_journal
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "questions": (WHOLE, "how many it was asked"),
         "failed": (TEXT, "why it failed; missing if it did not"),
         "best": (FLAG, "whether it was the best of its generation"),
-        "on_the_way": (
+        "in_best_lineage": (
             FLAG,
             "whether the state that won the run was trained in this: the winner's whole line of descent",
         ),
@@ -151,7 +151,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
         raise ImportError(f"read_run returns pandas data frames: {extra_command('pandas')}") from error
     events = read_journal(Path(run_dir) / "journal.jsonl")
     summary = summarise(events)
-    births = told_births(events)
+    births = read_births(events)
     rows: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
         "members": (list(_members(summary)), set(HYPERPARAMETER_NAMES)),
         "steps": (list(_steps(events)), set()),
@@ -172,7 +172,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     won, before = winner(summary), fitness_before(summary)
-    way = () if won is None else line_of(summary.generations, won)
+    way = () if won is None else lineage_of(summary.generations, won)
     states = {(member.index, member.generation) for member in way}
     for generation in summary.generations:
         for member in generation.members:
@@ -183,7 +183,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 "step": generation.step,
                 "fitness_before": before[state],
                 "best": member.index == generation.best.index,
-                "on_the_way": state in states,
+                "in_best_lineage": state in states,
                 "evaluation_tokens": member.evaluation.tokens,
                 "evaluation_seconds": member.evaluation.seconds,
                 **member.hyperparameters.to_json(),
@@ -192,7 +192,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
 
 
 def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    for step, event in sorted(counted_steps(events).items()):
+    for step, event in sorted(latest_steps(events).items()):
         for member in event.each("members", f"a member of step {step}"):
             yield {
                 **{name: member.number_or_none(name) for name in member.values if name != "index"},

@@ -15,7 +15,7 @@ from evogrpo.reporting.step_records import Estimate, JournalFields
 from evogrpo.storage.journal import latest_generations, read_journal
 
 
-def winner_of(generations: Sequence[GenerationReport]) -> MemberReport | None:
+def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
     """Return the best member ever, as it was when it became that; None before any member was evaluated.
 
     Args:
@@ -26,7 +26,7 @@ def winner_of(generations: Sequence[GenerationReport]) -> MemberReport | None:
     return next((member for member in members if (member.index, member.generation) == named), None)
 
 
-def standing_of(member: MemberReport) -> Estimate | None:
+def fitness_estimate(member: MemberReport) -> Estimate | None:
     """Return what a member is judged by beside others of its run: held-out questions, where it was asked any."""
     for measure in (GREEDY, SAMPLED):
         if measure in member.measured:
@@ -36,7 +36,7 @@ def standing_of(member: MemberReport) -> Estimate | None:
     return Estimate(mean=member.fitness, standard_error=member.standard_error)
 
 
-def line_of(generations: Sequence[GenerationReport], member: MemberReport) -> tuple[MemberReport, ...]:
+def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) -> tuple[MemberReport, ...]:
     """Follow the state of a member back to its founder.
 
     Args:
@@ -78,7 +78,7 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundSchedule:
+class BestSchedule:
     """What evolution has found: the schedule of a run's best member.
 
     Attributes:
@@ -93,7 +93,7 @@ class FoundSchedule:
     networks: tuple[str, ...] = ()
 
 
-def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
+def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
     """Read the schedule of a run's best member out of its journal.
 
     Args:
@@ -107,7 +107,7 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"a schedule needs every generation from 1 on, but the journal has {numbers}: restore it")
-    member = winner_of(generations)
+    member = best_member(generations)
     if member is None:
         raise ValueError(
             "the journal holds no evaluated member: the run has not finished a generation, or its journal was lost. A "
@@ -115,7 +115,7 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
         )
     lengths = _lengths(generations)
     samples = _samples(events, latest)
-    line = line_of(generations, member)
+    line = lineage_of(generations, member)
     stages: list[ScheduleStage] = []
     for report in line:
         number = report.generation
@@ -131,7 +131,7 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
             stages.append(stage)
     born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
     networks = tuple(f"{old} -> {new}" for each in born for old, new in [each.changes.get(NETWORK, ("", ""))] if new)
-    return FoundSchedule(stages=tuple(stages), member=member, networks=networks)
+    return BestSchedule(stages=tuple(stages), member=member, networks=networks)
 
 
 def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:
@@ -178,7 +178,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     """
     events = read_journal(Path(run_dir) / "journal.jsonl")
     generations = [GenerationReport.from_json(event) for event in latest_generations(events)]
-    winner = winner_of(generations)
+    winner = best_member(generations)
     if winner is None:
         raise ValueError(f"no member of {run_dir} was evaluated yet, so there are no best ones: name another run")
     alive = [member for member in generations[-1].members if member.fitness is not None]

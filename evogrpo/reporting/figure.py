@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.reporting.figure_panels import (
     BEST,
     LEGEND_COLUMNS,
-    Drawing,
+    FigureData,
     draw_fitness,
     draw_hyperparameter,
     draw_legend,
     draw_stretches,
-    drawing,
+    figure_data,
     generation_ticks,
     legend_entries,
     lower_edge,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_measure(axes: "Axes", name: str, run: Drawing) -> None:
+def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
     """Draw one measure of every member over the learning steps; the best member's lineage stands out.
 
     Args:
@@ -163,7 +163,7 @@ def figure_png(summary: RunSummary) -> bytes:
 
     buffer = io.BytesIO()
     with _styled():
-        figure = _figure(drawing(summary))
+        figure = _figure(figure_data(summary))
         figure.set_dpi(130)
         FigureCanvasAgg(figure).print_png(buffer)  # as savefig does once it has drawn everything without showing it
     return buffer.getvalue()
@@ -172,7 +172,7 @@ def figure_png(summary: RunSummary) -> bytes:
 def run_figure(summary: RunSummary) -> "Figure":
     """Draw a run; returns matplotlib's figure, which belongs to no window and no backend."""
     with _styled():
-        return _figure(drawing(summary))
+        return _figure(figure_data(summary))
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def _styled() -> Iterator[None]:
         yield
 
 
-def _figure(run: Drawing) -> "Figure":
+def _figure(run: FigureData) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from evogrpo.reporting.figure_panels import MEANINGS, Drawing, lower_edge
-from evogrpo.reporting.lineage import LineageLine
+from evogrpo.reporting.figure_panels import MEANINGS, FigureData, lower_edge
+from evogrpo.reporting.lineage import MemberHistory
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.response import Response
 from evogrpo.reporting.summary import MEASURES
@@ -16,7 +16,7 @@ _MOST_POINTS = 6000
 _MOST_GAINS = 1200
 
 
-def drawn_values(run: Drawing, found: Sequence[Response]) -> dict[str, Any]:
+def page_data(run: FigureData, found: Sequence[Response]) -> dict[str, Any]:
     """Return everything that the script reads; every text is printable, and shown as text only.
 
     Args:
@@ -72,7 +72,7 @@ def _axis(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _member(line: LineageLine, names: Sequence[str], run: Drawing) -> dict[str, Any]:
+def _member(line: MemberHistory, names: Sequence[str], run: FigureData) -> dict[str, Any]:
     first = line.results[0]
     origin = line.origin
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.reporting.lineage import LineageLine, ancestors, lineage_lines, winner
+from evogrpo.reporting.lineage import MemberHistory, ancestors, member_histories, winner
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.step_records import Estimate
 from evogrpo.reporting.summary import RunSummary
@@ -26,7 +26,7 @@ LEGEND_COLUMNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class FigureData:
     """A run, ready to be drawn.
 
     Attributes:
@@ -38,7 +38,7 @@ class Drawing:
     """
 
     summary: RunSummary
-    lines: tuple[LineageLine, ...]
+    lines: tuple[MemberHistory, ...]
     best: int | None
     lineage: Mapping[int, int]
     slots: tuple[int, ...]
@@ -75,7 +75,7 @@ class Drawing:
         return self.summary.generations[-1].generation if self.summary.generations else 1
 
 
-def drawing(summary: RunSummary) -> Drawing:
+def figure_data(summary: RunSummary) -> FigureData:
     """Work out what every panel needs.
 
     Args:
@@ -84,8 +84,8 @@ def drawing(summary: RunSummary) -> Drawing:
     Returns:
         The lines, the best member's lineage and the slots.
     """
-    lines, best = lineage_lines(summary), winner(summary)
-    return Drawing(
+    lines, best = member_histories(summary), winner(summary)
+    return FigureData(
         summary=summary,
         lines=lines,
         best=None if best is None else best.index,
@@ -125,7 +125,7 @@ def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float
         axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
 
 
-def legend_entries(run: Drawing, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
+def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
     """Return every kind of mark that this figure has, and no other, with its explanation.
 
     Args:
@@ -209,7 +209,7 @@ MEANINGS: Mapping[str, str] = {
 """What each hyperparameter is, in few words."""
 
 
-def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> list[str]:
+def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: FigureData) -> list[str]:
     """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
 
     Names are drawn at heights of equal distance; a member without a value has no line.
@@ -242,7 +242,7 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
     return names
 
 
-def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Drawing) -> None:
+def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: FigureData) -> None:
     """Draw the members of one slot, a little beside those of other slots with equal values."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -274,7 +274,7 @@ def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Dr
         )
 
 
-def _steps(line: LineageLine, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
+def _steps(line: MemberHistory, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
     """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
     points: list[tuple[float, float]] = []
     if line.origin is not None and (value := _value(line.origin, name)) is not None:
@@ -333,7 +333,7 @@ def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *,
 _Point = tuple[float, float, float]  # generation, fitness, standard error
 
 
-def draw_fitness(axes: "Axes", run: Drawing) -> None:
+def draw_fitness(axes: "Axes", run: FigureData) -> None:
     """Draw the fitness of every member per generation, the untrained base and the test scores.
 
     Args:
@@ -372,7 +372,7 @@ def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
     return [float(tick) for tick in ticks if first <= tick <= last and tick == round(tick)]
 
 
-def _draw_fitness_lines(axes: "Axes", run: Drawing) -> None:
+def _draw_fitness_lines(axes: "Axes", run: FigureData) -> None:
     width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
     others: dict[str, list[Sequence[_Point]]] = {}
     for line in run.lines:
@@ -391,7 +391,7 @@ def _draw_fitness_lines(axes: "Axes", run: Drawing) -> None:
     _draw_marks(axes, run)
 
 
-def _draw_marks(axes: "Axes", run: Drawing) -> None:
+def _draw_marks(axes: "Axes", run: FigureData) -> None:
     """Mark every result, and every failure at the foot."""
     found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
     for line in run.lines:
@@ -425,7 +425,7 @@ def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str
         axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2)
 
 
-def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
+def _stretches(run: FigureData, line: MemberHistory) -> list[list[_Point]]:
     """Return the measured points of a line from its origin on, split where a fitness is missing."""
     start, first = run.summary.start, line.results[0]
     stretches: list[list[_Point]] = [[]]
@@ -442,7 +442,7 @@ def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
     return [stretch for stretch in stretches if stretch]
 
 
-def _leave_out_collapsed(axes: "Axes", run: Drawing) -> None:
+def _leave_out_collapsed(axes: "Axes", run: FigureData) -> None:
     """Let the panel end above fitness far below all other, and say how often there was such."""
     edge, summary = run.fitness_edge, run.summary
     if edge is None:
@@ -487,7 +487,7 @@ def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: s
     )
 
 
-def _label_ends(axes: "Axes", run: Drawing, *, shift: float) -> None:
+def _label_ends(axes: "Axes", run: FigureData, *, shift: float) -> None:
     """Write the index of members at the right end of their lines: all of a small population, else the best."""
     ends = [line.results[-1] for line in run.lines if line.results[-1].fitness is not None]
     members = [result for result in ends if result.generation == run.last_generation]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
-from evogrpo.reporting.descent import line_of, origin_of, winner_of
+from evogrpo.reporting.descent import best_member, lineage_of, origin_of
 from evogrpo.reporting.records import GenerationReport, MemberReport
 from evogrpo.reporting.step_records import REMEDY, JournalFields
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -13,7 +13,7 @@ from evogrpo.storage.journal import latest_generations
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineageLine:
+class MemberHistory:
     """One member's results over its life.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ancestor:
     back_to: int | None = None
 
 
-def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
+def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
     """Return the line of every member that ever finished a generation, by index.
 
     Args:
@@ -69,11 +69,11 @@ def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
     for generation in summary.generations:
         for member in generation.members:
             results.setdefault(member.index, []).append(member)
-    lines: dict[int, LineageLine] = {}
+    lines: dict[int, MemberHistory] = {}
     for index in sorted(results, key=lambda index: (results[index][0].generation, index)):
         first = results[index][0]
         parent = lines.get(first.parent) if first.parent is not None else None
-        lines[index] = LineageLine(
+        lines[index] = MemberHistory(
             index=index,
             founder=parent.founder if parent else index,
             origin=origin_of(first, parent.results) if parent else None,
@@ -94,7 +94,7 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
     """
     baseline = None if summary.start is None else summary.start.mean
     found: dict[tuple[int, int], float | None] = {}
-    for line in lineage_lines(summary):
+    for line in member_histories(summary):
         founder = line.results[0].parent is None
         before = line.origin.fitness if line.origin is not None else baseline if founder else None
         for result in line.results:
@@ -105,7 +105,7 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
 
 def winner(summary: RunSummary) -> MemberReport | None:
     """Return the run's best member, as it was when it was stored as the best; None if no member was evaluated."""
-    return winner_of(summary.generations)
+    return best_member(summary.generations)
 
 
 def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:
@@ -118,7 +118,7 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancesto
     Returns:
         The founder first, the member itself last.
     """
-    lines = {line.index: line for line in lineage_lines(summary)}
+    lines = {line.index: line for line in member_histories(summary)}
     chain: list[Ancestor] = []
     line, last = (None, None) if member is None else (lines.get(member.index), member)
     while line is not None and last is not None:
@@ -166,7 +166,7 @@ class ToldBirth:
     back_to: int | None = None
 
 
-def told_births(events: Sequence[Mapping[str, Any]]) -> tuple[ToldBirth, ...]:
+def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[ToldBirth, ...]:
     """Return every birth, by index; those of generations that were given up when the run was resumed do not count.
 
     Raises:
@@ -212,7 +212,7 @@ _FEW = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyTree:
+class LineageTree:
     """A run's lineage.
 
     Attributes:
@@ -257,7 +257,7 @@ class TreeLine:
     skips: bool = False
 
 
-def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
+def read_lineage(events: Sequence[Mapping[str, Any]]) -> LineageTree:
     """Read a run's lineage out of its journal.
 
     Args:
@@ -266,7 +266,7 @@ def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
     Raises:
         ValueError: If a value is not what it must be.
     """
-    summary, births = summarise(events), told_births(events)
+    summary, births = summarise(events), read_births(events)
     for birth in births:
         if birth.parent is not None and birth.parent >= birth.index:
             raise ValueError(f"a parent is born before its child, got {birth.parent} of {birth.index}: {REMEDY}")
@@ -275,8 +275,8 @@ def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
         for member in generation.members:
             lives.setdefault(member.index, []).append(member)
     best = winner(summary)
-    line = () if best is None else line_of(summary.generations, best)
-    return FamilyTree(
+    line = () if best is None else lineage_of(summary.generations, best)
+    return LineageTree(
         births=births,
         lives={index: tuple(own) for index, own in lives.items()},
         winner=best,
@@ -284,7 +284,7 @@ def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
     )
 
 
-def tree_lines(tree: FamilyTree, *, every: bool = False) -> tuple[TreeLine, ...]:
+def tree_lines(tree: LineageTree, *, every: bool = False) -> tuple[TreeLine, ...]:
     """Lay a lineage out: the main line of descent of every member goes on under it, side lines are indented.
 
     Args:
@@ -303,7 +303,7 @@ class _Layout:
     however long a run is.
     """
 
-    tree: FamilyTree
+    tree: LineageTree
     every: bool
     children: dict[int | None, list[ToldBirth]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)

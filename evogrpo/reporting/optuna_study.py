@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.installing import extra_command
-from evogrpo.reporting.lineage import FamilyTree, ToldBirth, family_tree
+from evogrpo.reporting.lineage import LineageTree, ToldBirth, read_lineage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
@@ -48,7 +48,7 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
     except ImportError as error:
         raise ImportError(f"an export to Optuna needs it: {extra_command('optuna')}") from error
     events = read_journal(run_dir / "journal.jsonl")
-    summary, tree = summarise(events), family_tree(events)
+    summary, tree = summarise(events), read_lineage(events)
     name = name or _default_name(run_dir, summary)
     times = _times(events)
     distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}
@@ -95,7 +95,7 @@ def _default_name(run_dir: Path, summary: RunSummary) -> str:
 
 
 def _trial(
-    birth: ToldBirth, tree: FamilyTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
+    birth: ToldBirth, tree: LineageTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
 ) -> "FrozenTrial":
     from optuna.trial import create_trial
 
@@ -120,7 +120,7 @@ def _trial(
     return trial
 
 
-def _state(birth: ToldBirth, tree: FamilyTree) -> "TrialState":
+def _state(birth: ToldBirth, tree: LineageTree) -> "TrialState":
     from optuna.trial import TrialState
 
     lived = tree.lives.get(birth.index, ())
@@ -133,7 +133,7 @@ def _state(birth: ToldBirth, tree: FamilyTree) -> "TrialState":
     return TrialState.COMPLETE if wins or lived[-1].generation == newest else TrialState.PRUNED
 
 
-def _distribution(name: str, fields: Mapping[str, Any], tree: FamilyTree) -> "BaseDistribution":
+def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "BaseDistribution":
     """Return where a hyperparameter could lie; a member's value outside of its range widens that."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -176,7 +176,7 @@ def _attributes(birth: ToldBirth, lived: Sequence[MemberReport]) -> dict[str, An
     }
 
 
-def _facts(summary: RunSummary, tree: FamilyTree) -> dict[str, Any]:
+def _facts(summary: RunSummary, tree: LineageTree) -> dict[str, Any]:
     names = ("run_id", "version", "task", "model", "seed", "kind", "population_size")
     facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
     test = None if summary.test is None else summary.test.after.mean

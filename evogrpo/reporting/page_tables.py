@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evogrpo.markup import Markup, bar, escape, folded, section, table
-from evogrpo.reporting.descent import standing_of
-from evogrpo.reporting.lineage import Ancestor, LineageLine, ancestors, lineage_lines, winner
+from evogrpo.reporting.descent import fitness_estimate
+from evogrpo.reporting.lineage import Ancestor, MemberHistory, ancestors, member_histories, winner
 from evogrpo.reporting.records import GenerationReport, MemberReport
 from evogrpo.reporting.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
@@ -55,7 +55,7 @@ def ancestry(summary: RunSummary) -> str:
 
 def members(summary: RunSummary) -> str:
     """Return a line for every member that ever finished a generation, the latest first where there are many."""
-    lines = lineage_lines(summary)
+    lines = member_histories(summary)
     if not lines:
         return ""
     won, last, names = winner(summary), summary.generations[-1].generation, list(summary.evolvable)
@@ -70,7 +70,7 @@ def members(summary: RunSummary) -> str:
     return section("Members", lead, folded("Every member", table(heads, rows), opened=len(rows) <= 40))
 
 
-def _life(line: LineageLine, names: Sequence[str], last: int, retired: dict[int, int]) -> list[Any]:
+def _life(line: MemberHistory, names: Sequence[str], last: int, retired: dict[int, int]) -> list[Any]:
     first, end = line.results[0], line.results[-1]
     ended = "" if end.generation == last else "replaced"
     if line.index in retired:
@@ -208,7 +208,7 @@ def outcome(summary: RunSummary) -> str:
             _card(f"{words.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
         )
     best = winner(summary)
-    earned = None if best is None else standing_of(best)
+    earned = None if best is None else fitness_estimate(best)
     if best is not None and earned is not None:
         title = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
         cards.append(_card(title, _estimate(earned), questions, best=True))
@@ -222,9 +222,9 @@ def outcome(summary: RunSummary) -> str:
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 
-def finals(summary: RunSummary) -> str:
+def finalists(summary: RunSummary) -> str:
     """Return what the finalists earned on the second set; nothing where there was none."""
-    report = summary.finals
+    report = summary.finalists
     if report is None:
         return ""
     rows: list[tuple[str, Sequence[Any]]] = []
@@ -237,7 +237,7 @@ def finals(summary: RunSummary) -> str:
         f"{count_text(report.questions)} {summary.words.questions}, which selection never saw. The best is marked."
     )
     heads = ["member", "as after generation", "fitness when chosen", "on the second set"]
-    return section("Finals", lead, table(heads, rows))
+    return section("Finalists", lead, table(heads, rows))
 
 
 def _card(title: str, earned: str, questions: str, *, best: bool = False) -> str:

@@ -11,8 +11,8 @@ from evogrpo.reporting import page_tables as charts
 from evogrpo.reporting import page_tables as lives
 from evogrpo.reporting import page_tables as outcome
 from evogrpo.reporting.figure import draw_report, figure_png, run_figure
-from evogrpo.reporting.figure_data import drawn_values
-from evogrpo.reporting.figure_panels import drawing
+from evogrpo.reporting.figure_data import page_data
+from evogrpo.reporting.figure_panels import figure_data
 from evogrpo.reporting.page_tables import completions
 from evogrpo.reporting.response import responses
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -65,7 +65,7 @@ def html_page(summary: RunSummary) -> str:
         charts.hyperparameters(summary),
         charts.response(summary, found),
         outcome.costs(summary),
-        outcome.finals(summary),
+        outcome.finalists(summary),
         lives.ancestry(summary),
         lives.members(summary),
         lives.generations(summary),
@@ -82,7 +82,7 @@ def html_page(summary: RunSummary) -> str:
         f"<title>{title} · evogrpo</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(section for section in body if section)
         + '\n</main>\n<aside id="shown" role="status" hidden></aside>\n'
-        f'<script type="application/json" id="run">{embedded(drawn_values(drawing(summary), found))}</script>\n'
+        f'<script type="application/json" id="run">{embedded(page_data(figure_data(summary), found))}</script>\n'
         + "\n".join(f"<script>{script}</script>" for script in scripts)
         + "\n</body>\n</html>\n"
     )

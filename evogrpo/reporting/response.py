@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evogrpo.config.hyperparameters import Value
 from evogrpo.randomness import generator
-from evogrpo.reporting.lineage import fitness_before, lineage_lines
+from evogrpo.reporting.lineage import fitness_before, member_histories
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary
 
@@ -240,7 +240,7 @@ def _gains(summary: RunSummary) -> list[tuple[MemberReport, float]]:
     """Return every result with what its member gained in that generation, less the generation's mean."""
     before = fitness_before(summary)
     by_generation: dict[int, list[tuple[MemberReport, float]]] = {}
-    for line in lineage_lines(summary):
+    for line in member_histories(summary):
         for result in line.results:
             began = before[result.index, result.generation]
             if result.fitness is not None and began is not None:

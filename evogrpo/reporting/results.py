@@ -45,7 +45,7 @@ class Finalist:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinalsReport:
+class FinalistsReport:
     """The finalists on the second set, and who is the run's best.
 
     Attributes:
@@ -57,7 +57,7 @@ class FinalsReport:
         cost: What they took.
     """
 
-    event: ClassVar[str] = "finals"
+    event: ClassVar[str] = "finalists"
 
     questions: int
     index: int
@@ -74,7 +74,7 @@ class FinalsReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
-        fields = JournalFields(values, "the finals event")
+        fields = JournalFields(values, "the finalists event")
         return cls(
             questions=fields.whole("questions"),
             index=fields.whole("index"),
@@ -154,7 +154,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class Terms:
     """The words of one kind of members.
 
     Attributes:
@@ -172,14 +172,14 @@ class Words:
     best: str
 
 
-LANGUAGE = Words(
+LANGUAGE = Terms(
     untrained="untrained base",
     questions="questions",
     tokens="tokens",
     fitness="mean reward per validation question",
     best="best adapter",
 )
-NETWORKS = Words(
+NETWORKS = Terms(
     untrained="untrained network",
     questions="starts",
     tokens="transitions",
@@ -187,7 +187,7 @@ NETWORKS = Words(
     best="best member",
 )
 
-TEAM = Words(
+TEAM = Terms(
     untrained="untrained team",
     questions="starts",
     tokens="transitions",
@@ -195,22 +195,22 @@ TEAM = Words(
     best="best member",
 )
 
-WORDS: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
+TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
 """By kind of members, as the run event of a journal names it."""
 
 
-def words_of(kind: object) -> Words:
+def terms_of(kind: object) -> Terms:
     """Return the words for a kind of members, as the run event of a journal names it; language models by default."""
-    return WORDS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
+    return TERMS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
 
 
-def processed(report: GenerationReport, words: Words) -> str:
+def processed(report: GenerationReport, words: Terms) -> str:
     """Say what a run has spent so far: the steps in the environment, where there are any, and all work."""
     played = "" if report.timesteps is None else f"{count_text(report.timesteps)} steps played, "
     return f"{played}{count_text(report.tokens)} {words.tokens} processed"
 
 
-def evaluated(result: Result, words: Words) -> list[str]:
+def evaluated(result: Result, words: Terms) -> list[str]:
     """Say what all evaluations of a run took, beside what its members learnt from; nothing where none took any."""
     cost = result.evaluation
     if not cost.tokens:
@@ -221,7 +221,7 @@ def evaluated(result: Result, words: Words) -> list[str]:
     return [f"evaluations took {duration_text(cost.seconds)} and {count_text(cost.tokens)} {what}{share}"]
 
 
-def second_look(result: Result, words: Words) -> list[str]:
+def second_set_lines(result: Result, words: Terms) -> list[str]:
     """Say what the best member earned when it was chosen and on the second set; nothing where there was none."""
     best = result.best
     if best is None or best.second is None:
@@ -230,7 +230,7 @@ def second_look(result: Result, words: Words) -> list[str]:
     return [f"member #{best.index}: {chosen} when chosen, {second} on {words.questions} that selection never saw"]
 
 
-def verdict(test: TestReport, words: Words) -> str | None:
+def verdict(test: TestReport, words: Terms) -> str | None:
     """Say what a test that shows no difference means; None where it shows one."""
     if test.beyond_noise:
         return None

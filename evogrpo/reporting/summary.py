@@ -9,7 +9,7 @@ from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
-from evogrpo.reporting.results import FinalsReport, Words, words_of
+from evogrpo.reporting.results import FinalistsReport, Terms, terms_of
 from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, JournalFields
 from evogrpo.storage.journal import latest_generations
 
@@ -126,7 +126,7 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
         ValueError: If a value is not what it must be.
     """
     found: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {}
-    for step, event in sorted(counted_steps(events).items()):
+    for step, event in sorted(latest_steps(events).items()):
         generation = event.whole("generation")
         for member in event.each("members", f"a member of step {step}"):
             who = member.whole("index"), member.whole("slot")
@@ -140,7 +140,7 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
     }
 
 
-def counted_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
+def latest_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
     """Return the step events that count, by the step's number; those that a resumed run took again, as taken last."""
     latest: dict[int, JournalFields] = {}
     for event in events:
@@ -172,7 +172,7 @@ class Cost:
 def run_costs(
     events: Sequence[Mapping[str, Any]],
     generations: Sequence[GenerationReport],
-    finals: FinalsReport | None,
+    finalists: FinalistsReport | None,
     test: TestReport | None,
 ) -> tuple[Cost, ...]:
     """Return what each kind of work took, up to the last generation and for the test after it.
@@ -180,11 +180,11 @@ def run_costs(
     Args:
         events: The journal's events, for the time of learning steps; untrusted input.
         generations: Those that count.
-        finals: If there were any.
+        finalists: If there were any.
         test: If there was one.
 
     Returns:
-        Learning, evaluations, the rest of the time, finals and the test; nothing before there is a generation.
+        Learning, evaluations, the rest of the time, finalists and the test; nothing before there is a generation.
 
     Raises:
         ValueError: If a value is not what it must be.
@@ -192,7 +192,7 @@ def run_costs(
     if not generations:
         return ()
     last = generations[-1]
-    steps = counted_steps(events).values()
+    steps = latest_steps(events).values()
     timed = [each.number("seconds") for each in steps if each.whole("step") < last.step]
     # Steps that were played are counted as those of evaluations are; what updates process comes on top of them.
     played = last.tokens if last.timesteps is None else last.timesteps
@@ -203,8 +203,8 @@ def run_costs(
     rest = last.seconds - math.fsum(each.seconds for each in costs)
     if rest > 0:
         costs.append(Cost(name="everything else", tokens=None, seconds=rest))
-    if finals is not None:
-        costs.append(_of("finals", finals.cost))
+    if finalists is not None:
+        costs.append(_of("finalists", finalists.cost))
     if test is not None:
         costs.append(_of("test", test.cost))
     return tuple(costs)
@@ -230,7 +230,7 @@ class RunSummary:
         curves: What learning steps measured, by the metric's name.
         decisions: The plans, oldest first.
         costs: What the kinds of work took.
-        finals: The finalists on a second set of questions; None if the run has none, or has not reached them.
+        finalists: The finalists on a second set of questions; None if the run has none, or has not reached them.
     """
 
     facts: Mapping[str, Any]
@@ -244,12 +244,12 @@ class RunSummary:
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     costs: tuple[Cost, ...] = ()
-    finals: FinalsReport | None = None
+    finalists: FinalistsReport | None = None
 
     @property
-    def words(self) -> Words:
+    def words(self) -> Terms:
         """What things are called in it."""
-        return words_of(self.facts.get("kind"))
+        return terms_of(self.facts.get("kind"))
 
     @property
     def split(self) -> str:
@@ -313,7 +313,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     ending = {event["event"]: event for event in events[resumed_last + 1 :]}
     baseline = BaselineReport.from_json(last["baseline"]) if "baseline" in last else None
     generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))
-    finals = FinalsReport.from_json(ending["finals"]) if "finals" in ending else None
+    finalists = FinalistsReport.from_json(ending["finalists"]) if "finalists" in ending else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     stopped = JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None
     if stopped is None and test is not None:  # killed between the test and the last event
@@ -329,8 +329,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         changed_data=tuple(_changed_data(events)),
         curves=read_curves(events),
         decisions=read_decisions(events),
-        costs=run_costs(events, generations, finals, test),
-        finals=finals,
+        costs=run_costs(events, generations, finalists, test),
+        finalists=finalists,
     )
 
 

@@ -147,8 +147,8 @@ def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, An
     """Return the generation events that count, in order of generation.
 
     A resumed run may write a generation twice: the later line wins. Generations after the one that a run resumed from
-    belong to a future that was given up, so they are left out until they are written again. Where finals were held
-    after a generation, it names their winner as the run's best.
+    belong to a future that was given up, so they are left out until they are written again. Where finalists were
+    evaluated after a generation, it names their winner as the run's best.
 
     Args:
         events: A journal's events, oldest first.
@@ -161,7 +161,7 @@ def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, An
     """
     latest: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "finals" and latest:
+        if event["event"] == "finalists" and latest:
             latest[max(latest)]["best_ever"] = [event.get("index"), event.get("generation")]
         if event["event"] not in ("generation", "resumed"):
             continue

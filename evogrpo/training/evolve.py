@@ -30,7 +30,7 @@ from evogrpo.training.task_types.registry import TASK_TYPES
 from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
-_SHOWN = ("strategy", "progress", "allow_memory")
+_SHOWN = ("strategy", "progress", "skip_memory_check")
 _EVOLVE = ("population", "env", "experience", "fitness", *_SHOWN, *_RECORDS)
 _RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
 
@@ -49,7 +49,7 @@ def evolve(
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
     progress: bool | None = None,
-    allow_memory: bool = False,
+    skip_memory_check: bool = False,
     **schedule: Any,
 ) -> Run:
     """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
@@ -75,7 +75,7 @@ def evolve(
         completions_format: Likewise.
         progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if
             stdout is a terminal, and in a notebook.
-        allow_memory: Go on although more memory is estimated to be needed than is there.
+        skip_memory_check: Go on although more memory is estimated to be needed than is there.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Returns:
@@ -99,7 +99,7 @@ def evolve(
     planned, shared = Schedule(**schedule), shared_experience(experience)
     measured = FitnessConfig.of(fitness)
     chosen = Tournament() if strategy is None else chosen_strategy(strategy)
-    _check_memory(population, env, planned, chosen, shared, allowed=allow_memory)
+    _check_memory(population, env, planned, chosen, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()
     run = Trainer(
@@ -124,7 +124,7 @@ def resume(
     algorithm: type[Agent] | None = None,
     allow_changed_data: bool = False,
     progress: bool | None = None,
-    allow_memory: bool = False,
+    skip_memory_check: bool = False,
     **limits: Any,
 ) -> Run:
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
@@ -143,7 +143,7 @@ def resume(
         allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
             and after cannot be compared then.
         progress: Whether the run is shown while it goes on; see `evolve`.
-        allow_memory: Likewise.
+        skip_memory_check: Likewise.
         limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
             target_fitness, test_questions.
 
@@ -162,7 +162,7 @@ def resume(
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, chosen, saved.experience, allowed=allow_memory)
+    _check_memory(population, env, schedule, chosen, saved.experience, allowed=skip_memory_check)
     run = Trainer(
         population,
         env,

@@ -287,8 +287,8 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     if generation > record["progress"]["generation"]:
         return None  # a kill fell between it and the checkpoint: its generation is done again
     if known is not None and digest_of(folder / BEST) != known.digest:
-        if "second" in own["note"] and record["progress"]["finals"] < record["progress"]["generation"]:
-            return None  # likewise: the finals are held again
+        if "second" in own["note"] and record["progress"]["finalists_generation"] < record["progress"]["generation"]:
+            return None  # likewise: the finalists are evaluated again
         raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
     return tensors, own
 

@@ -68,7 +68,7 @@ def state_size(parameters: int) -> int:
     return 3 * 4 * parameters
 
 
-def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memory=True") -> str:
+def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:
     """Compare what a run needs with what is there.
 
     Args:

@@ -12,7 +12,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
-from evogrpo.reporting.descent import FoundSchedule, found_schedule, standing_of
+from evogrpo.reporting.descent import BestSchedule, best_schedule, fitness_estimate
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config, parse_space
@@ -87,7 +87,7 @@ class HyperparameterSchedule:
     @classmethod
     def _of_run(cls, run_dir: Path) -> Self:
         events = read_journal(run_dir / JOURNAL)
-        found = found_schedule(events)
+        found = best_schedule(events)
         began = next(event for event in events if event["event"] == "run")
         if found.networks:
             warn(
@@ -195,7 +195,7 @@ def replay(
     run_dir: str | Path | None = None,
     overrides: Sequence[str] = (),
     progress: bool | None = None,
-    allow_memory: bool = False,
+    skip_memory_check: bool = False,
 ) -> Run:
     """Train a fresh agent under the hyperparameter schedule that an earlier run has found.
 
@@ -206,7 +206,7 @@ def replay(
         run_dir: Where the records of the new run go; None keeps none.
         overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
         progress: Whether the run is shown; see `evogrpo.evolve`.
-        allow_memory: Likewise.
+        skip_memory_check: Likewise.
 
     Returns:
         The run, to be iterated over, or run to its end by `finish()`; it is resumed like any other.
@@ -229,14 +229,14 @@ def replay(
             strategy=schedule.strategy,
             run_dir=run_dir,
             progress=progress,
-            allow_memory=allow_memory,
+            skip_memory_check=skip_memory_check,
             **schedule.limits,
         )
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
     need = prepared.forecast().need
     if need is not None:
-        check_memory(need, allowed=allow_memory)
+        check_memory(need, allowed=skip_memory_check)
     if run_dir is not None:
         trainer = start(prepared, Path(run_dir))
     else:
@@ -254,10 +254,10 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_sequence(tag, sequence, flow_style=True if plain else flow_style)
 
 
-def _facts(began: Mapping[str, Any], found: FoundSchedule) -> dict[str, Any]:
+def _facts(began: Mapping[str, Any], found: BestSchedule) -> dict[str, Any]:
     known = ("run_id", "version", "task", "model", "seed")
     member = found.member
-    standing = standing_of(member)
+    standing = fitness_estimate(member)
     earned = {} if standing is None else standing.to_json()
     return {
         **{name: began[name] for name in known if began.get(name) is not None},

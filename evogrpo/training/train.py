@@ -47,7 +47,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
 }
 """Where a configuration has each setting, which all go by names of their own."""
 _OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
-_OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "allow_memory")
+_OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
 
@@ -71,7 +71,7 @@ def train(
     run_dir: str | Path | None = None,
     progress: bool | None = None,
     callback: Callback | None = None,
-    allow_memory: bool = False,
+    skip_memory_check: bool = False,
     **settings: Any,
 ) -> Run:
     """Train a population of small networks in an environment, as `evogrpo train --env` does, to the end.
@@ -88,7 +88,7 @@ def train(
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         progress: Whether the run is shown while it goes on; None = on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
-        allow_memory: Go on although more memory is estimated to be needed than is there.
+        skip_memory_check: Go on although more memory is estimated to be needed than is there.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
             hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
             `GymnasiumGroups` (env_kwargs, max_episode_steps, ...), by the names that they have there.
@@ -113,7 +113,7 @@ def train(
     prepared = prepared_in(config, _environment(env, config, settings))
     need = prepared.forecast().need
     if need is not None:
-        check_memory(need, allowed=allow_memory)
+        check_memory(need, allowed=skip_memory_check)
     trainer = _evolution(prepared, run_dir, registered=isinstance(env, str))
     display = None if console is None else RunDisplay(console, trainer)
     try:

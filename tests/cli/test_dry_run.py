@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.cli.dry_run import layout
+from evogrpo.cli.dry_run import process_layout
 from tests.cli.project import write_project
 
 SHORT = ["schedule.generations=1", "schedule.steps_per_generation=1", "schedule.samples_per_step=8"]
@@ -201,5 +201,5 @@ def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeyp
 )
 def test_the_plan_says_who_has_which_members(members: int, count: int, said: str) -> None:
     """More processes than members share their work, by groups."""
-    assert layout(members, count, groups=4) == {"processes": said}
-    assert layout(members, 1, groups=4) == {}
+    assert process_layout(members, count, groups=4) == {"processes": said}
+    assert process_layout(members, 1, groups=4) == {}

@@ -76,7 +76,7 @@ def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
     words = (
         ("resume", "run")
         if number == signal.SIGINT
-        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--go-on")
+        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--resume-if-exists")
     )
     assert main(words) == 0
     assert "resuming run after generation" in capsys.readouterr().out

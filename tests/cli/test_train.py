@@ -167,7 +167,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused(project, here, ca
         assert main(arguments) == 2
         assert "GB of memory: lower population.size" in " ".join(capsys.readouterr().err.split())
         assert list(here.iterdir()) == []
-    assert main([*run, "--dry-run", "--allow-memory"]) == 0
+    assert main([*run, "--dry-run", "--skip-memory-check"]) == 0
     assert "there is" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evogrpo.reporting.results import words_of
+from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config
@@ -108,7 +108,7 @@ class TaskTypeTestCase(ABC):
         journal = read_journal(folder / "journal.jsonl")
         summary = summarise(journal)
         assert summary.facts["kind"] == kind.word
-        assert summary.words is words_of(kind.word)
+        assert summary.words is terms_of(kind.word)
         assert len(summary.generations) == 2
         assert (folder / "completions").is_dir() == (kind.completions > 0)
 

@@ -68,7 +68,7 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
     leader, _ = both(tmp_path, *words, restarts=1)
     assert "started again by the launcher, so the run in run goes on" in leader
     assert "nothing is left to do" in leader
-    leader, _ = both(tmp_path, *words, "--go-on")
+    leader, _ = both(tmp_path, *words, "--resume-if-exists")
     assert "there is one already, so the run in run goes on" in leader
 
 
@@ -135,7 +135,7 @@ def test_a_dry_run_tells_what_each_process_holds_of_a_base_in_parts(tmp_path: Pa
     config.save_pretrained(tmp_path / "model")  # no weights are read
     with torch.device("meta"):
         whole = 4 * sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters()) / 1e9
-    words = ("--dry-run", "--allow-memory", "precision=float32", "base_parts=2")
+    words = ("--dry-run", "--skip-memory-check", "precision=float32", "base_parts=2")
     leader, other = both(tmp_path, "train", "tiny.yaml", *words)
     told = " ".join(leader.split())
     assert "in parts of 2 processes each" in told

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from evogrpo.reporting.figure import _figure, draw_measure
-from evogrpo.reporting.figure_panels import BEST, drawing
+from evogrpo.reporting.figure_panels import BEST, figure_data
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import read_curves, summarise
 from tests.reporting.journals import generation, member
@@ -82,7 +82,7 @@ def stretches(line):
 
 def test_the_panel_shows_every_members_numbers_and_the_best_stands_out():
     axes = Figure().subplots()
-    draw_measure(axes, "reward", drawing(told()))
+    draw_measure(axes, "reward", figure_data(told()))
     lines = [
         ([x for x, _ in stretch], [y for _, y in stretch], line.get_color() == BEST)
         for line in axes.lines
@@ -94,15 +94,15 @@ def test_the_panel_shows_every_members_numbers_and_the_best_stands_out():
 
 
 def test_the_figure_has_a_panel_for_each_measure_that_was_taken():
-    titles = [axes.get_title(loc="left") for axes in _figure(drawing(told())).axes]
+    titles = [axes.get_title(loc="left") for axes in _figure(figure_data(told())).axes]
     assert titles == ["", "reward", "KL to the reference", "entropy", "length"]
     bare = summarise([RUN, generation(1, member(0, 0))])
-    assert len(_figure(drawing(bare)).axes) == 1
+    assert len(_figure(figure_data(bare)).axes) == 1
 
 
 def test_a_lone_step_is_a_point():
     axes = Figure().subplots()
-    draw_measure(axes, "kl", drawing(told(steps=2)))
+    draw_measure(axes, "kl", figure_data(told(steps=2)))
     assert {line.get_marker() for line in axes.lines} >= {"o"}
 
 

@@ -19,7 +19,7 @@ from evogrpo.reporting.figure_panels import (
     BEST,
     draw_fitness,
     draw_hyperparameter,
-    drawing,
+    figure_data,
     generation_ticks,
     lower_edge,
     spread_out,
@@ -33,7 +33,7 @@ ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epo
 
 
 def drawn(run_dir):
-    return drawing(summarise(read_journal(run_dir / "journal.jsonl")))
+    return figure_data(summarise(read_journal(run_dir / "journal.jsonl")))
 
 
 def fitness_axes(run):

@@ -141,7 +141,10 @@ def test_the_way_to_the_winner_and_what_every_state_began_with_are_told(tmp_path
     members = read_run(written(tmp_path / "run", RUN, baseline(0.1), *family)).members.set_index(
         ["generation", "member"]
     )
-    assert members.index[members["on_the_way"]].tolist() == [(1, 0), (2, 2)]  # not what the winner learnt afterwards
+    assert members.index[members["in_best_lineage"]].tolist() == [
+        (1, 0),
+        (2, 2),
+    ]  # not what the winner learnt afterwards
     before = members["fitness_before"].astype(object).where(members["fitness_before"].notna(), None).to_dict()
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
 

@@ -149,13 +149,13 @@ def test_finals_are_shown_and_their_best_is_the_runs(tmp_path, fake_run):
         for index, second in ((0, 0.25), (1, 0.4375))
     ]
     said = {"questions": 96, "index": 1, "generation": 2, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
-    summary = summarise([*events, {"event": "finals", **said, "finalists": finalists}])
+    summary = summarise([*events, {"event": "finalists", **said, "finalists": finalists}])
     page = Page(html_page(summary))
     assert winner(summary).index == 1
-    assert {"Finals", score_text(0.25, 0.1), score_text(0.4375, 0.1)} <= set(page.pieces)
+    assert {"Finalists", score_text(0.25, 0.1), score_text(0.4375, 0.1)} <= set(page.pieces)
     assert "second set of 96 questions" in page.text
     assert summary.costs[-1].tokens == 77
-    assert summarise([*events, {"event": "finals", **said, "finalists": []}, RESUMED]).finals is None
+    assert summarise([*events, {"event": "finalists", **said, "finalists": []}, RESUMED]).finalists is None
 
 
 RESUMED = {"event": "resumed", "generation": 5}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.reporting.lineage import ancestors, lineage_lines, winner
+from evogrpo.reporting.lineage import ancestors, member_histories, winner
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import generation, member, outcome
@@ -21,7 +21,7 @@ FAMILY = [
 
 
 def test_lines_begin_where_their_parents_line_was_left():
-    lines = {line.index: line for line in lineage_lines(summarise(FAMILY))}
+    lines = {line.index: line for line in member_histories(summarise(FAMILY))}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert [(r.generation, r.fitness) for r in lines[2].results] == [(2, 0.4), (3, 0.6)]
     assert (lines[2].origin.index, lines[2].origin.generation) == (0, 1)
@@ -73,7 +73,7 @@ def test_a_lineage_that_names_itself_as_parent_ends():
     assert [
         ancestor.index for ancestor in ancestors(summarise(events), summarise(events).generations[-1].members[0])
     ] == [2]
-    assert len(lineage_lines(summarise(events))) == 3
+    assert len(member_histories(summarise(events))) == 3
 
 
 def test_fields_that_later_versions_add_are_ignored():

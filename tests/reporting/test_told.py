@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evogrpo.reporting.compare import compare_runs, read_winner
-from evogrpo.reporting.descent import standing_of
-from evogrpo.reporting.lineage import family_tree, tree_lines
+from evogrpo.reporting.descent import fitness_estimate
+from evogrpo.reporting.lineage import read_lineage, tree_lines
 from evogrpo.storage.journal import Journal
 from tests.reporting.journals import generation, member, outcome
 
@@ -37,7 +37,7 @@ def random_family(seed, generations, size):
 @pytest.mark.parametrize(("generations", "size"), [(1, 1), (2, 3), (12, 4), (60, 8)])
 def test_every_member_is_told_of_once_whether_collapsed_or_not(seed, generations, size):
     events, _ = random_family(seed, generations, size)
-    tree = family_tree(events)
+    tree = read_lineage(events)
     for every in (False, True):
         lines = tree_lines(tree, every=every)
         told = sorted(each.index for line in lines for each in line.members)
@@ -51,7 +51,7 @@ def test_every_member_is_told_of_once_whether_collapsed_or_not(seed, generations
 @pytest.mark.parametrize("seed", range(4))
 def test_the_winners_path_leads_by_parents_from_a_founder_to_the_best_fitness_ever(seed):
     events, parents = random_family(seed, 20, 5)
-    tree = family_tree(events)
+    tree = read_lineage(events)
     best = max(each["fitness"] for event in events[1:] for each in event["members"])
     assert tree.winner.fitness == best
     assert tree.path[-1] == tree.winner.index
@@ -70,25 +70,25 @@ def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_
         generation(2, member(0, 0, fitness=0.1, **asked(0.7)), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]),
         generation(3, member(0, 0, fitness=0.99, **asked(0.6)), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]),
     ]
-    won = family_tree(events).winner
-    assert (won.index, won.generation, standing_of(won).mean) == (0, 2, 0.7)
+    won = read_lineage(events).winner
+    assert (won.index, won.generation, fitness_estimate(won).mean) == (0, 2, 0.7)
 
 
 def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
     earned = {"fitness": 0.5, "standard_error": 0.1}
     finalists = [{"index": index, "generation": 1, "chosen": earned, "second": earned} for index in (0, 1)]
-    finals = {"event": "finals", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
+    finalists = {"event": "finalists", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
               "measure": "greedy", "cost": {"tokens": 1, "seconds": 1.0}}  # fmt: skip
     events = [
         RUN,
         generation(1, member(0, 0, fitness=0.9), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
         generation(2, member(0, 0, fitness=0.7), member(1, 1, fitness=0.6), best=0, best_ever=[0, 1], step=8),
-        finals,
+        finalists,
         outcome(1),
     ]
     gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8}]
     for number, told in enumerate((events, gone_on)):
-        assert (family_tree(told).winner.index, family_tree(told).winner.generation) == (1, 1)
+        assert (read_lineage(told).winner.index, read_lineage(told).winner.generation) == (1, 1)
         found = read_winner(written(tmp_path / str(number), *told))
         assert (found.member.index, found.member.generation) == (1, 1)
         assert sum(stage.steps for stage in found.stages) == 4
@@ -97,7 +97,7 @@ def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
 def test_a_winner_named_otherwise_is_refused(named):
     with pytest.raises(ValueError, match="'best_ever' of generation 1 must be two whole numbers"):
-        family_tree([RUN, generation(1, member(0, 0), best_ever=named)])
+        read_lineage([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
 def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
@@ -110,7 +110,7 @@ def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
         )
         for number in range(1, 900)
     ]
-    lines = tree_lines(family_tree([RUN, *line]))
+    lines = tree_lines(read_lineage([RUN, *line]))
     assert {line.indent for line in lines} == {0}
     assert [len(line.members) for line in lines] == [1, 897, 1, 1]
     assert [line.skips for line in lines] == [False, True, False, False]
@@ -118,7 +118,7 @@ def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
 
 def test_families_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="a parent is born before its child, got 5 of 1"):
-        family_tree([RUN, generation(1, member(0, 0), member(1, 1, 5))])
+        read_lineage([RUN, generation(1, member(0, 0), member(1, 1, 5))])
 
 
 def written(folder, *events):

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from evogrpo.cli.ending import show_lineage
-from evogrpo.reporting.descent import line_of
-from evogrpo.reporting.lineage import ancestors, lineage_lines
+from evogrpo.reporting.descent import lineage_of
+from evogrpo.reporting.lineage import ancestors, member_histories
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.report import write_html
 from evogrpo.reporting.summary import summarise
@@ -71,14 +71,14 @@ def test_journal_terminal_table_and_report_say_where_a_member_went_back_to(whole
     assert events[1]["plan"]["drop"] == [[child.parent, 1]]
     assert [GenerationReport.from_json(event).members for event in events] == [each.members for each in generations]
     summary = summarise(read_journal(folder / "journal.jsonl"))
-    line = next(line for line in lineage_lines(summary) if line.index == child.index)
+    line = next(line for line in member_histories(summary) if line.index == child.index)
     assert (line.origin.index, line.origin.generation) == (child.parent, 1)
-    reports_of_line = line_of(summary.generations, member)
+    reports_of_line = lineage_of(summary.generations, member)
     assert [(each.index, each.generation) for each in reports_of_line] == [(child.parent, 1), (child.index, 3)]
     founder, last = ancestors(summary, member)
     assert (founder.generations, last.generations[0], last.back_to) == ((1, 1), 3, 1)
     console = Console(record=True, width=200, file=io.StringIO())
     last_report = replace(summary.generations[-1], best_ever=(child.index, 3))
-    show_lineage(console, replace(summary, finals=None, generations=(*summary.generations[:-1], last_report)))
+    show_lineage(console, replace(summary, finalists=None, generations=(*summary.generations[:-1], last_report)))
     assert said in console.export_text()
     assert f"#{child.parent} of generation 1" in write_html(folder).read_text(encoding="utf-8")

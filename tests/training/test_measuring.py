@@ -11,9 +11,9 @@ from evogrpo.algorithms.rollout.evaluation import answered, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.history import KeptState
-from evogrpo.reporting.descent import winner_of
+from evogrpo.reporting.descent import best_member
 from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.results import FinalsReport
+from evogrpo.reporting.results import FinalistsReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -399,21 +399,21 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
     measure = "rollouts" if way.get("by") == "rollouts" else "sampled" if way.get("sampled") else "greedy"
     assert max(member.questions for report in reports for member in report.members) <= 4
-    (event,) = (event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "finals")
-    finals = FinalsReport.from_json(event)
-    assert finals.to_json() == {name: value for name, value in event.items() if name not in ("event", "time")}
+    (event,) = (event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "finalists")
+    report = FinalistsReport.from_json(event)
+    assert report.to_json() == {name: value for name, value in event.items() if name not in ("event", "time")}
     bests = [(report.best.measured[measure].mean, -report.generation, report.best.index) for report in reports]
     expected = {(index, -generation) for _, generation, index in sorted(bests)[-2:]}
-    assert {(each.index, each.generation) for each in finals.finalists} == expected
+    assert {(each.index, each.generation) for each in report.finalists} == expected
     agent, answers = as_agent(run.population, run.run_state.best), 1 if way.get("sampled") else None
     asked = EvaluationRequest(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
     again = answered(agent.members, env, asked)[0][0]
     assert run.result.best.second.mean == pytest.approx(again.mean())
-    assert (run.result.best.index, run.result.best.generation) == (finals.index, finals.generation)
+    assert (run.result.best.index, run.result.best.generation) == (report.index, report.generation)
     summary = summarise(read_journal(tmp_path / "run" / "journal.jsonl"))
-    assert summary.finals == finals
-    told = winner_of(summary.generations)
-    assert (told.index, told.generation) == (finals.index, finals.generation)
+    assert summary.finalists == report
+    told = best_member(summary.generations)
+    assert (told.index, told.generation) == (report.index, report.generation)
     stored = open_run(tmp_path / "run")
     _, progress = stored.restore()
     assert progress.best.second == run.run_state.best.second
@@ -442,7 +442,7 @@ def test_a_run_goes_on_after_its_finals_and_holds_them_again(tmp_path):
     again = resumed_step_run(tmp_path / "run", env=cart_pole(validation_size=8), generations=2)
     finish(again)
     events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert [len(event["finalists"]) for event in events if event["event"] == "finals"] == [1, 2]
+    assert [len(event["finalists"]) for event in events if event["event"] == "finalists"] == [1, 2]
 
 
 def test_a_kill_between_the_finals_and_their_checkpoint_holds_them_again(tmp_path):

@@ -106,9 +106,9 @@ def test_the_pictures_of_a_batch_count():
     population = GRPO.population(2, *spaces, network=NetworkConfig(hidden=(4,)))
     run = {"generations": 1, "samples_per_step": 64}
     # 2 members x 64 episodes x a million steps x 12 kB, 3.5 times over
-    with pytest.raises(ValueError, match=r"needs about 5,[56]\d\d GB.*schedule.samples_per_step.*allow_memory=True"):
+    with pytest.raises(ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"):
         evolve(population, env, **run)
-    evolve(population, env, **run, allow_memory=True)  # nothing is played before it is iterated over
+    evolve(population, env, **run, skip_memory_check=True)  # nothing is played before it is iterated over
 
 
 def test_a_language_model_is_counted_in_python(tmp_path):

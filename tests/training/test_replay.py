@@ -8,7 +8,7 @@ import yaml
 from evogrpo import replay, train
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
-from evogrpo.reporting.descent import found_schedule
+from evogrpo.reporting.descent import best_schedule
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
@@ -212,7 +212,7 @@ def test_what_an_ancestor_learnt_after_its_childs_birth_is_no_part_of_the_schedu
         generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9),
         generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12),
     )
-    found = found_schedule([RUN, one, two, three])
+    found = best_schedule([RUN, one, two, three])
     assert found.member.index == 2
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
 
@@ -225,7 +225,7 @@ def test_a_state_that_went_back_takes_the_schedule_of_what_it_was_not_of_the_cal
         generation(3, member(0, 0, fitness=0.3, **at(1e-3)), member(1, 1, **at(1e-4)), step=9),
         generation(4, member(0, 2, 0, 0.9, back_to=1, **at(5e-4)), member(1, 1, **at(1e-4)), best=2, step=14),
     ]
-    found = found_schedule(events)
+    found = best_schedule(events)
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (2,)), (5e-4, (5,))]
 
 
@@ -233,7 +233,7 @@ def test_a_real_run_that_goes_back_has_a_schedule_of_the_steps_that_its_winner_t
     finish(step_run(tmp_path / "run", size=2, strategy=Returning(), options=SPREAD, generations=5))
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     ends = [0, *(event["step"] for event in latest_generations(events))]
-    winner = found_schedule(events).member
+    winner = best_schedule(events).member
     lived = [each for event in latest_generations(events) for each in event["members"] if each["index"] == winner.index]
     steps, generation_, first = 0, winner.generation, lived[0]
     while first is not None:
@@ -254,14 +254,14 @@ def test_samples_of_each_member_count_where_plans_give_them():
         generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=2, plan=plan),
         generation(2, member(0, 0, fitness=0.9, **at(1e-3)), member(1, 1, **at(1e-4)), step=4),
     ]
-    assert [stage.samples_per_step for stage in found_schedule(events).stages] == [8, 4]
+    assert [stage.samples_per_step for stage in best_schedule(events).stages] == [8, 4]
 
 
 def test_a_journal_with_a_generation_missing_has_no_schedule():
     with pytest.raises(ValueError, match=r"every generation from 1 on, but the journal has \[2\]"):
-        found_schedule([RUN, generation(2, member(0, 0))])
+        best_schedule([RUN, generation(2, member(0, 0))])
     with pytest.raises(ValueError, match="no member was evaluated yet"):
-        found_schedule([RUN])
+        best_schedule([RUN])
 
 
 def test_a_stage_may_not_begin_otherwise_than_its_run():

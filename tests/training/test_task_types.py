@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.reporting.results import WORDS
+from evogrpo.reporting.results import TERMS
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types.registry import TASK_TYPES, parse_task
 from tests.cli.project import CONFIG, write_project
@@ -35,7 +35,7 @@ class TestTeam(TaskTypeTestCase):
 
 def test_every_kind_of_ours_is_tried_and_has_words():
     tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
-    assert set(tried.values()) == set(TASK_TYPES) == set(WORDS)
+    assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
 
 
 @pytest.mark.parametrize(

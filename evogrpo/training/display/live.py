@@ -18,7 +18,7 @@ from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.reporting.records import GenerationReport, Report
 from evogrpo.reporting.records import TestReport as TestOutcome
-from evogrpo.reporting.results import Words, evaluated, processed, second_look, verdict, words_of
+from evogrpo.reporting.results import Terms, evaluated, processed, second_set_lines, terms_of, verdict
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.console import Hung, VisibleConsole
@@ -244,7 +244,7 @@ class RunDisplay:
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._trainer = console, trainer
         self._estimate = TimeEstimate(trainer)
-        self.words = words_of(trainer.population.members.kind)
+        self.words = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - trainer.run_state.seconds
         self._step: StepReport | None = None
@@ -306,7 +306,10 @@ class RunDisplay:
         lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
         console.print(
             Group(
-                *lines, *second_look(result, self.words), *evaluated(result, self.words), f"Finished: {result.reason}."
+                *lines,
+                *second_set_lines(result, self.words),
+                *evaluated(result, self.words),
+                f"Finished: {result.reason}.",
             )
         )
 
@@ -397,7 +400,7 @@ class RunDisplay:
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
 
 
-def baseline_text(baseline: Fitness, config: FitnessConfig, words: Words) -> str:
+def baseline_text(baseline: Fitness, config: FitnessConfig, words: Terms) -> str:
     """Say what the untrained base earned, or in its place the founders in the first learning step."""
     score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
     if not config.uses_validation:
@@ -426,7 +429,7 @@ def _colour(report: TestOutcome) -> str:
     return "bold green" if report.after.mean > report.before.mean else "bold red"
 
 
-def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
+def outcome_lines(report: TestOutcome, words: Terms) -> list[Text]:
     """Write the test: before training, the best member after, and the difference."""
     before, after, gain = report.before, report.after, report.gain
     lines = [

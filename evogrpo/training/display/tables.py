@@ -8,7 +8,7 @@ from rich.text import Text
 from evogrpo.config.hyperparameters import Value
 from evogrpo.evolution.fitness import MEASURES
 from evogrpo.reporting.records import GenerationReport, MemberReport
-from evogrpo.reporting.results import Words
+from evogrpo.reporting.results import Terms
 from evogrpo.reporting.step_records import Example, StepReport
 from evogrpo.text import (
     changes_text,
@@ -117,7 +117,7 @@ def rewards_text(report: StepReport) -> Text:
 
 
 def generation_table(
-    report: GenerationReport, evolving: Sequence[str], width: int, words: Words, *, kept: bool = True
+    report: GenerationReport, evolving: Sequence[str], width: int, words: Terms, *, kept: bool = True
 ) -> Table:
     """Draw one generation: a row per member.
 

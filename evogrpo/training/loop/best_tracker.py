@@ -8,7 +8,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, ahead
 from evogrpo.evolution.history import KeptState
-from evogrpo.reporting.results import Finalist, FinalsReport
+from evogrpo.reporting.results import Finalist, FinalistsReport
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_records import estimate
@@ -106,9 +106,9 @@ class BestTracker:
     @property
     def awaits_finals(self) -> bool:
         """Whether the finalists have not answered the second set yet, after the last generation."""
-        return bool(self._run_state.finalists) and self._run_state.finals < self._run_state.generation
+        return bool(self._run_state.finalists) and self._run_state.finalists_generation < self._run_state.generation
 
-    def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalsReport:
+    def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalistsReport:
         """Crown the best of the finalists, by what they earned on the second set."""
         run_state, finalists = self._run_state, self._run_state.finalists.seen
         place = winner(finalists, second, pooled=self._config.uses_validation)
@@ -126,8 +126,8 @@ class BestTracker:
                 as_agent(self._population, best), best.generation, best.fitness, best.second
             )
         run_state.best = Best(**{**vars(best), "digest": digest})
-        run_state.finals = run_state.generation
-        return FinalsReport(
+        run_state.finalists_generation = run_state.generation
+        return FinalistsReport(
             questions=len(second[place].scores),
             index=best.index,
             generation=best.generation,

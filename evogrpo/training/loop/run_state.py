@@ -25,7 +25,7 @@ class Best:
         fitness: What it earned.
         state: Its learner state.
         digest: Of the folder it was saved in; None where nothing is recorded.
-        second: What it earned on the second set; None before the finals.
+        second: What it earned on the second set; None before the finalists are evaluated.
     """
 
     index: int
@@ -98,7 +98,7 @@ class RunState:
         rollouts: What each slot earned in the generation under way: step, place of the start in that step's block, and
             the mean raw reward of the group.
         finalists: The best of generations, as they were then, for the second set; none where there is none.
-        finals: After which generation the finalists have answered it; 0 = not yet.
+        finalists_generation: After which generation the finalists have answered it; 0 = not yet.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
@@ -129,7 +129,7 @@ class RunState:
     evaluation_seconds: float = 0.0
     rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
     finalists: KeptStates = field(default_factory=KeptStates)
-    finals: int = 0
+    finalists_generation: int = 0
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
@@ -239,7 +239,15 @@ class RunState:
             ValueError: If there are any.
         """
         whole_between("members", self.members, 1, MOST_SAMPLES)
-        for name in ("generation", "step", "step_in_generation", "tokens", "timesteps", "evaluation_tokens", "finals"):
+        for name in (
+            "generation",
+            "step",
+            "step_in_generation",
+            "tokens",
+            "timesteps",
+            "evaluation_tokens",
+            "finalists_generation",
+        ):
             whole_between(name, getattr(self, name), 0)
         if any(len(each.slots) != self.members for each in self.history):
             raise ValueError(f"each generation must have one entry for each of {self.members} slots")

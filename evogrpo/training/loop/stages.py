@@ -195,8 +195,8 @@ class Stages:
 
     def closing(self) -> float:
         """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
-        finals = self.fitness.second_set * min(self.fitness.finalists, self.run_state.generation + 1)
-        return self.clock.expected(self._asked() * self.questions("validation") + finals) + self._testing()
+        finalists = self.fitness.second_set * min(self.fitness.finalists, self.run_state.generation + 1)
+        return self.clock.expected(self._asked() * self.questions("validation") + finalists) + self._testing()
 
     def _asked(self) -> int:
         """Return the most members that an evaluation asks."""
