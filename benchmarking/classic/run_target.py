@@ -48,7 +48,7 @@ def run(task: str, size: int, seed: int, limit: float, interval: int) -> dict[st
     measured = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor, "steps": env.steps}
     best = trainer.run_state.best
     assert best is not None
-    alone = population.members.alone()
+    alone = population.members.new_member()
     alone.bank.load_state(0, best.state)
     scores = evaluate(alone, [0], env, "test", questions=TEST_EPISODES)[0]
     return {"seed": seed, "size": size, **measured, "fitness": best.fitness.mean, "test": float(scores.mean())}

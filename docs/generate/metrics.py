@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from evogrpo.algorithms.learning.metrics import APART, NAMES
+from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
 from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
 from evogrpo.training.tensorboard import CURVES
 
@@ -16,12 +16,12 @@ def definition(name: str) -> str | None:
     if own in NAMES:
         return NAMES[own]
     policy, _, rest = own.rpartition("/")
-    return f"{NAMES[rest]}, of this policy alone" if policy and rest in APART else None
+    return f"{NAMES[rest]}, of this policy alone" if policy and rest in PER_POLICY else None
 
 
 def page() -> str:
     """Return Markdown for what a learning step measures of each member."""
-    apart = ", ".join(f"`{name}`" for name in APART)
+    apart = ", ".join(f"`{name}`" for name in PER_POLICY)
     return "\n\n".join(
         [
             "### Of every member",

@@ -141,8 +141,8 @@ class Agent:
         if not isinstance(record, Hyperparameters):
             raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}")
         members = self.members
-        of_transitions = any(bank.rows_are_transitions for bank in members.banks.values())
-        check_hyperparameters(members.settings.objective, record, members.hp_config, of_transitions=of_transitions)
+        per_action = any(bank.rows_are_transitions for bank in members.banks.values())
+        check_hyperparameters(members.settings.objective, record, members.hp_config, per_action=per_action)
         self._hyperparameters = record
 
     @property
@@ -190,9 +190,9 @@ class Agent:
             before = self.hyperparameters
             self.hyperparameters = (mutation or Mutation())(before, self.hp_config, rng)
             changes.update(changes_between(before, self.hyperparameters))
-        drawn = self.members.proposal(self.slot, rng)
+        drawn = self.members.propose_architecture(self.slot, rng)
         if drawn is not None:
-            self.members.reshape(self.slot, drawn.architecture, rng)
+            self.members.change_architecture(self.slot, drawn.architecture, rng)
             changes[NETWORK] = drawn.old, drawn.new
         self.mutated()
         return changes
@@ -217,7 +217,7 @@ class Agent:
 
     def copy_with_state(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
         """Return an independent agent that is like this one, but has learnt what the learner state says."""
-        members = self.members.alone(wrap=wrap)
+        members = self.members.new_member(wrap=wrap)
         twin = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
         twin.load_state(state)
         type(self).copy_attributes(self, twin)

@@ -68,7 +68,7 @@ def save_agent(
         member["scores"] = fitness.to_json()
     record = {"shared": _members_record(members), "member": member, "note": dict(note or {})}
     files = members.files(agent.slot, include_base=include_base)
-    tensors = {**agent.state(), **_named(members.constants())}
+    tensors = {**agent.state(), **_named(members.shared_tensors())}
     write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
 
 
@@ -113,7 +113,10 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f"one back with {made_by}.load"
             )
         members.check_record(record["shared"], path)
-        own, saved = _named(members.constants()), {name: tensors[name] for name in tensors if name.startswith(CONSTANT)}
+        own, saved = (
+            _named(members.shared_tensors()),
+            {name: tensors[name] for name in tensors if name.startswith(CONSTANT)},
+        )
         if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
             raise CheckpointError(
                 f"{path} holds an agent whose module came with other weights or buffers than this one's, or that "
@@ -200,7 +203,7 @@ def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the members of a checkpoint share: `PolicySet.constants`."""
+    """Return what the members of a checkpoint share: `PolicySet.shared_tensors`."""
     return {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
 
 
@@ -233,7 +236,7 @@ def _open(
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
     with limit_memory(sum(tensor.nbytes for tensor in tensors.values())):
-        return POLICY_SETS[record["kind"]].stored(
+        return POLICY_SETS[record["kind"]].from_record(
             record,
             size,
             folder,
@@ -280,7 +283,7 @@ class _MemberTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, members: PolicySet, kept: KeptStates) -> None:
-        self._banks, self._shared = members.banks, {**_named(members.constants()), **dict(kept.tensors())}
+        self._banks, self._shared = members.banks, {**_named(members.shared_tensors()), **dict(kept.tensors())}
         self._places = {
             f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.state_keys
         }

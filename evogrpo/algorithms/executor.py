@@ -69,7 +69,7 @@ class Executor:
 
     def evaluation_member(self) -> PolicySet:
         """Return one fresh member, to be given a learner state and asked held-out questions."""
-        return self.members.alone()
+        return self.members.new_member()
 
 
 class DistributedExecutor(Executor):
@@ -188,7 +188,7 @@ class DistributedExecutor(Executor):
 
     def evaluation_member(self) -> PolicySet:
         """Return one fresh member, of whom every process asks a part of the questions."""
-        return cast(PolicySet, SplitEvaluator(self.members.alone(), self.processes))
+        return cast(PolicySet, SplitEvaluator(self.members.new_member(), self.processes))
 
 
 def executor_for(members: PolicySet) -> Executor:

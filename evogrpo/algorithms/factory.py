@@ -330,7 +330,7 @@ def _open_networks(
     )
     hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
-    check_hyperparameters(settings.objective, hyperparameters, space, of_transitions=True)
+    check_hyperparameters(settings.objective, hyperparameters, space, per_action=True)
     device = choose_device(values.get("accelerator"), values.get("device")) or "cpu"
     networks = StackedPolicy(*given, size, settings, module=module, device=device)
     return NetworkPolicySet(networks, values.get("hp_config")), hyperparameters
@@ -353,7 +353,7 @@ def build_joint_policy_set(
     settings = JointSettings(**{name: values[name] for name in JointSettings.__dataclass_fields__ if name in values})
     hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
-    check_hyperparameters(settings.objective, hyperparameters, space, of_transitions=True)
+    check_hyperparameters(settings.objective, hyperparameters, space, per_action=True)
     device = choose_device(None, values.get("device")) or "cpu"
     members = JointPolicySet(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters

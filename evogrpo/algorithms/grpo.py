@@ -28,7 +28,7 @@ from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.devices import check_accelerator
 from evogrpo.algorithms.policies.distributed import check_single_rank, distribute, placement_of
-from evogrpo.algorithms.policies.policy_set import PolicySet, TextRequest
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.collect import common_scores, evaluate
@@ -328,8 +328,9 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If the agent is a small network, a prompt is none or too long, or the tokenizer is not known.
         """
-        asked = TextRequest(
-            prompts=prompts,
+        texts = self.members.generate(
+            self.learner(),
+            prompts,
             tokenizer=tokenizer,
             n=n,
             temperature=temperature,
@@ -337,7 +338,6 @@ class EvolvableAlgorithm(AgileRLAgent):
             calls=self._predictions,
             base=self._evaluated == "base",
         )
-        texts = self.members.generate(self.learner(), asked)
         self._predictions += 1
         return texts
 

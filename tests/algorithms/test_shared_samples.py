@@ -105,11 +105,11 @@ def test_a_shared_row_is_one_row():
     population, env = prompts()
     (batch,) = collected(population, env).values()
     learners = {agent.slot: replace(agent.learner(0), sources=(0, 1, 2)) for agent in population}
-    lessons = select_training_rows(batch, learners)
-    assert len(lessons.outcomes) == 3 * len(batch)
-    assert lessons.batch.inputs is batch.inputs
-    assert lessons.batch.actions is batch.actions
-    picked = lessons.select(torch.tensor([len(batch) + 2]))
+    rows = select_training_rows(batch, learners)
+    assert len(rows.outcomes) == 3 * len(batch)
+    assert rows.batch.inputs is batch.inputs
+    assert rows.batch.actions is batch.actions
+    picked = rows.select(torch.tensor([len(batch) + 2]))
     assert torch.equal(picked.actions[0], batch.actions[2])
     assert (int(picked.member_ids), int(picked.sampled_by)) == (1, int(batch.member_ids[2]))
 
@@ -117,12 +117,12 @@ def test_a_shared_row_is_one_row():
 @pytest.mark.parametrize("sources", [{1: []}, {7: [0]}, {0: [7]}])
 def test_sources_that_cannot_be_are_refused(sources):
     population, env = prompts()
-    with pytest.raises(ValueError, match=r"at least one that it learns from, got \d: \[.*healthy slots \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match="sources"):
         population.learn(collected(population, env), step=0, sources=sources)
 
 
 def test_samples_of_unknown_probability_teach_nobody_else():
     population, env = prompts()
     (batch,) = collected(population, env).values()
-    with pytest.raises(ValueError, match=r"has no sampler_log_probs: let every member learn from its own"):
+    with pytest.raises(ValueError, match="sampler_log_probs"):
         population.learn({"default": replace(batch, sampler_log_probs=None)}, step=0, sources={0: [0, 1]})

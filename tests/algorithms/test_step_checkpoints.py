@@ -144,7 +144,7 @@ def test_a_module_that_its_owner_changes_later_is_what_it_was():
     seen = torch.ones(1, 4)
     twin = agent.clone()
     assert equal_states(state_of(twin), before)
-    reference = twin.members.constants()["first.weight"]
+    reference = twin.members.shared_tensors()["first.weight"]
     assert reference.abs().sum() > 0
     assert torch.equal(twin.get_policy()(seen), agent.get_policy()(seen))
 

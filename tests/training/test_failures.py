@@ -82,7 +82,7 @@ def test_a_network_that_gives_no_numbers_is_told_of_though_all_rewards_are_equal
 
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=4)
     population = GRPO.population(2, env.observation_space, env.action_space, actor_network=Broken())
-    with pytest.raises(AllFailedError, match=r"\(member 0: the policy was no number at \d+ of 64 actions; member 1"):
+    with pytest.raises(AllFailedError, match=r"\(member 0: log-probabilities were NaN at \d+ of 64 actions; member 1"):
         list(evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=16, progress=False))
 
 

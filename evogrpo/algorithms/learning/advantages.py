@@ -1,4 +1,4 @@
-"""From rewards to advantages, in the order of `Objective`: every member's from its own rows and statistics."""
+"""Advantages of a batch by each member's objective, and checks of rewards and objectives."""
 
 from dataclasses import replace
 
@@ -24,102 +24,95 @@ from evogrpo.warnings import warn
 
 
 def check_action_objective(objective: Objective) -> None:
-    """Refuse an objective that cannot learn from single transitions.
+    """Require an objective that works on single actions, as small networks learn them.
 
     Raises:
-        ValueError: If its loss is not a plain mean over actions: episodes are taken apart before they are dealt into
-            optimizer steps, so none is ever whole. Or if its advantage needs several rewards of one episode.
+        ValueError: If the loss is not a plain mean over actions, or the advantage needs several reward functions.
     """
     if objective.advantage == "gdpo":
         raise ValueError(
-            "advantage 'gdpo' compares every reward function apart, but an environment gives one reward: choose "
-            "'return_to_go_timestep' or 'outcome'"
+            "advantage='gdpo' needs several reward functions, but an environment has one reward. Choose "
+            "'return_to_go_timestep' or 'outcome'."
         )
-    mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
-    if not LOSS_TYPES[objective.loss_type].per_action:
-        problem, remedy = f"loss_type {objective.loss_type!r} has one ratio per completion", ""
-    elif mode != "token-mean":
-        problem = f"loss_type {objective.loss_type!r} with aggregation {mode!r} weighs actions by their completion"
-        remedy = ", or aggregation 'token-mean'"
-    else:
-        return
-    raise ValueError(
-        f"{problem}, but small networks learn from single transitions: choose loss_type 'dapo', 'bnpo' or 'cispo'"
-        f"{remedy}"
-    )
+    loss_type, aggregation = objective.loss_type, objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
+    if not LOSS_TYPES[loss_type].per_action:
+        raise ValueError(f"loss_type={loss_type!r} needs whole completions. Choose 'dapo', 'bnpo' or 'cispo'.")
+    if aggregation != "token-mean":
+        raise ValueError(
+            f"loss_type={loss_type!r} with aggregation={aggregation!r} needs whole completions. Choose "
+            "'dapo', 'bnpo' or 'cispo', or aggregation='token-mean'."
+        )
 
 
 def check_hyperparameters(
-    objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, of_transitions: bool
+    objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, per_action: bool
 ) -> None:
-    """Refuse hyperparameters with which a member, or what evolution makes of it, could not learn.
+    """Require hyperparameters that fit the objective, now and after any mutation.
 
     Args:
-        objective: The population's.
-        hyperparameters: The member's.
-        space: What evolves; None = nothing.
-        of_transitions: Whether members learn from single transitions.
+        objective: The population's objective.
+        hyperparameters: The member's hyperparameters.
+        space: The search space; None = nothing evolves.
+        per_action: True if members learn from single actions, as small networks do.
 
     Raises:
         ValueError: See `Objective.check_member` and `check_action_objective`.
     """
     objective.check_member(hyperparameters, space)
-    if of_transitions:
+    if per_action:
         for name in ("loss_type", "advantage"):
             for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):
                 check_action_objective(objective.with_types(**{name: kind}))
 
 
 def filter_groups(batch: Batch, objective: Objective) -> Batch:
-    """Return the batch with the groups left out of the loss that are too hard or too easy by their mean reward."""
+    """Mask groups whose mean reward is outside `min_group_reward` to `max_group_reward` out of the loss."""
     low, high = objective.min_group_reward, objective.max_group_reward
     if low is None and high is None:
         return batch
     inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
-    return replace(batch, action_mask=batch.action_mask & inside[:, None], chosen=batch.chosen)
+    return replace(batch, action_mask=batch.action_mask & inside[:, None])
 
 
 def check_finite_rewards(batch: Batch) -> None:
-    """Refuse rewards that are infinite: their group would compare as equal, and nothing would be learnt from it.
+    """Require rewards that are finite or NaN; NaN means that no reward applies.
 
     Raises:
-        ValueError: With the first row that has one.
+        ValueError: If a reward is infinite. The message names the first row.
     """
-    for name, values in (("rewards", batch.rewards), ("rewards of single steps", batch.step_rewards)):
+    for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
         infinite = None if values is None else values.isinf().reshape(len(values), -1).any(1)
         if infinite is not None and bool(infinite.any()):
             raise ValueError(
-                f"{name} must be finite numbers that float32 holds, or NaN where none applies, but "
-                f"{int(infinite.sum())} of {len(infinite)} samples have an infinite one, the first of them number "
-                f"{int(infinite.nonzero()[0])} (from 0, group by group): bound what the reward function returns"
+                f"{name} must be finite in float32, or NaN if none applies: {int(infinite.sum())} of {len(infinite)} "
+                f"samples are infinite, first sample {int(infinite.nonzero()[0])}. Bound the reward function."
             )
 
 
 def compute_advantages(
-    batch: Batch, objective: Objective, coefficients: RowHyperparameters, carried: Tensor, kl_penalty: Tensor | None
+    batch: Batch, objective: Objective, per_row: RowHyperparameters, running_stats: Tensor, kl_penalty: Tensor | None
 ) -> Tensor:
     """Return the advantage of every action.
 
     Args:
         batch: Whole groups of whole episodes.
-        objective: The run's; the kind of advantage is each member's own.
-        coefficients: Of the batch's rows.
-        carried: `[p, 4]` running statistics by slot; those of rewards are brought up to date in place where
-            `reward_norm` is "running".
-        kl_penalty: `[n, t]` beta times KL, for KL in rewards; None = KL is not in rewards.
+        objective: The run's objective; each member has its own advantage type.
+        per_row: Hyperparameters of the batch's rows.
+        running_stats: `[p, 4]` running statistics by slot; updated in place if `reward_norm` is "running".
+        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the rewards.
 
     Returns:
         `[n, t]` float32; 0 where `action_mask` is False.
     """
     rewards = batch.rewards
     if objective.reward_norm is not None:
-        rewards = _normalised(batch, objective, carried)
+        rewards = _normalised_rewards(batch, objective, running_stats)
     result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
-    for kind, flag in coefficients.advantages.items():
+    for kind, flag in per_row.advantages.items():
         rows = flag.nonzero()[:, 0]
-        own, gamma, bound = batch.select(rows), coefficients.gamma[rows], coefficients.advantage_clip[rows]
+        own, gamma, bound = batch.select(rows), per_row.gamma[rows], per_row.advantage_clip[rows]
         if kind in STEP_ADVANTAGES:
-            _warn_of_equal_steps(kind, own)
+            _warn_equal_steps(kind, own)
         result[rows] = advantages(
             kind,
             rewards=rewards[rows],
@@ -128,7 +121,7 @@ def compute_advantages(
             component_weights=torch.tensor(own.component_weights) if own.component_weights else None,
             group_ids=own.group_ids,
             member_ids=own.member_ids,
-            mask=_compared(own) if kind in STEP_ADVANTAGES else own.action_mask,
+            mask=_in_statistics(own) if kind in STEP_ADVANTAGES else own.action_mask,
             gamma=gamma,
             eps=objective.advantage_eps,
             kl_penalty=None if kl_penalty is None else kl_penalty[rows],
@@ -139,13 +132,15 @@ def compute_advantages(
     return torch.where(batch.action_mask, result, 0.0)
 
 
-def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
+def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tensor) -> Tensor:
     assert objective.reward_norm is not None
     running = None
     if objective.reward_norm == "running":
         before_changes(last=False)
-        carried[:, 1:] = update_running_statistics(carried[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu())
-        running = carried[:, 1:].to(batch.rewards.device)
+        running_stats[:, 1:] = update_running_statistics(
+            running_stats[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu()
+        )
+        running = running_stats[:, 1:].to(batch.rewards.device)
     return normalise_rewards(
         batch.rewards,
         objective.reward_norm,
@@ -158,22 +153,22 @@ def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
     )
 
 
-def _compared(batch: Batch) -> Tensor:
-    """Return `[n, t]` which actions take part in statistics: an episode left out of the loss keeps its place there."""
+def _in_statistics(batch: Batch) -> Tensor:
+    """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss."""
     left_out = ~batch.action_mask.any(1, keepdim=True)
     return batch.action_mask | (batch.chosen & left_out)
 
 
-def _warn_of_equal_steps(kind: str, batch: Batch) -> None:
-    """Say so when the process variant is 0 everywhere although episodes differ, as where every step earns 1."""
+def _warn_equal_steps(kind: str, batch: Batch) -> None:
+    """Warn if advantage 'process' is 0 everywhere because every step earned the same."""
     if kind != "process" or batch.step_rewards is None:
         return
-    given = batch.step_rewards[_compared(batch) & ~batch.step_rewards.isnan()]
+    step_rewards = batch.step_rewards[_in_statistics(batch) & ~batch.step_rewards.isnan()]
     group, count = consecutive_ids(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
-    if differ and len(given) and bool(given.min() == given.max()):
+    if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
         warn(
-            f"every step earned {float(given[0]):g}, so advantage 'process', which compares single steps, is 0 "
-            "everywhere and nothing is learnt: choose 'return_to_go_timestep' or 'outcome'",
+            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere and nothing is "
+            "learnt. Choose 'return_to_go_timestep' or 'outcome'.",
             rank_zero_only=False,
         )

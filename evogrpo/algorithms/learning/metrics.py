@@ -1,4 +1,4 @@
-"""What a learning step measures of one member, under TRL's names where TRL has one."""
+"""Metrics of a learning step, per member, under TRL's names where TRL has one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,49 +13,49 @@ from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_v
 
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
-    "learning_rate": "of the last optimizer step, schedule included",
+    "learning_rate": "learning rate of the last optimizer step, schedule included",
     "grad_norm": "mean 2-norm of the gradient before clipping",
-    "reward": "mean reward of the samples to which one applies; under credit agent of one agent, not of the team",
+    "reward": "mean reward of the samples that have one; with credit 'agent', reward of one agent rather than the team",
     "reward_std": "mean over groups of the sample standard deviation of rewards",
     "frac_reward_zero_std": "fraction of groups whose rewards are all equal",
     "rewards/<function>/mean": "mean of one reward function, before its weight",
-    "rewards/<function>/std": "its sample standard deviation",
-    "completions/mean_length": "mean number of actions of a sample",
-    "completions/min_length": "fewest",
-    "completions/max_length": "most",
-    "completions/clipped_ratio": "fraction of samples that ended by a limit",
-    "completions/mean_terminated_length": "mean number of actions of those that ended by themselves",
-    "completions/min_terminated_length": "fewest of those",
-    "completions/max_terminated_length": "most of those",
-    "clip_ratio/low_mean": "fraction of actions whose ratio the lower clip cuts off",
-    "clip_ratio/high_mean": "fraction whose ratio the upper clip cuts off",
-    "clip_ratio/region_mean": "fraction for which either does",
+    "rewards/<function>/std": "sample standard deviation of one reward function",
+    "completions/mean_length": "mean number of actions per sample",
+    "completions/min_length": "smallest number of actions of a sample",
+    "completions/max_length": "largest number of actions of a sample",
+    "completions/clipped_ratio": "fraction of samples that were truncated by a limit",
+    "completions/mean_terminated_length": "mean number of actions of samples that were not truncated",
+    "completions/min_terminated_length": "smallest number of actions of samples that were not truncated",
+    "completions/max_terminated_length": "largest number of actions of samples that were not truncated",
+    "clip_ratio/low_mean": "fraction of actions whose ratio is clipped at the lower bound",
+    "clip_ratio/high_mean": "fraction of actions whose ratio is clipped at the upper bound",
+    "clip_ratio/region_mean": "fraction of actions whose ratio is clipped at either bound",
     "approx_kl": "small networks only: mean of (ratio - 1) - log(ratio) of current to old policy, in nats, over the "
-    "optimizer steps' actions that needed a forward pass",
-    "clip_fraction": "small networks only: fraction of these actions whose ratio lies outside the clip range, whether "
-    "or not the clip binds",
-    "shared_ess": "effective sample size of the samples of others, as a share of their actions: mean over the members "
-    "that it was measured of; missing where it was not, as for the two below",
-    "shared_outside": "fraction of these actions whose ratio to the policy that acted lies outside the clip at first",
-    "shared_share": "fraction of the samples of others that count",
-    "kl": "mean KL(policy || reference) per action as kl_estimator finds it, in nats; missing where beta is 0",
-    "kl_coef": "beta times its adaptive factor; missing unless it adapts",
-    "entropy": "mean entropy of the distributions acted from, in nats, over the actions that needed a forward pass",
+    "actions that needed a forward pass",
+    "clip_fraction": "small networks only: fraction of these actions whose ratio is outside the clip range, even if "
+    "the clip does not bind",
+    "shared_ess": "effective sample size of other members' samples, as a fraction of their actions, averaged over "
+    "these members; missing if not measured, as the next two",
+    "shared_outside": "fraction of these actions whose initial ratio to the behaviour policy is outside the clip range",
+    "shared_share": "fraction of other members' samples that passed the filter",
+    "kl": "mean KL(policy || reference) per action by kl_estimator, in nats; missing if beta is 0",
+    "kl_coef": "beta times the factor of adaptive KL; missing unless kl_target is set",
+    "entropy": "mean entropy of the action distributions, in nats, over the actions that needed a forward pass",
     "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats",
-    "sampling/sampling_logp_difference/max": "the largest",
+    "sampling/sampling_logp_difference/max": "largest |trainer - sampler| log-probability difference, in nats",
     "sampling/importance_sampling_ratio/min": "smallest weight of the importance correction",
-    "sampling/importance_sampling_ratio/mean": "mean weight",
-    "sampling/importance_sampling_ratio/max": "largest weight",
-    "optimizer_steps": "optimizer steps taken in the learning step; in a run only, like all that follow",
-    "tokens": "tokens (or environment steps) that the member processed in it: sampled, and passed by its updates",
-    "num_tokens": "tokens (or environment steps) that this slot has processed since the run began",
+    "sampling/importance_sampling_ratio/mean": "mean weight of the importance correction",
+    "sampling/importance_sampling_ratio/max": "largest weight of the importance correction",
+    "optimizer_steps": "optimizer steps in the learning step; this and the following in runs only",
+    "tokens": "tokens (or environment steps) processed in the learning step: sampled, and passed by updates",
+    "num_tokens": "tokens (or environment steps) processed in this slot since the run began",
     "step_time": "seconds of the learning step, sampling included: the member's share, by tokens",
 }
-"""Every metric and what it means. Where nothing was measured, a metric is missing."""
+"""Description of every metric. Metrics that were not measured are missing from reports."""
 
 
 def reward_metrics(batch: Batch) -> dict[str, float]:
-    """Return what the rewards of one member's samples say."""
+    """Return reward metrics of one member's samples."""
     rewards, applies = batch.rewards, ~batch.rewards.isnan()
     group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
@@ -74,23 +74,24 @@ def reward_metrics(batch: Batch) -> dict[str, float]:
 
 
 def length_metrics(batch: Batch) -> dict[str, float]:
-    """Return how long one member's samples are, in actions; those left out of the loss count as long as they are."""
+    """Return length metrics of one member's samples, in actions; samples masked out of the loss count in full."""
     mask = batch.action_mask
     lengths = torch.where(mask.any(1), mask.sum(1), batch.chosen.sum(1)).double()
-    result = _range("length", lengths)
+    result = {f"completions/{name}_length": value for name, value in _min_mean_max(lengths).items()}
     if batch.truncated is not None:
         result["completions/clipped_ratio"] = float(batch.truncated.double().mean())
-        result |= _range("terminated_length", lengths[~batch.truncated])
+        terminated = _min_mean_max(lengths[~batch.truncated])
+        result |= {f"completions/{name}_terminated_length": value for name, value in terminated.items()}
     return result
 
 
 def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], counted: float) -> dict[str, float]:
-    """Return what one member's optimizer steps measured.
+    """Return metrics of one member's optimizer steps.
 
     Args:
-        steps: Reports of the steps; perhaps none.
-        sums: `MEASURES` of `action_losses`, over the actions that ran; "actions" is the number of these.
-        counted: Number of all actions in these steps, with those that needed no forward pass.
+        steps: Reports of the optimizer steps; may be empty.
+        sums: `action_loss.MEASURES`, summed over the actions that had a forward pass.
+        counted: Number of actions in these steps, including those without a forward pass.
     """
     ran, every = sums["actions"] or math.nan, max(counted, 1.0)
     return {
@@ -107,7 +108,7 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
 
 
 def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return how far the sampler's log-probabilities `[n, t]` lie from the trainer's, and what corrects for it."""
+    """Return the mismatch between the sampler's and the trainer's log-probabilities `[n, t]`, and its correction."""
     if not bool(mask.any()):
         return {}
     found = sampler_mismatch(old, sampler, mask)
@@ -117,26 +118,21 @@ def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: T
     }
     if objective.importance_correction is not None:
         weights = importance_weights(objective.importance_correction, old, sampler, mask, objective.importance_cap)
-        for name, value in zip(("min", "mean", "max"), _extremes(weights[mask].double()), strict=True):
+        for name, value in _min_mean_max(weights[mask].double()).items():
             result[f"sampling/importance_sampling_ratio/{name}"] = value
     return result
 
 
-def measured(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that were measured: those that are numbers, infinite ones included."""
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}
-
-
-APART = ("reward", "loss", "kl", "entropy", "grad_norm")
-"""Metrics that are also reported policy by policy, as "policy/metric", where a member has several policies."""
+PER_POLICY = ("reward", "loss", "kl", "entropy", "grad_norm")
+"""Metrics that are also reported per policy, as "policy/metric", if members have several policies."""
 
 
 def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
-    """Return one report of a member's policies: costs added up, metrics averaged.
+    """Merge the reports of a member's policies: sum costs, average metrics.
 
     Args:
-        reports: By policy; of those that learnt.
-        several: Whether members have more than one policy.
+        reports: By policy; only policies that learnt.
+        several: True if members have more than one policy.
     """
     if not several and reports:
         return next(iter(reports.values()))
@@ -148,7 +144,7 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
         metrics |= {
             f"{policy}/{name}": report.metrics[name]
             for policy, report in reports.items()
-            for name in APART
+            for name in PER_POLICY
             if name in report.metrics
         }
     failures = [f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed]
@@ -164,17 +160,10 @@ def merge_reports(reports: Mapping[str, LearnReport], *, several: bool) -> Learn
     )
 
 
-def _range(name: str, lengths: Tensor) -> dict[str, float]:
-    if not len(lengths):
+def _min_mean_max(values: Tensor) -> dict[str, float]:
+    if not len(values):
         return {}
-    return {
-        f"completions/{which}_{name}": value
-        for which, value in zip(("min", "mean", "max"), _extremes(lengths), strict=True)
-    }
-
-
-def _extremes(values: Tensor) -> tuple[float, float, float]:
-    return float(values.min()), float(values.mean()), float(values.max())
+    return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
 def _mean(values: Tensor) -> float:

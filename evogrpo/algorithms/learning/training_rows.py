@@ -1,7 +1,7 @@
-"""Training rows: which member learns from which sampled row, with cached log-probabilities."""
+"""Training rows: the samples each member learns from, and their cached log-probabilities."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ class Learner:
     """One member that takes part in a learning step.
 
     Attributes:
-        slot: Where it lives.
-        index: Who it is; names its random stream.
-        step: Which learning step of its this is; names the stream as well.
-        hyperparameters: Read here and nowhere else.
+        slot: Its slot in the bank.
+        index: Its identity; part of the name of its random streams.
+        step: Number of the learning step; part of the name as well.
+        hyperparameters: Its hyperparameters in this step.
         sources: Slots of the members whose samples it learns from, each at the temperature it was sampled at; None =
             its own only.
-        shared: Which of these sources count, and how; None = all of them, each row like one of its own.
+        shared: Filter for the samples of other members; None = all samples count like its own.
     """
 
     slot: int
@@ -43,12 +43,13 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRows:
-    """Rows of a batch, each for one member that learns from it.
+    """Rows of a batch, repeated for each member that learns from them.
 
     Attributes:
-        batch: What was sampled, by whomever.
-        rows: `[m]` the row of the batch that each lesson teaches; None = lesson i teaches row i, to its own member.
-        outcomes: `[m]` rows without inputs, of the members that learn: all that advantages, masks and losses read.
+        batch: The samples of all members.
+        rows: `[m]` index into `batch` of each training row; None = row i of the batch, for the member that sampled it.
+        outcomes: `[m]` rows without model inputs; `member_ids` are the members that learn. Advantages, masks and losses
+            read only these.
     """
 
     batch: Batch
@@ -56,103 +57,90 @@ class TrainingRows:
     outcomes: Batch
 
     def select(self, numbers: Tensor) -> Batch:
-        """Return some lessons as a batch of the members that learn, inputs included."""
+        """Return some training rows as a batch with model inputs; `member_ids` are the members that learn."""
         if self.rows is None:
             return self.batch.select(numbers)
         return replace(self.batch.select(self.rows[numbers]), member_ids=self.outcomes.member_ids[numbers])
 
-    @property
-    def of_others(self) -> Tensor:
-        """`[m]` booleans: another member than the one that learns has sampled the lesson's row."""
-        sampled_by, learners = self.outcomes.sampled_by, self.outcomes.member_ids
-        return torch.zeros_like(learners, dtype=torch.bool) if sampled_by is None else sampled_by != learners
-
-    def only(self, numbers: Tensor) -> "TrainingRows":
-        """Return some of the lessons, in that order."""
-        rows = numbers if self.rows is None else self.rows[numbers]
-        return TrainingRows(batch=self.batch, rows=rows, outcomes=self.outcomes.select(numbers))
-
-    def as_sampled(self, numbers: Tensor) -> Batch:
-        """Return the rows of some lessons as a batch of the members that acted."""
+    def select_as_sampled(self, numbers: Tensor) -> Batch:
+        """Return some training rows as a batch with model inputs; `member_ids` are the members that sampled them."""
         part = self.select(numbers)
         return part if part.sampled_by is None else replace(part, member_ids=part.sampled_by)
 
-    def taken_apart(self) -> "TrainingRows":
-        """Return one lesson for each action that counts, in order."""
+    def split_into_actions(self) -> "TrainingRows":
+        """Return one training row for each action that counts in the loss, in order."""
         mask = self.outcomes.action_mask
         places = mask.flatten().nonzero()[:, 0]
         batch = self.batch.flatten_actions()
         if self.rows is None:
             return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
-        # Where a row's first action stands among all of the batch's, then each of its lesson's actions from there.
-        counts = self.batch.action_mask.sum(1)
-        first = counts.cumsum(0) - counts
-        lesson = places // mask.shape[1]
-        amounts = mask.sum(1)
-        place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[lesson]
-        rows = first[self.rows[lesson]] + place
-        own = replace(batch.without_inputs().select(rows), member_ids=self.outcomes.member_ids[lesson])
-        return TrainingRows(batch=batch, rows=rows, outcomes=own)
+        # A row's actions are consecutive in the flattened batch: offset of the row, plus the place within the row.
+        counts, amounts = self.batch.action_mask.sum(1), mask.sum(1)
+        offset = counts.cumsum(0) - counts
+        row = places // mask.shape[1]
+        place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[row]
+        rows = offset[self.rows[row]] + place
+        outcomes = replace(batch.without_inputs().select(rows), member_ids=self.outcomes.member_ids[row])
+        return TrainingRows(batch=batch, rows=rows, outcomes=outcomes)
 
 
 def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> TrainingRows:
-    """Return what each member is to learn from.
+    """Return the rows that each member learns from.
 
     Args:
         batch: Rows of any members.
         learners: By slot. Those without `sources` learn from their own rows.
 
     Raises:
-        ValueError: If a member is to learn from others in a batch that does not know how likely its actions were.
+        ValueError: If a member has `sources` and the batch has no `sampler_log_probs`.
     """
     if all(learner.sources is None for learner in learners.values()):
         return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
     if batch.sampler_log_probs is None:
         raise ValueError(
-            "members learn from each other's samples by how likely these were when they were sampled, but this batch "
-            "has no sampler_log_probs: let every member learn from its own, or record them"
+            "Learning from other members needs sampler_log_probs in the batch. Record them or drop sources."
         )
-    acted = batch.member_ids
+    sampled_by = batch.member_ids
     rows, owners = [], []
     for slot in sorted(learners):
-        sources = torch.tensor(learners[slot].source_slots, device=acted.device, dtype=acted.dtype)
-        rows.append(torch.isin(acted, sources).nonzero()[:, 0])
+        sources = torch.tensor(learners[slot].source_slots, device=sampled_by.device, dtype=sampled_by.dtype)
+        rows.append(torch.isin(sampled_by, sources).nonzero()[:, 0])
         owners.append(torch.full_like(rows[-1], slot))
     row, owner = torch.cat(rows), torch.cat(owners)
-    known = replace(batch, sampled_by=acted)
+    batch = replace(batch, sampled_by=sampled_by)
     outcomes = replace(
-        known.without_inputs().select(row),
+        batch.without_inputs().select(row),
         member_ids=owner,
         # A group stays one group for each member that learns from it.
         group_ids=batch.group_ids[row] * (1 + max(learners)) + owner,
     )
-    return TrainingRows(batch=known, rows=row, outcomes=outcomes)
+    return TrainingRows(batch=batch, rows=row, outcomes=outcomes)
 
 
 class CachedLogProbs:
-    """Log-probabilities of lessons' actions under the policies that sampled them and under the reference.
+    """Log-probabilities of training rows under the behaviour and the reference policies, each computed at most once.
 
     Args:
-        bank: Whose policies.
-        lessons: Whole episodes.
-        trust_sampler: Whether the sampler's own log-probabilities, where they are known, are those of the bank.
+        bank: The policies.
+        training_rows: Whole episodes.
+        trust_sampler: Take the sampler's log-probabilities as the old ones.
 
     Attributes:
-        lessons: The episodes, or after `take_apart` their single actions.
-        old: `[m, t]` of the policy that acted, in nats; read where they are known.
-        reference: `[m, t]` of the learner's reference, in nats; read where they were asked for.
-        distributions: `[m, t, o]` what the learner is held to, as its bank puts it; None = not asked for.
-        known: `[m]` booleans: the lesson's old log-probabilities are known.
-        of_trainer: `[m]` booleans: they come from the bank rather than from the sampler.
-        tokens: How many tokens the passes have processed, by slot.
+        training_rows: The episodes, or their single actions after `split_into_actions`.
+        old: `[m, t]` under the policy that sampled, in nats; valid where `known`.
+        reference: `[m, t]` under the learner's reference, in nats; valid for rows given to `compute_reference`.
+        distributions: `[m, t, o]` reference distributions in the bank's format; None = not computed.
+        known: `[m]` True where the old log-probabilities are known.
+        from_trainer: `[m]` True where the bank computed them, False where they are the sampler's.
+        tokens: Tokens processed by all passes, by slot.
     """
 
-    def __init__(self, bank: PolicyBank, lessons: TrainingRows, *, trust_sampler: bool) -> None:
-        outcomes = lessons.outcomes
+    def __init__(self, bank: PolicyBank, training_rows: TrainingRows, *, trust_sampler: bool) -> None:
+        outcomes = training_rows.outcomes
         mask = outcomes.action_mask
-        self._bank, self.lessons = bank, lessons
+        self._bank, self.training_rows = bank, training_rows
         self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
-        self.known, self.of_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
+        self.known, self.from_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
         self.distributions: Tensor | None = None
         self.tokens: dict[int, int] = {}
         if trust_sampler:
@@ -160,155 +148,136 @@ class CachedLogProbs:
             self.old = torch.where(mask, outcomes.sampler_log_probs, 0.0)
             self.known[:] = True
 
-    def find_reference(self, rows: Tensor) -> None:
-        """Find the given lessons' log-probabilities under the reference of who learns."""
+    def compute_reference(self, rows: Tensor) -> None:
+        """Compute log-probabilities under the reference of the member that learns."""
         if len(rows):
-            part = self.lessons.select(rows)
+            part = self.training_rows.select(rows)
             self.reference[rows] = self._bank.reference_log_probs(part)
-            self.charge(part)
+            self.count_tokens(part)
 
-    def find_distributions(self, rows: Tensor, *, old: bool) -> None:
-        """Find the whole distributions that the learner is held to in the given lessons.
+    def compute_distributions(self, rows: Tensor, *, old: bool) -> None:
+        """Compute the whole distributions that KL compares the policy with.
 
         Args:
-            rows: The lessons.
-            old: Those of who acted, whose policies must still be the old ones, rather than the reference's.
+            rows: Indices of training rows.
+            old: Use the policies that sampled, which must not have changed since; otherwise the reference.
 
         Raises:
-            ValueError: If the bank cannot tell.
+            ValueError: If the bank provides no distributions.
         """
         if not isinstance(self._bank, FullDistributionBank):
-            raise ValueError(
-                "kl_estimator 'full' compares whole distributions over actions, which these policies do not tell: "
-                "choose k3 or k2"
-            )
+            raise ValueError("kl_estimator 'full' is not available for language models. Choose 'k3' or 'k2'.")
         if len(rows):
-            given, here = self._as_acted("behaviour_distributions", rows) if old else (None, rows)
-            if len(here):
-                part = self.lessons.as_sampled(here) if old else self.lessons.select(here)
-                found = self._bank.distributions(part, reference=not old)
-                if given is None:
-                    given = found.new_zeros(len(self.known), *found.shape[1:])
-                given = given.index_copy(0, here, found)
-            self.distributions = given
-            self.charge(self.lessons.select(rows))
+            received, missing = self._received("behaviour_distributions", rows) if old else (None, rows)
+            if len(missing):
+                part = (self.training_rows.select_as_sampled if old else self.training_rows.select)(missing)
+                computed = self._bank.distributions(part, reference=not old)
+                if received is None:
+                    received = computed.new_zeros(len(self.known), *computed.shape[1:])
+                received = received.index_copy(0, missing, computed)
+            self.distributions = received
+            self.count_tokens(self.training_rows.select(rows))
 
-    def find_old(self, rows: Tensor) -> None:
-        """Find the old log-probabilities that are not known; the policies must still be the old ones."""
+    def compute_old(self, rows: Tensor) -> None:
+        """Compute the old log-probabilities that are still unknown; no policy may have changed since sampling."""
         rows = rows[~self.known[rows]]
         if len(rows):
-            given, here = self._as_acted("behaviour_log_probs", rows)
-            if given is not None:
-                self.old[rows] = given[rows].to(self.old.dtype)
-            if len(here):
-                self.old[here] = self._bank.log_probs(self.lessons.as_sampled(here))
-            self.known[rows] = self.of_trainer[rows] = True
-            self.charge(self.lessons.select(rows))
+            received, missing = self._received("behaviour_log_probs", rows)
+            if received is not None:
+                self.old[rows] = received[rows].to(self.old.dtype)
+            if len(missing):
+                self.old[missing] = self._bank.log_probs(self.training_rows.select_as_sampled(missing))
+            self.known[rows] = self.from_trainer[rows] = True
+            self.count_tokens(self.training_rows.select(rows))
 
-    def _as_acted(self, name: str, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return what other banks have told of all lessons, 0 where nothing, and which of some lessons to find here."""
-        given: Tensor | None = getattr(self.lessons.outcomes, name)
-        if given is None:
+    def _received(self, name: str, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the values that other ranks sent, 0 where none, and those of `rows` that are missing."""
+        received: Tensor | None = getattr(self.training_rows.outcomes, name)
+        if received is None:
             return None, rows
-        mask = self.lessons.outcomes.action_mask
-        unknown = mask & given.isnan().reshape(*mask.shape, -1).any(2)
-        return given.nan_to_num(nan=0.0), rows[unknown[rows].any(1)]
+        mask = self.training_rows.outcomes.action_mask
+        unknown = mask & received.isnan().reshape(*mask.shape, -1).any(2)
+        return received.nan_to_num(nan=0.0), rows[unknown[rows].any(1)]
 
-    def take(self, rows: Tensor, log_probs: Tensor) -> None:
-        """Make log-probabilities `[k, t]` that were computed anyway, before anything was learnt, the old ones.
+    def store_old(self, rows: Tensor, log_probs: Tensor) -> None:
+        """Store log-probabilities `[k, t]` from the first update's own forward pass as the old ones.
 
-        Only where the member that learns is the one that acted: another's policy is not the one that sampled.
+        Rows that another member sampled are skipped: this member's policy is not the behaviour policy there.
         """
-        outcomes = self.lessons.outcomes
+        outcomes = self.training_rows.outcomes
         if outcomes.sampled_by is not None:
             own = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
             rows, log_probs = rows[own], log_probs[own]
         self.old[rows] = log_probs.detach().to(self.old.dtype)
-        self.known[rows] = self.of_trainer[rows] = True
+        self.known[rows] = self.from_trainer[rows] = True
 
-    def take_apart(self) -> None:
-        """Go on with one lesson per action that counts."""
-        places, row = self.lessons.outcomes.counted_actions()
-        self.lessons = self.lessons.taken_apart()
+    def split_into_actions(self) -> None:
+        """Replace each training row by one row per action that counts in the loss."""
+        places, row = self.training_rows.outcomes.counted_actions()
+        self.training_rows = self.training_rows.split_into_actions()
         self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
         if self.distributions is not None:
             self.distributions = self.distributions.flatten(0, 1)[places][:, None]
-        self.known, self.of_trainer = self.known[row], self.of_trainer[row]
+        self.known, self.from_trainer = self.known[row], self.from_trainer[row]
 
-    def charge(self, part: Batch) -> None:
-        """Count the tokens of one pass over some lessons, for the members that learn."""
+    def count_tokens(self, part: Batch) -> None:
+        """Add the tokens of one pass over these rows, by the member that learns."""
         for slot, tokens in self._bank.cost(part).items():
             self.tokens[slot] = self.tokens.get(slot, 0) + tokens
 
 
 def uses_sampler_log_probs(batch: Batch, objective: Objective) -> bool:
-    """Return whether the old log-probabilities of a batch's actions are those that its sampler has told."""
+    """Return True if the sampler's log-probabilities serve as the old log-probabilities of this batch."""
     return batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilteredRows:
-    """Lessons without those of sources that are too far away.
-
-    Attributes:
-        lessons: Those that count.
-        tokens: How many tokens were processed to find out, by slot of the member that learns.
-        metrics: What was found of a member's sources, by slot: see `metrics.NAMES`.
-    """
-
-    lessons: TrainingRows
-    tokens: dict[int, int] = field(default_factory=dict)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-
-
-def filter_by_sample_size(bank: PolicyBank, lessons: TrainingRows, learners: Mapping[int, Learner]) -> FilteredRows:
-    """Leave out what members would learn from sources whose effective sample size is below their `min_ess`.
+def filter_by_sample_size(
+    bank: PolicyBank, training_rows: TrainingRows, learners: Mapping[int, Learner]
+) -> tuple[TrainingRows, dict[int, int], dict[int, dict[str, float]]]:
+    """Drop rows of sources whose effective sample size is below the learner's `min_ess`.
 
     Args:
-        bank: Whose policies; nothing has been learnt yet.
-        lessons: Of all members.
+        bank: The policies; nothing has been learnt yet.
+        training_rows: Of all members.
         learners: By slot.
+
+    Returns:
+        The remaining rows; the tokens that the check processed, by slot; `shared_*` metrics, by slot (`metrics.NAMES`).
     """
     least = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
-    outcomes, of_others = lessons.outcomes, lessons.of_others
-    asked = torch.tensor([slot for slot, share in least.items() if share > 0], device=of_others.device)
-    rows = (of_others & torch.isin(outcomes.member_ids, asked)).nonzero()[:, 0]
-    kept, tokens = torch.ones_like(of_others), dict[int, int]()
-    found: dict[int, dict[str, float]] = {slot: {} for slot in least}
+    outcomes = training_rows.outcomes
+    sampled_by, owners = outcomes.sampled_by, outcomes.member_ids
+    foreign = torch.zeros_like(owners, dtype=torch.bool) if sampled_by is None else sampled_by != owners
+    filtered = torch.tensor([slot for slot, share in least.items() if share > 0], device=foreign.device)
+    rows = (foreign & torch.isin(owners, filtered)).nonzero()[:, 0]
+    kept, tokens = torch.ones_like(foreign), dict[int, int]()
+    metrics: dict[int, dict[str, float]] = {slot: {} for slot in least}
     if len(rows):
-        assert outcomes.sampled_by is not None  # or nothing would be of others
-        part = lessons.select(rows)
-        log_ratios, tokens = _log_ratios(bank, part), dict(bank.cost(part))
-        sources = 1 + int(outcomes.sampled_by.max())  # some of them perhaps not of this bank
-        pair = part.member_ids * sources + outcomes.sampled_by[rows]
+        # 1. Log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is unknown.
+        part = training_rows.select(rows)
+        assert sampled_by is not None and part.sampler_log_probs is not None
+        ratios = bank.log_probs(part) - part.sampler_log_probs
+        log_ratios, tokens = torch.where(part.action_mask, ratios, 0.0).nan_to_num(0.0), dict(bank.cost(part))
+        # 2. Effective sample size for each pair of learner and source.
+        sources = 1 + int(sampled_by.max())  # a source may be in the bank of another rank
+        pair = part.member_ids * sources + sampled_by[rows]
         action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
         ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size * sources)
+        # 3. Drop the pairs below the learner's threshold.
         floor = ess.new_tensor([least.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
         kept[rows] = ~(ess < floor)[pair]
-        for slot in found:
-            mine = part.action_mask & (part.member_ids == slot)[:, None]
-            found[slot] = _metrics(ess.view(bank.size, sources)[slot], log_ratios[mine], learners[slot])
-        lessons = lessons.only(kept.nonzero()[:, 0])
-    for slot, values in found.items():
-        theirs = kept[of_others & (outcomes.member_ids == slot)]
+        for slot, values in metrics.items():
+            own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
+            if len(own):
+                low, high = learners[slot].hyperparameters.clip_bounds
+                excess, by_source = torch.expm1(own), ess.view(bank.size, sources)[slot]
+                values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
+                values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
+        numbers = kept.nonzero()[:, 0]
+        remaining = numbers if training_rows.rows is None else training_rows.rows[numbers]
+        training_rows = TrainingRows(batch=training_rows.batch, rows=remaining, outcomes=outcomes.select(numbers))
+    for slot, values in metrics.items():
+        theirs = kept[foreign & (owners == slot)]
         if len(theirs):
             values["shared_share"] = float(theirs.double().mean())
-    return FilteredRows(lessons=lessons, tokens=tokens, metrics=found)
-
-
-def _log_ratios(bank: PolicyBank, part: Batch) -> Tensor:
-    """Return `[k, t]` the log-probabilities under who learns less those under who acted, 0 where either is unknown."""
-    assert part.sampler_log_probs is not None  # `select_training_rows` refuses others' samples without
-    return torch.where(part.action_mask, bank.log_probs(part) - part.sampler_log_probs, 0.0).nan_to_num(0.0)
-
-
-def _metrics(ess: Tensor, log_ratios: Tensor, learner: Learner) -> dict[str, float]:
-    """Return what a member's sources `[p]` come to, NaN where there is none, and their actions' log-ratios `[k]`."""
-    if not len(log_ratios):
-        return {}
-    low, high = learner.hyperparameters.clip_bounds
-    excess = torch.expm1(log_ratios)
-    return {
-        "shared_ess": float(ess[~ess.isnan()].mean()),
-        "shared_outside": float(((excess < -low) | (excess > high)).double().mean()),
-    }
+    return training_rows, tokens, metrics

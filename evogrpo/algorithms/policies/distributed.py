@@ -224,18 +224,18 @@ class DistributedPolicySet:
             )
         return self.local.policy(self.places.place(slot), base=base)
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw a change of a member's architecture where it lives, and tell everybody."""
         own = slot in self.places.own
         place = self.places.place(slot)
-        return self.processes.run_section(lambda: self.local.proposal(place, rng) if own else None)[
+        return self.processes.run_section(lambda: self.local.propose_architecture(place, rng) if own else None)[
             self.places.owner(slot)
         ]
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Give a member another architecture, where it lives."""
         if slot in self.places.own:
-            self.local.reshape(self.places.place(slot), architecture, rng)
+            self.local.change_architecture(self.places.place(slot), architecture, rng)
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
         """Return further files of one member's checkpoint, where it lives."""

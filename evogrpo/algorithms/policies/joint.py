@@ -15,7 +15,7 @@ from evogrpo.algorithms.policies.banks import Banks, state_key
 from evogrpo.algorithms.policies.devices import choose_device
 from evogrpo.algorithms.policies.network_batches import to_tensors
 from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
-from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.algorithms.rollout.requests import (
@@ -164,7 +164,7 @@ class JointPolicySet:
         """The parts of a learner state that make up the policies."""
         return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
 
-    def alone(self, *, wrap: bool = True) -> "JointPolicySet":
+    def new_member(self, *, wrap: bool = True) -> "JointPolicySet":
         """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_spaces, self.action_spaces
         return JointPolicySet(*spaces_, 1, self.settings, self.hp_config, device=self.device)
@@ -316,9 +316,9 @@ class JointPolicySet:
             chosen |= dict(zip(agents, to_environment(spec.action_space, acted.actions), strict=True))
         return chosen
 
-    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
-        """Refuse: small networks see observations."""
-        raise ValueError("generate is for language models; small networks act with predict")
+    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Raise ValueError: small networks have no text."""
+        raise ValueError("generate is for language models. Use predict for small networks.")
 
     def experience(self, learner: Learner, experiences: Any) -> Experience:
         """Return what `MultiAgentGRPO.collect` collected as it is: nothing else can be learnt from.
@@ -349,20 +349,20 @@ class JointPolicySet:
         """Whether architectures change when members are mutated."""
         return self.settings.evolve_network is not None
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw whether and how the architecture of one of a member's policies changes; None = no change."""
         policy = list(self.policies)[int(rng.integers(len(self.policies)))]
-        drawn = self.policies[policy].proposal(slot, rng)
+        drawn = self.policies[policy].propose_architecture(slot, rng)
         if drawn is None:
             return None
         return ArchitectureChange(
             architecture={policy: drawn.architecture}, old=f"{policy}: {drawn.old}", new=f"{policy}: {drawn.new}"
         )
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Give one of a member's policies another architecture, by the policy's name, keeping what it has learnt."""
         ((policy, own),) = architecture.items()
-        self.policies[policy].reshape(slot, own, rng)
+        self.policies[policy].change_architecture(slot, own, rng)
 
     # ---- checkpoints
 
@@ -382,7 +382,7 @@ class JointPolicySet:
                     "one back with MultiAgentGRPO.load"
                 )
 
-    def constants(self) -> dict[str, Tensor]:
+    def shared_tensors(self) -> dict[str, Tensor]:
         """Return nothing: no policy is a module of the caller's."""
         return {}
 
@@ -391,7 +391,7 @@ class JointPolicySet:
         return {}
 
     @classmethod
-    def stored(
+    def from_record(
         cls,
         record: Mapping[str, Any],
         size: int,

@@ -24,13 +24,12 @@ from evogrpo.algorithms.policies.language_batches import (
     Experiences,
     as_batch,
     as_completions,
-    decode_texts,
     prompt_rows,
     prompt_tokens,
     rewarded_batch,
     text_rows,
 )
-from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout, sample_conversations
 from evogrpo.algorithms.rollout.requests import (
@@ -155,7 +154,7 @@ class LanguagePolicySet:
         """Where the base model is."""
         return self.bank.base.device
 
-    def alone(self, *, wrap: bool = True) -> "LanguagePolicySet":
+    def new_member(self, *, wrap: bool = True) -> "LanguagePolicySet":
         """Return one fresh member over the same base, which samples for itself."""
         return LanguagePolicySet(
             self.bank.base.model,
@@ -333,15 +332,20 @@ class LanguagePolicySet:
         """Refuse: language models answer prompts."""
         raise ValueError("predict is for small networks; a language model answers with generate, or get_action")
 
-    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
-        """Answer texts with texts; see `GRPO.generate`."""
-        if not hasattr(asked.prompts, "__len__"):
-            raise ValueError(f"prompts must be a list of texts or of conversations, got {type(asked.prompts).__name__}")
-        if not len(asked.prompts):
+    def generate(
+        self, learner: Learner, prompts: Sequence[Any], *, tokenizer: Any = None, base: bool = False, **options: Any
+    ) -> list[str]:
+        """Complete texts; see `GRPO.generate`. The other options are those of `text_rows`."""
+        if not hasattr(prompts, "__len__"):
+            raise ValueError(f"prompts must be a list of texts or conversations, got {type(prompts).__name__}.")
+        if not len(prompts):
             return []
-        tokenizer = asked.tokenizer or self._tokenizer
-        rows = text_rows(asked, tokenizer, learner, self.settings)
-        return decode_texts(self._engine().sample(rows, base=asked.base), tokenizer)
+        tokenizer = tokenizer or self._tokenizer
+        rollout = self._engine().sample(text_rows(prompts, tokenizer, learner, self.settings, **options), base=base)
+        return [
+            str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
+            for tokens, present in zip(rollout.actions, rollout.present, strict=True)
+        ]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -369,10 +373,10 @@ class LanguagePolicySet:
         """Stop computing under the accelerator's precision."""
         self.bank.autocast = nullcontext
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
         """Return None: the architecture of a language model does not change."""
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Refuse: the architecture of a language model does not change."""
         raise ValueError(f"the architecture of a language model does not change, so it cannot become {architecture}")
 
@@ -397,7 +401,7 @@ class LanguagePolicySet:
                 "same lora_config, or bring the saved one back with GRPO.load"
             )
 
-    def constants(self) -> dict[str, Tensor]:
+    def shared_tensors(self) -> dict[str, Tensor]:
         """Return the adapter that members start from; the base is not saved, but told by its fingerprint."""
         return {} if self.start is None else dict(self.start.tensors)
 
@@ -412,7 +416,7 @@ class LanguagePolicySet:
         return files | base_files(self.bank.base.model) if include_base else files
 
     @classmethod
-    def stored(
+    def from_record(
         cls,
         record: Mapping[str, Any],
         size: int,

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import TextRequest
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -174,42 +173,43 @@ def _batch(
     )
 
 
-def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settings: LanguageSettings) -> SamplingBatch:
-    """Return rows in which a member answers texts or conversations, `n` times each, prompt by prompt.
+def text_rows(
+    prompts: Sequence[Any],
+    tokenizer: Tokenizer,
+    learner: Learner,
+    settings: LanguageSettings,
+    *,
+    n: int,
+    temperature: float,
+    max_output_tokens: int | None,
+    calls: int,
+) -> SamplingBatch:
+    """Return rows that complete texts or conversations, `n` times each, prompt by prompt.
 
     Raises:
-        ValueError: If the prompts are no list of texts or of conversations, or a number is out of range.
+        ValueError: If the prompts are not a list of texts or conversations, or a number is out of range.
     """
-    prompts, n, temperature = asked.prompts, asked.n, asked.temperature
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
-        raise ValueError("prompts must be a list of texts or of conversations: put a single one into a list")
-    most = settings.max_output_tokens if asked.max_output_tokens is None else asked.max_output_tokens
-    for name, number in (("n", n), ("max_output_tokens", most)):
+        raise ValueError("prompts must be a list of texts or conversations. Put a single one in a list.")
+    length = settings.max_output_tokens if max_output_tokens is None else max_output_tokens
+    for name, number in (("n", n), ("max_output_tokens", length)):
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be at least 0, and 0 takes what is most likely, got {temperature}")
+        raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
     plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
     ids = tokenize(iter([(prompt, {}) for prompt in plain]), tokenizer, "generate")
     count = len(ids) * n
-    rng = generator(settings.seed, "generate", learner.index, asked.calls)
+    rng = generator(settings.seed, "generate", learner.index, calls)
     return SamplingBatch(
         prompts=tuple(tuple(prompt) for prompt in ids),
         prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
         member_ids=torch.full((count,), learner.slot),
         temperature=torch.full((count,), float(temperature)),
-        uniforms=torch.from_numpy(rng.random((count, most), dtype=np.float32)),
-        min_new_tokens=min(settings.min_output_tokens, most),
+        uniforms=torch.from_numpy(rng.random((count, length), dtype=np.float32)),
+        min_new_tokens=min(settings.min_output_tokens, length),
         options=settings.sampling_options,
     )
-
-
-def decode_texts(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts of a rollout's rows, special tokens left out."""
-    return [
-        str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
-        for tokens, present in zip(rollout.actions, rollout.present, strict=True)
-    ]
 
 
 PENALTY = "overlong_penalty"

@@ -15,7 +15,7 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.banks import DEFAULT, Banks
 from evogrpo.algorithms.policies.devices import choose_device
 from evogrpo.algorithms.policies.network_batches import StepExperiences, as_step_batch, check_observations, to_tensors
-from evogrpo.algorithms.policies.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.algorithms.policies.settings import NetworkSettings
 from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.algorithms.rollout.requests import (
@@ -137,7 +137,7 @@ class NetworkPolicySet:
         """Where the networks are."""
         return self.networks.bank.device
 
-    def alone(self, *, wrap: bool = True) -> "NetworkPolicySet":
+    def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
         """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_space, self.action_space
         policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
@@ -299,9 +299,9 @@ class NetworkPolicySet:
         )
         return acted, count is None
 
-    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
-        """Refuse: small networks see observations."""
-        raise ValueError("generate is for language models; small networks act with predict")
+    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Raise ValueError: small networks have no text."""
+        raise ValueError("generate is for language models. Use predict for small networks.")
 
     def experience(self, learner: Learner, experiences: StepExperiences) -> Experience:
         """Read `(observations, actions, action_masks, rewards)`; see `as_step_batch`."""
@@ -325,13 +325,13 @@ class NetworkPolicySet:
         """Whether architectures change when members are mutated."""
         return self.settings.evolve_network is not None
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw whether and how a member's architecture changes; None = no change."""
-        return self.networks.proposal(slot, rng)
+        return self.networks.propose_architecture(slot, rng)
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Give a member another architecture, keeping what it has learnt."""
-        self.networks.reshape(slot, architecture, rng)
+        self.networks.change_architecture(slot, architecture, rng)
 
     # ---- checkpoints
 
@@ -360,7 +360,7 @@ class NetworkPolicySet:
                 f"{getattr(self.settings, name)}: bring the saved one back with GRPO.load"
             )
 
-    def constants(self) -> dict[str, Tensor]:
+    def shared_tensors(self) -> dict[str, Tensor]:
         """Return what the caller's module came with, by name: the base of all members, and its buffers."""
         if self.networks.custom is None:
             return {}
@@ -373,7 +373,7 @@ class NetworkPolicySet:
         return {}
 
     @classmethod
-    def stored(
+    def from_record(
         cls,
         record: Mapping[str, Any],
         size: int,

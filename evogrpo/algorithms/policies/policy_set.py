@@ -1,7 +1,6 @@
-"""Members: what the agents of one population are made of and how they act, whatever kind they are."""
+"""PolicySet protocol: the policies of all members of a population."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from evogrpo.algorithms.learning.learning_step import LearningSettings, Policy
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.rollout.requests import (
@@ -19,57 +17,64 @@ from evogrpo.algorithms.rollout.requests import (
     RolloutBatch,
     SamplingRequest,
 )
+from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
-from evogrpo.models.bank import Sampler
+from evogrpo.models.bank import PolicyBank, Sampler
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
-"""Files of a checkpoint beside tensors and record: bytes, or a function that is called when they are written."""
+"""Additional files of a checkpoint: bytes, or a function that is called when the file is written."""
 
 
-class Settings(LearningSettings, Protocol):
-    """The settings that do not evolve and that a checkpoint stores, as far as everybody may read them."""
+class Settings(Protocol):
+    """Settings that all members share, that do not evolve, and that checkpoints store."""
+
+    @property
+    def objective(self) -> Objective:
+        """The objective; members may have loss and advantage types of their own."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Root of every random stream."""
+        ...
+
+    @property
+    def max_actions(self) -> int:
+        """Maximum number of actions in a training row; some losses divide by it."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextRequest:
-    """Texts that a member is to answer; see `GRPO.generate`.
+class Policy(Protocol):
+    """One policy of all members."""
 
-    Attributes:
-        prompts: Texts, or conversations as lists of messages.
-        tokenizer: Writes and reads tokens; None = the base model's own.
-        n: Answers to each prompt.
-        temperature: Of the draws; 0 takes what is most likely.
-        max_output_tokens: Most tokens of an answer; None = as in training.
-        calls: How many such requests the agent has answered: names the random stream.
-        base: Let the untrained base answer.
-    """
+    @property
+    def bank(self) -> PolicyBank:
+        """Weights and optimizers."""
+        ...
 
-    prompts: Sequence[Any]
-    tokenizer: Any
-    n: int
-    temperature: float
-    max_output_tokens: int | None
-    calls: int
-    base: bool
+    @property
+    def settings(self) -> Settings:
+        """Settings of the policy."""
+        ...
 
 
 class PolicySet(Protocol):
-    """All members of one population: chosen when it is made; nobody above asks of which kind they are.
+    """Policies of all members of a population: language models, small networks, or several networks per member.
 
     Attributes:
-        kind: One word that says in checkpoints which kind this is.
-        agent_class: The name of the class whose agents these are.
-        settings: What does not evolve.
-        hp_config: What evolves and between which values; None = nothing.
-        policies: Their policies by name; "default" where a member has only one.
-        banks: The weights and optimisers of all policies together.
+        kind: Name of the implementation in checkpoints.
+        agent_class: Name of the agents' class.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
+        policies: The policies by name; "default" if each member has a single policy.
+        banks: Weights and optimizers of all policies.
     """
 
     kind: ClassVar[str]
@@ -79,126 +84,126 @@ class PolicySet(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """What does not evolve."""
+        """Settings that do not evolve."""
         ...
 
     @property
     def policies(self) -> Mapping[str, Policy]:
-        """What learns, by the policy's name."""
+        """The policies by name."""
         ...
 
     @property
     def observation_space(self) -> spaces.Space[Any] | None:
-        """What members read; None for language models unless given, and for several agents."""
+        """Observation space; None for several agents, and for language models unless given."""
         ...
 
     @property
     def action_space(self) -> spaces.Space[Any] | None:
-        """What members do; likewise."""
+        """Action space; None for several agents, and for language models unless given."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the banks compute."""
+        """Device of the banks."""
         ...
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The parts of a learner state that make up the policy."""
+        """Keys of a train state that hold the policy's weights."""
         ...
 
-    def alone(self, *, wrap: bool = True) -> Self:
-        """Return one fresh member of the same kind; `wrap` keeps the accelerator's precision."""
+    def new_member(self, *, wrap: bool = True) -> Self:
+        """Return a policy set of one fresh member; `wrap` keeps the accelerator's precision."""
         ...
 
     # ---- acting
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Let an outside engine sample; ValueError where members act as environments ask."""
+        """Generate completions with an external engine; ValueError for small networks."""
         ...
 
     def check(self, env: Any) -> None:
-        """Refuse with a ValueError an environment that these members cannot act in."""
+        """Raise ValueError if the members cannot act in the environment."""
         ...
 
     def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+        self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest, part: Tensor | None = None
     ) -> RolloutBatch:
-        """Act from training starts, sampling; only the rows `part` `[k]` of what is wanted, in whole groups, if given.
+        """Sample and reward the requested rows, or only the rows `part` `[k]`, in whole groups.
 
-        What comes of a row does not depend on which others are sampled.
+        A row's result does not depend on the other rows that are sampled with it.
         """
         ...
 
-    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Answer held-out questions; training streams and cursors stay where they are."""
+    def evaluate(self, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
+        """Evaluate members on held-out questions; training random streams are not touched."""
         ...
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
-        """Add to the members' running statistics what a learning step's samples observed."""
+        """Add the observations of a learning step to the members' running statistics."""
         ...
 
-    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> Any:
-        """Choose actions for what a caller's own loop saw; see `GRPO.get_action`."""
+    def act(self, learner: Learner, states: Any, *, training: bool, action_mask: Any = None) -> Any:
+        """Choose actions; see `GRPO.get_action`."""
         ...
 
     def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
-        """Choose actions as the environment takes them; see `GRPO.predict`."""
+        """Choose actions in the environment's format; see `GRPO.predict`."""
         ...
 
-    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
-        """Answer texts with texts; see `GRPO.generate`."""
+    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Complete texts; see `GRPO.generate`."""
         ...
 
     def experience(self, learner: Learner, experiences: Any) -> Experience:
-        """Read what a caller's own loop collected; see `GRPO.learn`."""
+        """Convert the experiences of a user's own loop to batches; see `GRPO.learn`."""
         ...
 
     # ---- the network
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a member's policy as a module, or the untrained base."""
+        """Return a member's policy, or the untrained base, as a module."""
         ...
 
     def recompile(self) -> None:
-        """Forget what torch.compile made of the model."""
+        """Discard the compiled forms of the model."""
         ...
 
     def unwrap(self) -> None:
-        """Stop computing under an accelerator's precision."""
+        """Stop using the accelerator's precision."""
         ...
 
     @property
     def evolves(self) -> bool:
-        """Whether architectures change when members are mutated."""
+        """True if mutation changes architectures."""
         ...
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw a change of a member's architecture; None = no change."""
         ...
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Give a member the architecture that `proposal` drew, keeping what it has learnt."""
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Apply a drawn architecture to a member and keep what it has learnt."""
         ...
 
     # ---- checkpoints
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not among the settings."""
+        """Return the constructor arguments that are not in the settings."""
         ...
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint says of all this, as plain JSON values."""
+        """Return what a checkpoint stores about the policy set, as plain JSON values."""
         ...
 
     def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Refuse with a CheckpointError a record of members that mean nothing here."""
+        """Raise CheckpointError if a checkpoint's record does not fit this policy set."""
         ...
 
-    def constants(self) -> Mapping[str, Tensor]:
-        """Return tensors by name that members share and that a checkpoint holds beside them."""
+    def shared_tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors that all members share and that checkpoints store, by name."""
         ...
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return further files of one member's checkpoint."""
+        """Return the additional files of one member's checkpoint."""
         ...

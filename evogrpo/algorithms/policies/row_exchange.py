@@ -6,10 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.learning_step import Policy
 from evogrpo.algorithms.learning.training_rows import Learner, uses_sampler_log_probs
 from evogrpo.algorithms.policies.placement import Placement
-from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.policy_set import Policy, PolicySet
 from evogrpo.algorithms.rollout.collect import concatenate_batches, with_unique_groups
 from evogrpo.data import Batch, Experience
 from evogrpo.functional.loss_types import FULL_KLS

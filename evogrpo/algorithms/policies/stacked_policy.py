@@ -139,7 +139,7 @@ class StackedPolicy:
 
     # ---- architecture
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
         """Draw whether and how a member's architecture changes; None = no change."""
         limits, config = self.settings.evolve_network, self.bank.architecture(slot)
         if limits is None or config is None or rng.random() >= limits.probability:
@@ -152,7 +152,7 @@ class StackedPolicy:
         changed = {"hidden": list(new.hidden), "activation": new.activation}
         return ArchitectureChange(architecture=changed, old=_in_words(config), new=_in_words(new))
 
-    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Give a member another architecture, keeping what it has learnt."""
         config = self.bank.architecture(slot)
         if config is None:
