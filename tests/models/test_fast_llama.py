@@ -257,7 +257,7 @@ def test_scores_are_kept_for_short_sequences_alone(length, past):
 
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
 def test_room_for_what_is_written_grows(architecture, both, monkeypatch):
-    monkeypatch.setattr(decoding, "LEAST_ROOM", 2)
+    monkeypatch.setattr(decoding, "MIN_GROWTH", 2)
     fast, slow = both(built(KNOWN[architecture]))
     assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
 

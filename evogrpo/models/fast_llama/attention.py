@@ -1,4 +1,4 @@
-"""Attention of rows that continue shared prompts: short ones read its keys once for all, long ones in blocks."""
+"""Attention with shared prompts: rows of one prompt share its products, and long rows run in blocks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ FOLDED = 4
 """Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""
 
 BLOCK = 64
-"""Tokens that attend together: what comes after the last of them is left out, and scores stay in a CPU's cache."""
+"""Query tokens per block. A block skips later keys, and its scores fit into the CPU cache."""
 
 
 class SharedPrompts(NamedTuple):
-    """What rows continue.
+    """Keys and values of the prompts in one layer.
 
     Attributes:
-        keys: `[kv, m, P, d]` of one layer.
-        values: The same.
-        rows: `[n]` which of the m each row continues, sorted.
-        runs: How many rows continue the first, the second, ...
+        keys: `[kv, m, P, d]`.
+        values: `[kv, m, P, d]`.
+        rows: `[n]` prompt of each row, sorted.
+        runs: Number of rows of each prompt.
     """
 
     keys: Tensor
@@ -31,7 +31,7 @@ class SharedPrompts(NamedTuple):
 
 
 def prompt_runs(rows: Tensor, prompts: int) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the prompt that each run of neighbouring rows continues, None for 0, 1, 2, ...; and how long runs are."""
+    """Return the prompt of each run of adjacent rows (None for 0, 1, 2, ...) and the lengths of the runs."""
     values, counts = torch.unique_consecutive(rows, return_counts=True)
     numbers = values.tolist()
     return (None if numbers == list(range(prompts)) else values), tuple(counts.tolist())
@@ -46,16 +46,16 @@ def attention(
     shared: SharedPrompts | None,
     shared_bias: Tensor | None,
 ) -> Tensor:
-    """Return softmax(q k^T + bias) v over the keys of shared prompts and of rows themselves together.
+    """Return softmax(q k^T + bias) v over the keys of the shared prompts and of the rows.
 
     Args:
-        q: `[kv, n, rep * t, d]`, scaled already.
+        q: `[kv, n, rep * t, d]`, already scaled.
         k: `[kv, n, s, d]`.
-        v: The same.
+        v: `[kv, n, s, d]`.
         t: Tokens of a row that attend, the last t of s, each to none that come later.
-        bias: `[n or 1, t, s]`; None = 0.
-        shared: The prompts' keys and values, if any.
-        shared_bias: `[n or 1, t or 1, P]`; None = 0.
+        bias: `[n or 1, t, s]` bias of the rows' own keys; None = 0.
+        shared: Keys and values of the prompts, if any.
+        shared_bias: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
 
     Returns:
         `[n * t, kv * rep * d]`.
@@ -75,7 +75,7 @@ def attention(
 def _expanded(
     k: Tensor, v: Tensor, t: int, bias: Tensor | None, shared: SharedPrompts | None, shared_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys and values `[kv, n, P + s, d]` with a copy of the prompts for every row, and what is added."""
+    """Return keys and values `[kv, n, P + s, d]` with a copy of the prompt for every row, and the joint bias."""
     if shared is None:
         return k, v, bias
     k, v = (torch.cat([past[:, shared.rows], own], 2) for past, own in ((shared.keys, k), (shared.values, v)))
@@ -89,11 +89,11 @@ def _expanded(
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
-    """Return what `[kv, n, rep * t, d]` attend to, as many tokens at a time as a CPU's cache has scores for."""
+    """Compute attention in blocks of query tokens; see `BLOCK`."""
     kv, n, _, d = q.shape
     by_token, every = q.view(kv, n, -1, t, d), list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
-        end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last one takes what is left
+        end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
         seen = k.shape[2] - t + end
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :seen]
@@ -103,7 +103,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
-    """Do it by torch's own kernels, which keep no scores."""
+    """Compute attention with torch's kernels, which store no scores."""
     kv, n, wide, d = q.shape
     rep = wide // t
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
@@ -115,10 +115,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
 
 
 def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-    """AdapterHook rows `[kv, n, w, c]` prompt by prompt: which prompts, and `[kv * prompts, rows * w, c]`.
-
-    Neighbouring prompts with equally many rows go together.
-    """
+    """Group rows `[kv, n, w, c]` by adjacent prompts with equally many rows: `[kv * prompts, rows * w, c]` each."""
     kv, _, wide, c = x.shape
     found, at = [], 0
     for prompts, count in _equal(runs):
@@ -130,7 +127,7 @@ def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
 
 
 def _equal(runs: tuple[int, ...]) -> list[tuple[slice, int]]:
-    """Find neighbouring prompts that equally many rows continue: which prompts, and how many rows each."""
+    """Group adjacent prompts with equally many rows: the prompts, and the rows of each."""
     found, first = list[tuple[slice, int]](), 0
     while first < len(runs):
         last = first
@@ -142,10 +139,10 @@ def _equal(runs: tuple[int, ...]) -> list[tuple[slice, int]]:
 
 
 class KeyValues(NamedTuple):
-    """KeyValues and values as products read them.
+    """Keys and values in the layout of batched products.
 
     Attributes:
-        rows: Which rows they are of, or continue them.
+        rows: Rows that attend to them.
         keys: `[b, d, s]`.
         values: `[b, s, d]`.
     """
@@ -155,8 +152,8 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-def of_prompts(shared: SharedPrompts) -> list[KeyValues]:
-    """Lay out shared prompts for products with all rows that continue them, equally many of each at a time."""
+def prompt_key_values(shared: SharedPrompts) -> list[KeyValues]:
+    """Return shared prompts as operands of batched products, by groups of prompts with equally many rows."""
     found, at = list[KeyValues](), 0
     kv, _, past, d = shared.keys.shape
     for prompts, count in _equal(shared.runs):
@@ -168,12 +165,12 @@ def of_prompts(shared: SharedPrompts) -> list[KeyValues]:
 
 
 def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor) -> Tensor:
-    """Return what one token of every row attends to, without gradients; see `attention`.
+    """Return the attention of one token per row, without gradient; see `attention`.
 
     Args:
-        q: `[kv, n, rep, d]`, scaled already.
-        own: Of the rows themselves, b = kv * n.
-        shared: Of their prompts.
+        q: `[kv, n, rep, d]`, already scaled.
+        own: Keys and values of the rows, b = kv * n.
+        shared: Keys and values of their prompts.
         bias: `[n, 1, P + s]`.
 
     Returns:
@@ -185,8 +182,8 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     before = [part.view(kv, -1, rep, past) for part in parts]
     here = torch.bmm(_rows(q), own.keys).view(kv, n, rep, -1)
     scores = torch.cat([before[0] if len(before) == 1 else torch.cat(before, 1), here], 3)
-    chances = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
-    of_past, of_own = (part.to(q.dtype) for part in (chances[..., :past], chances[..., past:]))
+    probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
+    of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
     out = torch.bmm(_rows(of_own), own.values).view(q.shape)
     for one in shared:
         weights = of_past[:, one.rows].reshape(len(one.values), -1, past)
@@ -197,7 +194,7 @@ def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bia
     return out.transpose(0, 1).reshape(n, -1)
 
 
-def _chances(
+def _attention_weights(
     q: Tensor,
     k: Tensor,
     t: int,
@@ -206,7 +203,7 @@ def _chances(
     runs: tuple[int, ...] | None,
     shared: Any,
 ) -> Tensor:
-    """Return `[kv, n, rep * t, P + s]` how much of each value a token takes; for the arguments see `attention`."""
+    """Return attention weights `[kv, n, rep * t, P + s]`; for the arguments see `attention`."""
     scores = _products(q, k, shared, runs)
     past = scores.shape[-1] - k.shape[2]
     by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
@@ -231,43 +228,43 @@ class _Attention(torch.autograd.Function):
         keep: bool,
         *shared: Tensor,
     ) -> Tensor:
-        chances = _chances(q, k, t, bias, shared_bias, runs, shared[:1])
-        past = chances.shape[-1] - k.shape[2]
-        ctx.save_for_backward(q, k, v, bias, shared_bias, chances if keep else None, *shared)
+        weights = _attention_weights(q, k, t, bias, shared_bias, runs, shared[:1])
+        past = weights.shape[-1] - k.shape[2]
+        ctx.save_for_backward(q, k, v, bias, shared_bias, weights if keep else None, *shared)
         ctx.t, ctx.runs = t, runs
-        out = _rows(chances[..., past:]) @ _rows(v)
+        out = _rows(weights[..., past:]) @ _rows(v)
         if runs is not None:
-            _add_weighted(out.view(q.shape), chances[..., :past], shared[1], runs)
+            _add_weighted(out.view(q.shape), weights[..., :past], shared[1], runs)
         return out.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, shared_bias, chances, *shared = ctx.saved_tensors
+        q, k, v, bias, shared_bias, weights, *shared = ctx.saved_tensors
         runs = ctx.runs
-        if chances is None:
-            chances = _chances(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
+        if weights is None:
+            weights = _attention_weights(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
         slope = grads[0].contiguous()
-        past = chances.shape[-1] - k.shape[2]
-        of_chances = _products(slope, v, shared[1:], runs)
-        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype)
+        past = weights.shape[-1] - k.shape[2]
+        of_weights = _products(slope, v, shared[1:], runs)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
         own_scores = _rows(of_scores[..., past:])
         of_q = own_scores @ _rows(k)
-        of_k, of_v = own_scores.mT @ _rows(q), _rows(chances[..., past:]).mT @ _rows(slope)
+        of_k, of_v = own_scores.mT @ _rows(q), _rows(weights[..., past:]).mT @ _rows(slope)
         of_shared: list[Tensor] = []
         if runs is not None:
             _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
-            of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(chances[..., :past], slope, runs)]
+            of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(weights[..., :past], slope, runs)]
         own = of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape)
         return *own, None, None, None, None, None, *of_shared
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Merge heads and rows of `[kv, n, a, b]`, which lie one after another."""
+    """Flatten heads and rows of `[kv, n, a, b]`."""
     return x.flatten(0, 1)
 
 
 def _products(q: Tensor, k: Tensor, shared: Any, runs: tuple[int, ...] | None) -> Tensor:
-    """Return the products `[kv, n, w, P + s]` of `[kv, n, w, d]` with prompts' and rows' own vectors."""
+    """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with the vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
     past = shared[0].shape[2] if runs is not None else 0
     out = q.new_empty((kv, n, wide, past + k.shape[2]))
@@ -287,7 +284,7 @@ def _products(q: Tensor, k: Tensor, shared: Any, runs: tuple[int, ...] | None) -
 
 
 def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int, ...]) -> None:
-    """Add weights `[kv, n, w, P]` times each row's prompt's vectors `[kv, m, P, d]` to `[kv, n, w, d]`."""
+    """Add weights `[kv, n, w, P]` times the vectors `[kv, m, P, d]` of each row's prompt to `[kv, n, w, d]`."""
     at = 0
     for prompts, part in _folded(weights, runs):
         rows = sum(runs[prompts])
@@ -297,7 +294,7 @@ def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int,
 
 
 def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
-    """Add up weights `[kv, n, w, P]` times `[kv, n, w, d]` over the rows of each prompt: `[kv, m, P, d]`."""
+    """Sum weights^T `[kv, n, w, P]` times `[kv, n, w, d]` over the rows of each prompt: `[kv, m, P, d]`."""
     kv = weights.shape[0]
     sums = [
         torch.bmm(one.mT, other).view(kv, -1, weights.shape[3], rows.shape[3])

@@ -1,9 +1,9 @@
-"""Whether the direct pass computes, layer by layer, what a model does."""
+"""Comparison of fast_llama with a model's own `forward`, layer by layer."""
 
 import torch
 from torch import Tensor, nn
 
-from evogrpo.models.fast_llama.attention import KeyValues, SharedPrompts, attention, decode_attention, of_prompts
+from evogrpo.models.fast_llama.attention import KeyValues, SharedPrompts, attention, decode_attention, prompt_key_values
 from evogrpo.models.fast_llama.decode import DecodeStep
 from evogrpo.models.fast_llama.forward import AttentionBias, FastLlama, Heads
 from evogrpo.models.fast_llama.weight_layout import Layer
@@ -11,25 +11,27 @@ from evogrpo.models.fast_llama.weight_layout import Layer
 PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
 FOLLOWING, CONTINUED, RUNS = ((2, 1, 3), (3, 4, 1), (1, 2, 5)), (0, 0, 1), (2, 1)
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
-"""How far what a layer adds may be off, in norm: a part of what it adds, and of the sum, which is rounded."""
+"""Tolerated error of a layer's update, in norm: relative to the update, and to the rounded residual stream."""
 
 
 def matches_model(passes: FastLlama) -> bool:
-    """Compare every layer on what the model's own layers before it made of a few tokens, on top of shared prompts.
+    """Return True if every layer gives the model's own results on a few tokens on top of shared prompts.
 
-    Layer by layer, as in bfloat16 rounding alone may take two right passes far apart within a few layers.
+    Each layer gets the model's own input, because bfloat16 rounding errors of two correct passes grow over layers.
     """
-    decoder = passes.parts.decoder
+    # 1. Record the model's own hidden states; compare embeddings and the final norm.
+    decoder = passes.layout.decoder
     device, vocabulary = decoder.embed_tokens.weight.device, len(decoder.embed_tokens.weight)
     wholes = [
         torch.tensor([*PROMPTS[own], *ids], device=device) % vocabulary
         for own, ids in zip(CONTINUED, FOLLOWING, strict=True)
     ]
     states, ends = zip(*(_recorded(decoder, whole) for whole in wholes), strict=True)
-    if any(not torch.equal(state[0], passes.embedded(whole)) for state, whole in zip(states, wholes, strict=True)):
+    if any(not torch.equal(state[0], passes.embed(whole)) for state, whole in zip(states, wholes, strict=True)):
         return False
-    if any(not _near(passes.ended(state[-1]), end, state[-1]) for state, end in zip(states, ends, strict=True)):
+    if any(not _near(passes.final_norm(state[-1]), end, state[-1]) for state, end in zip(states, ends, strict=True)):
         return False
+    # 2. Split into padded prompts and rows; compare the layers.
     mask = torch.tensor([[place >= WIDEST - len(prompt) for place in range(WIDEST)] for prompt in PROMPTS])
     first = [states[CONTINUED.index(number)] for number in range(len(PROMPTS))]
     prompts = [
@@ -41,18 +43,18 @@ def matches_model(passes: FastLlama) -> bool:
 
 
 def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
-    """Compare all layers.
+    """Compare all layers, in the full pass and in decoding.
 
     Args:
-        passes: The direct pass.
-        prompts: `[l + 1, m, P, h]` what each layer reads of the prompts, and what the last one made.
-        mask: `[m, P]` booleans: real tokens.
-        rows: `[l + 1, n, t, h]` the same of rows that continue them.
+        passes: fast_llama.
+        prompts: `[l + 1, m, P, h]` input of each layer, and output of the last, for the prompts.
+        mask: `[m, P]` booleans: True for real tokens.
+        rows: `[l + 1, n, t, h]` the same for rows on top of the prompts.
     """
     t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
     whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
-    biases = AttentionBias(passes.parts, mask, 0, WIDEST), AttentionBias(passes.parts, whole, WIDEST, t)
-    turns = passes.turns(mask, WIDEST), passes.turns(whole, t)
+    biases = AttentionBias(passes.layout, mask, 0, WIDEST), AttentionBias(passes.layout, whole, WIDEST, t)
+    rotations = passes.rotations(mask, WIDEST), passes.rotations(whole, t)
     kept: list[Tensor] = []
 
     def read(number: int, layer: Layer, heads: Heads) -> Tensor:
@@ -63,19 +65,19 @@ def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor
         own, far = biases[1].apart(layer.window)
         return attention(*heads, t, own, SharedPrompts(kept[0], kept[1], continued, RUNS), far)
 
-    for number in range(len(passes.parts.layers)):
-        passes.layer(number, prompts[number].flatten(0, 1), turns[:1], None, read)
-        got = passes.layer(number, rows[number].flatten(0, 1), turns[1:], None, follow)
+    for number in range(len(passes.layout.layers)):
+        passes.layer(number, prompts[number].flatten(0, 1), rotations[:1], None, read)
+        got = passes.layer(number, rows[number].flatten(0, 1), rotations[1:], None, follow)
         before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
-        one_by_one = _written(passes, number, SharedPrompts(kept[0], kept[1], continued, RUNS), whole, rows[number])
-        for made in (got - before, one_by_one - before.float()):
+        decoded = _decoded(passes, number, SharedPrompts(kept[0], kept[1], continued, RUNS), whole, rows[number])
+        for made in (got - before, decoded - before.float()):
             if not _near(made, after - before, after):
                 return False
     return True
 
 
-def _written(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tensor, rows: Tensor) -> Tensor:
-    """Return what one layer makes of rows `[n, t, h]` that are written token by token, `[n * t, h]`."""
+def _decoded(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tensor, rows: Tensor) -> Tensor:
+    """Return the output of one layer `[n * t, h]` for rows `[n, t, h]` that are decoded token by token."""
     columns, past, made = DecodeStep(passes, None), prompts.keys.shape[2], list[Tensor]()
     keys, values = [], []
 
@@ -84,12 +86,12 @@ def _written(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tenso
         values.append(v.mT)
         own = KeyValues(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
         seen = mask[:, : past + len(keys)]
-        bias = AttentionBias(passes.parts, seen, past, 1).whole(layer.window)
-        return decode_attention(q, own, of_prompts(prompts), q.new_zeros(1) if bias is None else bias)
+        bias = AttentionBias(passes.layout, seen, past, 1).whole(layer.window)
+        return decode_attention(q, own, prompt_key_values(prompts), q.new_zeros(1) if bias is None else bias)
 
     for at, tokens in enumerate(rows.unbind(1)):
         hidden = tokens.float().T.contiguous()
-        columns.layer(number, hidden, columns.turns(mask[:, :past].sum(1) + at), attend)
+        columns.layer(number, hidden, columns.rotations(mask[:, :past].sum(1) + at), attend)
         made.append(hidden.T)
     return torch.stack(made, 1).flatten(0, 1)
 
@@ -101,7 +103,7 @@ def _near(got: Tensor, expected: Tensor, rounded_with: Tensor) -> bool:
 
 
 def _recorded(decoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each layer reads of tokens `[t]`, and what the last one made, `[l + 1, t, h]`; and what comes out."""
+    """Return the input of each layer and the output of the last `[l + 1, t, h]`, and the final hidden states."""
     read: list[Tensor] = []
     made: list[Tensor] = []
 

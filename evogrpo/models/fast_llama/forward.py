@@ -1,4 +1,4 @@
-"""The direct pass: what `CausalModel` has a model of transformers compute, computed here from the same weights."""
+"""fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,56 +17,53 @@ from evogrpo.models.language.kv_cache import Prefix
 from evogrpo.models.language.token_model import AdapterHook
 
 Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]` and values alike."""
+"""Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
 Attend = Callable[..., Tensor]
-"""(number, layer, heads of some rows, and heads of those that come after them, if any) -> `[tokens, kv * rep * d]`."""
+"""(layer number, layer, heads of rows, heads of further rows if any) -> `[tokens, kv * rep * d]`."""
 Rotations = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
-"""Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well.
-
-By the kind of layers.
-"""
+"""By kind of layer: cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
 
 
 class FastLlama:
-    """Passes through a decoder's weights where they are.
+    """Forward passes with the weights of a decoder; see `evogrpo.models.language.causal_model.CausalModel`.
 
     Args:
-        parts: The decoder, taken apart.
-        changed: Dotted names of the modules whose output hooks change.
-        gathering: What puts layers together, where several processes hold them.
+        layout: Layout of the decoder.
+        changed: Dotted names of the modules whose output the adapter hook changes.
+        gathering: Sharded layers of an FSDP base, if any.
     """
 
-    def __init__(self, parts: WeightLayout, changed: Collection[str], gathering: ShardedLayers | None = None) -> None:
-        self.parts, self.changed, self._gathering = parts, frozenset(changed), gathering
+    def __init__(self, layout: WeightLayout, changed: Collection[str], gathering: ShardedLayers | None = None) -> None:
+        self.layout, self.changed, self._gathering = layout, frozenset(changed), gathering
 
     def gather(self, layer: nn.Module) -> None:
-        """Put a layer together, where several processes hold it, before its weights are read."""
+        """Gather a sharded layer before its weights are used."""
         if self._gathering is not None:
             self._gathering.gather(layer)
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: AdapterHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
-        hidden = self.embedded(ids).flatten(0, 1)
-        turns, attend = self.turns(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
-        for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, [turns], hook, lambda *heads: attend(*heads)[0])
-        return self.ended(hidden).view(*ids.shape, -1)
+        hidden = self.embed(ids).flatten(0, 1)
+        rotations, attend = self.rotations(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
+        for number in range(len(self.layout.layers)):
+            hidden = self.layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
+        return self.final_norm(hidden).view(*ids.shape, -1)
 
     def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
         """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `TokenModel.extend`."""
         mask = torch.cat([prefix.mask[rows], present], dim=1)
-        hidden, turns = self.embedded(ids).flatten(0, 1), self.turns(mask, ids.shape[1])
+        hidden, rotations = self.embed(ids).flatten(0, 1), self.rotations(mask, ids.shape[1])
         follow = self._following(prefix.mask, rows, mask)
 
         def attend(number: int, layer: Layer, heads: Heads) -> Tensor:
             keys, values = (x.transpose(0, 1) for x in prefix.layers[number])
             return follow(layer, heads, keys, values)
 
-        for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, [turns], hook, attend)
-        return self.ended(hidden).view(*ids.shape, -1)
+        for number in range(len(self.layout.layers)):
+            hidden = self.layer(number, hidden, [rotations], hook, attend)
+        return self.final_norm(hidden).view(*ids.shape, -1)
 
-    def both(
+    def run_with_prompts(
         self,
         prompts: tuple[Tensor, Tensor, Cache],
         rows: Tensor,
@@ -74,41 +71,44 @@ class FastLlama:
         present: Tensor,
         hook: AdapterHook | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run prompts and what continues them at once: one product where there were two.
+        """Run prompts and completions in one pass, which halves the number of matrix products.
 
         Args:
-            prompts: Their tokens `[m, t]`, and mask and cache as for `run`.
-            rows: `[n]` which prompt each row continues.
-            ids: `[n, t]` its tokens.
-            present: `[n, t]` booleans: real tokens.
-            hook: The weights that tokens act with: those of all prompts, then those of all rows.
+            prompts: Tokens `[m, t]` of the prompts; mask and cache as for `run`.
+            rows: `[n]` prompt of each row.
+            ids: `[n, t]` tokens after the prompt.
+            present: `[n, t]` booleans: True for real tokens.
+            hook: Adapter hook of all prompt tokens, then of all row tokens.
 
         Returns:
-            Hidden states of prompts' last tokens `[m, h]`, and of rows' tokens `[n, t, h]`.
+            Hidden states of the prompts' last tokens `[m, h]`, and of the rows' tokens `[n, t, h]`.
         """
+        # 1. Embed prompts and rows; pad the number of tokens to one for which products are fast.
         read, mask, cache = prompts
         whole = torch.cat([mask[rows], present], dim=1)
-        parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
+        parts = [self.embed(part).flatten(0, 1) for part in (read, ids)]
         rest = padding_rows(read.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
-        turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
+        rotations = [self.rotations(mask, read.shape[1]), self.rotations(whole, ids.shape[1])]
+        # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values.
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
 
         def attend(number: int, layer: Layer, first: Heads, later: Heads) -> Tensor:
             made, keys, values = within(number, layer, first)
             return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
 
-        for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, turns, hook, attend)
+        for number in range(len(self.layout.layers)):
+            hidden = self.layer(number, hidden, rotations, hook, attend)
+        # 3. Split the hidden states again.
         of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
         last = of_prompts.view(*read.shape, -1)[:, -1]
-        return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
+        return self.final_norm(last), self.final_norm(of_rows).view(*ids.shape, -1)
 
     def _within(
         self, mask: Tensor, t: int, cache: Cache | None
     ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
-        """Return what attends to rows' own tokens and those cached, and returns these keys and values as well."""
-        biases = AttentionBias(self.parts, mask, mask.shape[1] - t, t)
+        """Return the attention over rows' own and cached tokens; it also returns these keys and values."""
+        biases = AttentionBias(self.layout, mask, mask.shape[1] - t, t)
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = heads
@@ -121,15 +121,15 @@ class FastLlama:
     def _following(
         self, prompts: Tensor, rows: Tensor, mask: Tensor
     ) -> Callable[[Layer, Heads, Tensor, Tensor], Tensor]:
-        """Return what attends to rows' own tokens, and to keys and values `[kv, m, P, d]` of prompts.
+        """Return the attention over rows' own tokens and keys and values `[kv, m, P, d]` of prompts.
 
         Args:
-            prompts: `[m, P]` booleans: real tokens.
-            rows: `[n]` which prompt each row continues.
-            mask: `[n, P + t]` booleans: real tokens.
+            prompts: `[m, P]` booleans: True for real tokens.
+            rows: `[n]` prompt of each row.
+            mask: `[n, P + t]` booleans: True for real tokens.
         """
         past = prompts.shape[1]
-        biases = AttentionBias(self.parts, mask, past, mask.shape[1] - past)
+        biases = AttentionBias(self.layout, mask, past, mask.shape[1] - past)
         order, runs = prompt_runs(rows, len(prompts))
         numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
 
@@ -140,44 +140,45 @@ class FastLlama:
 
         return attend
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Return what the first layer reads, `[n, t, h]`."""
-        found = embedding(ids, self.parts.decoder.embed_tokens.weight)
-        scale = self.parts.embedding_scale
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return embeddings `[n, t, h]`."""
+        found = embedding(ids, self.layout.decoder.embed_tokens.weight)
+        scale = self.layout.embedding_scale
         return found if scale is None else found * scale.to(found.dtype)
 
-    def turns(self, mask: Tensor, t: int) -> Rotations:
-        """Return what turns keys and queries of the last t tokens by their positions, counted from the first True."""
-        return self.turns_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
+    def rotations(self, mask: Tensor, t: int) -> Rotations:
+        """Return the rotary embeddings of the last t tokens; positions are counted from the first True."""
+        return self.rotations_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
-    def turns_at(self, positions: Tensor) -> Rotations:
-        """Return what turns keys and queries of tokens at positions `[n, t]`."""
-        half, scaling, found = self.parts.width // 2, self.parts.scaling, Rotations()
-        for kind in {layer.kind for layer in self.parts.layers}:
+    def rotations_at(self, positions: Tensor) -> Rotations:
+        """Return the rotary embeddings at positions `[n, t]`."""
+        half, scaling, found = self.layout.width // 2, self.layout.scaling, Rotations()
+        for kind in {layer.kind for layer in self.layout.layers}:
             given = () if kind is None else (kind,)
-            cos, sin = self.parts.decoder.rotary_emb(self.parts.decoder.norm.weight, positions, *given)
+            cos, sin = self.layout.decoder.rotary_emb(self.layout.decoder.norm.weight, positions, *given)
             cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
             found[kind] = (cos, sin), (cos * scaling, sin * scaling)
         return found
 
     def layer(
-        self, number: int, hidden: Tensor, turns: Sequence[Rotations], hook: AdapterHook | None, attend: Attend
+        self, number: int, hidden: Tensor, rotations: Sequence[Rotations], hook: AdapterHook | None, attend: Attend
     ) -> Tensor:
-        """Return what one layer makes of `[tokens, h]`.
+        """Return the hidden states `[tokens, h]` after one layer.
 
         Args:
-            number: Which layer.
-            hidden: What it reads: of rows of equally many tokens, then of others, as often as there are turns; then,
-                where there is more than one, of rows that are there for the sake of products alone.
-            turns: Of each.
-            hook: The weights that tokens act with.
-            attend: What attends.
+            number: Number of the layer.
+            hidden: Hidden states of one group of rows per element of `rotations`; with several groups, padding tokens
+                follow.
+            rotations: Rotary embeddings of each group.
+            hook: Adapter hook.
+            attend: Attention over the heads of all groups.
         """
-        layer, (kv, rep) = self.parts.layers[number], self.parts.heads
-        own_turns = [each[layer.kind] for each in turns]
-        shapes = [of_keys[0].shape[:2] for of_keys, _ in own_turns]
+        layer, (kv, rep) = self.layout.layers[number], self.layout.heads
+        own_rotations = [each[layer.kind] for each in rotations]
+        shapes = [of_keys[0].shape[:2] for of_keys, _ in own_rotations]
         rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
+        # 1. Queries, keys and values.
         made = projected(_normed(hidden, layer.before_attention), layer.projections, hook, rows, self.changed)
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
@@ -186,26 +187,28 @@ class FastLlama:
             (
                 rotated(q, *of_queries, (kv, rep)),
                 rotated(k, *of_keys, (kv, 1)),
-                v.view(*shape, kv, self.parts.width).permute(2, 0, 1, 3).contiguous(),
+                v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_turns, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_rotations, shapes, strict=True)
         ]
+        # 2. Attention.
         added = projected(attend(number, layer, *heads), [layer.output], hook, rows, self.changed)[0]
         hidden = hidden + _normed(added, layer.after_attention)
+        # 3. MLP.
         gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook, rows, self.changed)
-        added = projected(gated(gate, up, self.parts.activation), [layer.down], hook, rows, self.changed)[0]
+        added = projected(gated(gate, up, self.layout.activation), [layer.down], hook, rows, self.changed)[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.gather_in_backward(layer.module, after)
         return after
 
-    def ended(self, hidden: Tensor) -> Tensor:
-        """Return final hidden states `[m, h]`, given what the last layer made."""
-        return _normed(hidden, self.parts.last)
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Return final hidden states `[m, h]`, given those after the last layer."""
+        return _normed(hidden, self.layout.final_norm)
 
 
 def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any]:
-    """Cut what was made of all tokens, each kind into parts of these shapes."""
+    """Split queries, keys and values into groups of rows with these shapes."""
     if len(shapes) == 1:
         return [made]
     sizes = [shape.numel() for shape in shapes]
@@ -213,7 +216,7 @@ def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any
 
 
 def _zeros(rows: int, like: Tensor) -> list[Tensor]:
-    """Return so many rows of zeros, if any."""
+    """Return a list with rows of zeros; empty if `rows` is 0."""
     return [like.new_zeros((rows, like.shape[1]))] if rows else []
 
 
@@ -222,25 +225,25 @@ def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
 
 
 class AttentionBias:
-    """What is added to scores, so that tokens attend to real ones before them, and in some layers to the nearest only.
+    """Bias on attention scores for padding, causality and sliding windows.
 
     Args:
-        parts: The decoder.
-        mask: `[n, P + s]` booleans: real tokens.
+        layout: Layout of the decoder.
+        mask: `[n, P + s]` booleans: True for real tokens.
         past: P.
-        t: How many tokens, the last ones, attend.
+        t: Number of query tokens, the last ones.
     """
 
-    def __init__(self, parts: WeightLayout, mask: Tensor, past: int, t: int) -> None:
-        dtype = parts.decoder.norm.weight.dtype
-        lowest = torch.finfo(dtype).min / 2  # not -inf: what is left of a token that sees nothing must be a number
+    def __init__(self, layout: WeightLayout, mask: Tensor, past: int, t: int) -> None:
+        dtype = layout.decoder.norm.weight.dtype
+        lowest = torch.finfo(dtype).min / 2  # not -inf: tokens without visible keys must not become NaN
         place = torch.arange(mask.shape[1], device=mask.device)
         distance = place[-t:, None] - place
         real = bool(mask.all())
         self._of = dict[int | None, tuple[Tensor | None, Tensor | None, Tensor | None]]()
-        for window in {layer.window for layer in parts.layers}:
+        for window in {layer.window for layer in layout.layers}:
             near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            seen = near[None] if real else near & mask[:, None]  # one for all rows where all tokens are real
+            seen = near[None] if real else near & mask[:, None]  # one bias for all rows if there is no padding
             bias = torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, lowest)
             apart = (None if bool(part.all()) else part for part in (seen, seen[..., past:], seen[..., :past]))
             cuts = (bias, bias[..., past:], bias[..., :past])
@@ -248,9 +251,9 @@ class AttentionBias:
             self._of[window] = whole, own, of_prompts
 
     def whole(self, window: int | None) -> Tensor | None:
-        """Return `[n or 1, t, P + s]`; None = nothing is added."""
+        """Return the bias `[n or 1, t, P + s]`; None = 0."""
         return self._of[window][0]
 
     def apart(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return `[n or 1, t, s]` of rows' own tokens, and `[n or 1, t, P]` of prompts; None = nothing is added."""
+        """Return the biases of rows' own keys `[n or 1, t, s]` and prompts' keys `[n or 1, t, P]`; None = 0."""
         return self._of[window][1:]

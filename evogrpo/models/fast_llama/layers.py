@@ -1,4 +1,4 @@
-"""Layers of Llama-like models: linear layers with adapters, norms and gates, with their gradients."""
+"""Layers of Llama-like models with their gradients: norms, gates, rotary embeddings, linear layers with adapters."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -15,9 +15,9 @@ from evogrpo.models.language.token_model import AdapterHook
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows `[m, h]` by their root mean square, found in float32, and multiply by `weight` `[h]`, which is fixed.
+    """Divide rows `[m, h]` by their root mean square, computed in float32, and multiply by the frozen `weight` `[h]`.
 
-    Where `weight` is more precise than rows are, nothing is rounded in between.
+    If `weight` has a higher precision than the rows, the result is rounded once.
 
     Source: RMSNorm (arXiv:1910.07467).
     """
@@ -26,7 +26,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Cut rows that are computed in float32 and held in less into parts of which the copies stay small, on a CPU."""
+    """Split half-precision rows into tiles, so that their float32 copies fit into the CPU cache."""
     if every[0].dtype == torch.float32:
         return [every]
     return (tuple(each[rows] for each in every) for rows in row_tiles(every[0]))
@@ -59,12 +59,12 @@ class _Norm(torch.autograd.Function):
 
 
 class Activation(NamedTuple):
-    """What gates go through.
+    """Activation of gates.
 
     Attributes:
-        of: Returns it.
+        of: The function.
         into: The same in place.
-        slope: (gradient, gates) -> gradient of gates.
+        slope: (gradient of the output, input) -> gradient of the input.
     """
 
     of: Callable[[Tensor], Tensor]
@@ -80,16 +80,11 @@ ACTIVATIONS = {
         partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     ),
 }
-"""By the names that transformers gives them."""
+"""Activations, by their names in configs of transformers."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up, of `[m, w]`.
-
-    Args:
-        gate: What goes through the activation.
-        up: What is multiplied.
-        activation: Which.
+    """Return activation(gate) * up, given `[m, w]` gate and up projections.
 
     Source: SwiGLU and GEGLU (arXiv:2002.05202).
     """
@@ -103,7 +98,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         out = gate.new_empty(gate.shape)
-        for rows in row_tiles(out):  # few enough for a processor's cache
+        for rows in row_tiles(out):  # tiles fit into the CPU cache
             torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
         return out
 
@@ -119,30 +114,30 @@ class _Gated(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Turn each head by its token's position, and lay heads out one after another.
+    """Apply rotary position embeddings and transpose to heads first.
 
     Args:
-        x: `[n * t, kv * rep * d]`, heads side by side.
-        cos: `[n, t, d / 2]`, any factor on the result multiplied in.
-        sin: The same.
-        heads: (kv, rep): heads of keys and values, and of queries for each of them.
+        x: `[n * t, kv * rep * d]` all heads of each token.
+        cos: `[n, t, d / 2]`, with any factor on the result.
+        sin: `[n, t, d / 2]`, with any factor on the result.
+        heads: (kv, rep): key-value heads, and query heads per key-value head.
 
     Returns:
         `[kv, n, rep * t, d]`.
 
-    Source: RoFormer (arXiv:2104.09864); halves are paired as Llama does.
+    Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
     """
     out: Tensor = _Rotate.apply(x, cos, sin, heads)
     return out
 
 
 def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
-    """AdapterHook `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
+    """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
     return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
-    """Write the two halves of `[kv, n, rep, t, d]`, turned, into `out`."""
+    """Write rotated `[kv, n, rep, t, d]` into `out`."""
     (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     torch.mul(left, cos, out=new_left)
@@ -172,7 +167,7 @@ class _Rotate(torch.autograd.Function):
 
 
 NamedLinear = tuple[str, nn.Linear]
-"""A layer, and its dotted name in the model."""
+"""Dotted name and linear layer."""
 
 
 def projected(
@@ -182,18 +177,20 @@ def projected(
     rows: int,
     changed: Collection[str],
 ) -> Sequence[Tensor]:
-    """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `hook`.
+    """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`.
 
     Args:
-        x: Tokens of all rows, one row after the other.
-        layers: Those that read it.
-        hook: The weights that rows act with.
-        rows: How many rows they belong to.
-        changed: Names of the layers that hooks change.
+        x: Tokens of all rows, row by row.
+        layers: Linear layers.
+        hook: Adapter hook.
+        rows: Number of rows.
+        changed: Names of the layers that the hook changes.
     """
+    # 1. No adapters.
     if hook is None:
         return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)
+    # 2. LoRA without, then with gradients: adapters of all layers in joint products.
     if isinstance(hook, LoraHook) and not torch.is_grad_enabled():
         outputs = [frozen_linear(x, layer.weight, layer.bias) for _, layer in layers]
         joined = hook.joined(names, len(x), x.dtype)
@@ -204,13 +201,14 @@ def projected(
         pieces = hook.pieces(names, len(x))
         leaves = [] if pieces is None else pieces.leaves
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
+    # 3. Any other hook, layer by layer.
     whole = x.unflatten(0, (rows, -1))
     own = ((name, frozen_linear(whole, layer.weight, layer.bias)) for name, layer in layers)
     return [(hook(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
 def columns_of(joined: StackedAdapters) -> list[slice | None]:
-    """Return where each module's part of x A^T is, None where nothing acts."""
+    """Return the columns of each module in x A^T; None without adapter."""
     at, found = 0, list[slice | None]()
     for b in joined.b:
         found.append(None if b is None else slice(at, at + b.shape[2]))
@@ -219,7 +217,7 @@ def columns_of(joined: StackedAdapters) -> list[slice | None]:
 
 
 def _add(x: Tensor, outputs: Sequence[Tensor], joined: StackedAdapters) -> Tensor:
-    """Add scale * (x A^T) B^T to what layers made of `x`, and return all x A^T `[m, modules * r]`."""
+    """Add scale * (x A^T) B^T to the outputs of layers in place, and return x A^T `[m, modules * r]`."""
     low = x.new_empty((len(x), joined.a.shape[1]))
     acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
     for rows, own, count in joined.runs:
@@ -232,10 +230,10 @@ def _add(x: Tensor, outputs: Sequence[Tensor], joined: StackedAdapters) -> Tenso
 
 
 class _Linears(torch.autograd.Function):
-    """x W^T + b + scale * (x A^T) B^T for several layers at once: their gradients add up in one buffer.
+    """x W^T + b + scale * (x A^T) B^T for several layers at once; gradients of x are summed in one buffer.
 
-    Products with adapters are in the precision of `x`; their gradients are cast to that of the adapters. Segments of
-    equally many tokens share their products, and so do layers where one matrix follows from another's rows.
+    Adapter products are in the dtype of `x`; their gradients are cast to that of the adapters. Segments of equal
+    length, and the A matrices of all layers, share batched products.
     """
 
     @staticmethod
@@ -278,15 +276,15 @@ def _backward(
     into: Tensor | None,
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
-    """Return the gradients of all leaves, in their order, and add that of `x` to `into`.
+    """Return the gradients of all leaves, in order, and add the gradient of `x` to `into`.
 
     Args:
-        x: `[m, in]`.
+        x: `[m, in]` input.
         low: `[m, modules * r]` x A^T.
-        slopes: `[m, out]` gradients of what each layer put out.
-        joined: The adapters.
-        into: `[m, in]`, or None where no gradient is wanted.
-        dtype: Of the leaves.
+        slopes: `[m, out]` gradient of each layer's output.
+        joined: Stacked adapters.
+        into: `[m, in]`, or None if `x` needs no gradient.
+        dtype: Dtype of the leaves.
     """
     runs = joined.runs
     back = torch.zeros_like(low)  # the gradient of x A^T
@@ -313,7 +311,7 @@ def _backward(
 def _through_b(
     low: Tensor, slope: Tensor, b: Tensor, scale: float, back: Tensor, runs: Sequence[Run], dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient `[s, out, r]` of one layer's B, and write that of x A^T `[m, r]` into `back`."""
+    """Return the gradient of one layer's B `[s, out, r]`, and write that of x A^T `[m, r]` into `back`."""
     of_b = b.new_zeros((len(b), b.shape[2], b.shape[1]), dtype=dtype)
     for rows, own, count in runs:
         steep = slope[rows].view(count, -1, slope.shape[1])

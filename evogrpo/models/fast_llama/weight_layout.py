@@ -26,20 +26,20 @@ from evogrpo.models.language.fsdp import hooks_of, own_hooks, unsharded_class
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What differs between architectures; Llama's are the defaults.
+    """Differences between architectures; the defaults are Llama's.
 
     Attributes:
-        before_attention: Name of the norm of what attention reads; None = there is none, and so for the others.
-        after_attention: Of what it adds.
-        before_mlp: Of what the gates read.
-        after_mlp: Of what the last product adds.
-        epsilon: What norms call it.
-        offset: Added to norms' weights.
-        rounded_once: Whether norms multiply by their weights before they round, and not after.
-        activation: What the config calls that of gates.
-        scaled_embeddings: Whether embeddings are multiplied by a number of theirs.
-        windows: Which layers see the nearest tokens only: those that the config names perhaps.
-        own_turns: Whether layers that do so turn queries and keys in their own way.
+        before_attention: Name of the norm of the attention's input; None = no such norm.
+        after_attention: Name of the norm of the attention's output.
+        before_mlp: Name of the norm of the MLP's input.
+        after_mlp: Name of the norm of the MLP's output.
+        epsilon: Attribute of norms with their epsilon.
+        offset: Added to the weights of norms.
+        rounded_once: Norms round after, not before, the product with their weights.
+        activation: Config key of the MLP's activation.
+        scaled_embeddings: Embeddings are multiplied by a constant.
+        windows: Layers with sliding windows: none, those named in `layer_types`, or all.
+        rotary_by_kind: Each kind of layer has its own rotary embeddings.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -52,7 +52,7 @@ class Architecture:
     activation: str = "hidden_act"
     scaled_embeddings: bool = False
     windows: Literal["none", "named", "all"] = "none"
-    own_turns: bool = False
+    rotary_by_kind: bool = False
 
 
 _OLMO2 = Architecture(
@@ -64,12 +64,12 @@ _OLMO2 = Architecture(
 )
 _GEMMA = Architecture(epsilon="eps", offset=1.0, rounded_once=True, scaled_embeddings=True)
 ARCHITECTURES: dict[type, Architecture] = {
-    LlamaModel: Architecture(),  # whatever its config holds of windows
+    LlamaModel: Architecture(),  # ignores windows in its config
     MistralModel: Architecture(windows="all"),
     Qwen2Model: Architecture(windows="named"),
     Qwen3Model: Architecture(windows="named"),
     Olmo2Model: _OLMO2,
-    Olmo3Model: replace(_OLMO2, windows="named", own_turns=True),
+    Olmo3Model: replace(_OLMO2, windows="named", rotary_by_kind=True),
     GemmaModel: _GEMMA,
     Gemma3TextModel: replace(
         _GEMMA,
@@ -78,10 +78,10 @@ ARCHITECTURES: dict[type, Architecture] = {
         after_mlp="post_feedforward_layernorm",
         activation="hidden_activation",
         windows="named",
-        own_turns=True,
+        rotary_by_kind=True,
     ),
 }
-"""Whose decoders the direct pass computes."""
+"""Supported decoders of transformers."""
 
 
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -90,19 +90,19 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def fast_paths_disabled() -> bool:
-    """Tell whether the environment asks for transformers' own passes everywhere, of every row: EVOGRPO_SLOW=1."""
+    """Return True if EVOGRPO_SLOW=1: all rows run through the model's own `forward`."""
     return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A division by the root mean square.
+    """RMSNorm.
 
     Attributes:
-        module: Where its weight is.
+        module: Module with the weight.
         eps: Added to the mean square.
         offset: Added to the weight.
-        rounded_once: Whether what is multiplied by the weight is rounded after that only.
+        rounded_once: Round after, not before, the product with the weight.
     """
 
     module: Any
@@ -112,40 +112,40 @@ class Norm:
 
     @property
     def weight(self) -> Tensor:
-        """What is multiplied by, `[h]`; in float32 where nothing is rounded before."""
+        """Weight plus offset `[h]`; float32 if rounded once."""
         own: Tensor = self.module.weight
         wide = own.float() if self.rounded_once else own
         return wide + self.offset if self.offset else wide
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what comes out."""
+        """Dtype of the output."""
         found: torch.dtype = self.module.weight.dtype
         return found
 
     @property
     def width(self) -> int:
-        """How many numbers are divided together."""
+        """Number of normalised features."""
         return len(self.module.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's modules.
+    """Modules of one layer.
 
     Attributes:
-        module: The whole layer.
-        before_attention: The norm of what it reads, where there is one, as for the next three.
-        projections: Queries, keys, values.
-        head_norms: Of queries and of keys, head by head or of all heads together.
-        output: Of the attention.
-        after_attention: The norm of that.
-        before_mlp: The norm of what gates read.
-        gates: Gate and up.
-        down: The last product.
-        after_mlp: The norm of that.
-        window: How many tokens are attention to; None = all.
-        kind: By which its rotary embeddings are found; None = as all layers'.
+        module: The layer.
+        before_attention: Norm of the attention's input, if any.
+        projections: Query, key and value projections.
+        head_norms: Norms of queries and keys, per head or over all heads.
+        output: Output projection of the attention.
+        after_attention: Norm of the attention's output, if any.
+        before_mlp: Norm of the MLP's input, if any.
+        gates: Gate and up projections.
+        down: Down projection.
+        after_mlp: Norm of the MLP's output, if any.
+        window: Size of the sliding window in tokens; None = full attention.
+        kind: Kind of its rotary embeddings; None = one kind for all layers.
     """
 
     module: nn.Module
@@ -164,22 +164,22 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """A decoder, taken apart.
+    """Modules and dimensions of a decoder.
 
     Attributes:
-        decoder: It.
+        decoder: The decoder.
         layers: Its layers.
-        last: The norm after them.
-        embedding_scale: Multiplies embeddings, in their precision; None = nothing does.
-        activation: Of gates.
-        heads: (kv, rep): heads of keys and values, and of queries for each of them.
-        width: Of a head.
-        scaling: On products of queries and keys.
+        final_norm: Norm after the layers.
+        embedding_scale: Factor on embeddings, in their dtype; None = 1.
+        activation: Activation of the MLP.
+        heads: (kv, rep): key-value heads, and query heads per key-value head.
+        width: Width of a head.
+        scaling: Factor on products of queries and keys.
     """
 
     decoder: Any
     layers: tuple[Layer, ...]
-    last: Norm
+    final_norm: Norm
     embedding_scale: Tensor | None
     activation: Activation
     heads: tuple[int, int]
@@ -188,11 +188,11 @@ class WeightLayout:
 
 
 def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayout | None:
-    """Take a decoder apart, or return None where it is not known in every respect.
+    """Return the layout of a decoder, or None if fast_llama does not support it.
 
-    Known are the classes of `ARCHITECTURES`, unmodified: plain linear layers on one device and in one of `PRECISIONS`,
-    gates of `ACTIVATIONS`, tokens that see none after them, and rotary embeddings of `ROPES`, whose
-    frequencies are the same at every length.
+    Supported are the classes in `ARCHITECTURES` with plain linear layers on one device in one of `PRECISIONS`, an
+    activation in `ACTIVATIONS`, causal attention, and rotary embeddings in `ROPES`, whose frequencies do not depend on
+    the sequence length.
     """
     style = ARCHITECTURES.get(type(decoder))
     if style is None:
@@ -208,7 +208,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
         or len(kinds) != 1
         or dtype not in PRECISIONS
         or device.type not in DEVICES
-        or types != [nn.Parameter, Tensor]  # others, such as quantised ones, compute in their own way
+        or types != [nn.Parameter, Tensor]  # quantised weights have their own products
         or any(not _plain(module, decoder) for module in decoder.modules())
     ):
         return None
@@ -222,7 +222,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
             _layer(layer, names, style, _window(config, style, number), _kind(config, style, number))
             for number, layer in enumerate(layers)
         ),
-        last=_norm(whole.norm, style),
+        final_norm=_norm(whole.norm, style),
         embedding_scale=whole.embed_tokens.embed_scale if style.scaled_embeddings else None,
         activation=ACTIVATIONS[activation],
         heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
@@ -232,12 +232,12 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
 
 
 def _types(weights: nn.Parameter) -> tuple[type, type]:
-    """Return what weights are, and what they hold; parts of some are whole when they are used."""
+    """Return the types of a parameter and its data; sharded weights count as plain, because layers are gathered."""
     return (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
 
 
 def is_unmodified(decoder: nn.Module) -> bool:
-    """Tell whether nobody has hooked into a decoder, replaced a method of it or compiled it: that would be missed."""
+    """Return True if a decoder has no user hooks, replaced `forward` or compiled call, which fast_llama would skip."""
     return not any(
         hooks_of(module) - own_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
         for module in decoder.modules()
@@ -245,7 +245,7 @@ def is_unmodified(decoder: nn.Module) -> bool:
 
 
 def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
-    """Return the matrix `[v, h]` whose product with hidden states is all that a vocabulary head does, if it is so."""
+    """Return the weight `[v, h]` of a vocabulary head that is a plain linear layer without bias; otherwise None."""
     if type(head) is not nn.Linear or head.bias is not None or not is_unmodified(head):
         return None
     weight = head.weight
@@ -254,7 +254,7 @@ def head_matrix(head: object, hidden: Tensor) -> Tensor | None:
 
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
-    """Tell whether a module is torch's own linear layer, or of the decoder's own file."""
+    """Return True if a module is a plain linear layer or defined in the decoder's own file."""
     own = type(decoder).__module__
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == own
@@ -271,13 +271,13 @@ def _window(config: Any, style: Architecture, number: int) -> int | None:
 
 
 def _kind(config: Any, style: Architecture, number: int) -> str | None:
-    return config.layer_types[number] if style.own_turns else None
+    return config.layer_types[number] if style.rotary_by_kind else None
 
 
 def _ropes(config: Any, style: Architecture) -> list[Mapping[str, Any]]:
-    """Return what the config says of rotary embeddings, of each kind of layers."""
+    """Return the config of rotary embeddings of each kind of layer."""
     ropes = config.rope_parameters
-    return [ropes[kind] for kind in set(config.layer_types)] if style.own_turns else [ropes]
+    return [ropes[kind] for kind in set(config.layer_types)] if style.rotary_by_kind else [ropes]
 
 
 def _known_rope(rope: Mapping[str, Any]) -> bool:

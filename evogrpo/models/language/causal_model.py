@@ -256,7 +256,7 @@ class CausalModel:
         if isinstance(hooks[0], LoraHook) and isinstance(hooks[1], LoraHook):
             hook = hooks[0].followed(read.shape[1], hooks[1], ids.shape[1])
         prepared = read, mask, Cache(layers=list(layers))
-        last, hidden = self._fast.both(prepared, rows, ids, present, hook)
+        last, hidden = self._fast.run_with_prompts(prepared, rows, ids, present, hook)
         return torch.cat([last[rows][:, None], hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
