@@ -26,6 +26,7 @@ def short_hash(*parts: str | bytes) -> str:
     """Return the first 12 hex digits of a SHA-256 hash."""
     digest = hashlib.sha256()
     for part in parts:
+        # Lengths separate the parts, so that ("ab", "c") and ("a", "bc") differ.
         content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         digest.update(len(content).to_bytes(8, "big") + content)
     return digest.hexdigest()[:12]
@@ -100,6 +101,7 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, BuiltinFunctionType):
         yield f"{value.__module__}.{value.__qualname__}"
     else:
+        # An object: its class and its plain or callable attributes.
         yield from _describe(type(value), seen)
         for name, attribute in sorted(getattr(value, "__dict__", {}).items()):
             if isinstance(attribute, _PLAIN) or callable(attribute):
@@ -143,6 +145,7 @@ def _describe_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
 
 def _references(code: CodeType, scope: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
     """Describe the user code and constants that a function refers to by global names."""
+    # Follow global names to functions, classes and modules, and through assignments to further names.
     module = sys.modules.get(str(scope.get("__name__")))
     statements = {} if module is None else _statements(module)
     queue, visited = sorted(_names(code)), set()

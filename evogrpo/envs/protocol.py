@@ -189,5 +189,6 @@ def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tupl
             f"count must be in [1, block], got count {count} and block {block}. "
             "Set block to the largest count of all members."
         )
+    # Positions in the endless order; `size` of them are one pass.
     positions = range(step * block, step * block + count)
     return tuple(int(_shuffled(seed, size, position // size)[position % size]) for position in positions)

@@ -337,6 +337,7 @@ class PromptEnvironment:
         """Yield each row's prompt and chat template options; append the row's hashes."""
         columns, question_column = set(table[0]), self._columns[0]
         for number in range(len(table)):
+            # 1. Checks of the row.
             row = table[number]
             if set(row) != columns:
                 raise ValueError(
@@ -353,22 +354,20 @@ class PromptEnvironment:
                 if name == "answer" and row[name] != "" and _missing(row[name]):
                     raise ValueError(f"Row {number} of {where} must have an answer, got {row[name]!r}. Remove the row.")
             hashes.append(RowHashes.of(question, row))
-            yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
-
-    def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
-        if self._columns == ("prompt",):
-            prompt = row["prompt"]
-            return prompt if isinstance(prompt, str) else check_messages(prompt, where)
-        if self._template is None:
-            return str(row["question"])
-        return fill_template(self._template, row["question"], row["answer"])
-
-    def _template_options(self, row: Mapping[str, Any], number: int, where: str) -> Options:
-        if row.get(TEMPLATE_OPTIONS) is None:
-            return self._options
-        own = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
-        # Arrow tables give every row the keys of all rows, with None for missing ones.
-        return {**self._options, **{name: value for name, value in own.items() if value is not None}}
+            # 2. The prompt.
+            prompt: Prompt = str(question)
+            if self._columns == ("prompt",):
+                if not isinstance(question, str):
+                    prompt = check_messages(question, f"prompt {number} of {where}")
+            elif self._template is not None:
+                prompt = fill_template(self._template, question, row["answer"])
+            # 3. Its template options.
+            options = self._options
+            if row.get(TEMPLATE_OPTIONS) is not None:
+                own = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+                # Arrow tables give every row the keys of all rows, with None for missing ones.
+                options = {**options, **{name: value for name, value in own.items() if value is not None}}
+            yield prompt, options
 
 
 def _missing(value: object) -> bool:

@@ -17,7 +17,7 @@ from evogrpo.envs.text.datasets import AnyTable, PromptEnvironment, tables_by_sp
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reasoning import reasoning_gym_tables
 from evogrpo.envs.text.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
-from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_template
+from evogrpo.envs.text.templates import Options, Tokenizer, check_template
 
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -124,11 +124,15 @@ class HuggingFaceGym(PromptEnvironment):
             )
         batch_size = next((size for size in (data_batch_size, data_batch_size_per_gpu) if size is not None), 8)
         agilerl = reward_fn is not None
+        if conversation_template is not None and not agilerl:
+            raise ValueError("conversation_template requires reward_fn. With reward_funcs, put messages into prompt.")
+        if conversation_template is None and agilerl and getattr(tokenizer, "chat_template", None) is not None:
+            conversation_template = [{"role": "user", "content": "{question}"}]
         super().__init__(
             tables_by_split(train_dataset, validation_dataset, test_dataset),
             tokenizer,
             rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
-            template=_template(conversation_template, tokenizer, agilerl=agilerl),
+            template=None if conversation_template is None else check_template(conversation_template),
             columns=("question", "answer") if agilerl else ("prompt",),
             sizes={"validation": validation_size, "test": test_size},
             chat_template_kwargs=chat_template_kwargs,
@@ -248,17 +252,20 @@ class HuggingFaceGym(PromptEnvironment):
         cursor, batch = self._cursor, self._cursor.batch
         if batch is None:
             raise ValueError("step needs the prompts of reset. Call reset first.")
+        # 1. Cut the completions out of the padded rows.
         group_size = self._check_groups(completion_ids, len(batch.prompts))
         rows = [
             self._completion(row, prompt)
             for group, prompt in zip(completion_ids, batch.prompts, strict=True)
             for row in group.tolist()
         ]
+        # 2. Compute the rewards.
         shape = (len(batch.prompts), group_size)
         if cursor.split == "train":
             self.set_progress(cursor.step, 0)
         scores = batch.score(single_turn_conversations([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
+        # 3. Load the next batch.
         self._cursor = self._loaded(replace(cursor, step=cursor.step + 1))
         info: dict[str, Any] = {f"rewards/{name}": values.reshape(shape) for name, values in scores.components.items()}
         info |= scores.metrics
@@ -324,14 +331,3 @@ class HuggingFaceGym(PromptEnvironment):
         while completion and completion[-1] == self.tokenizer.pad_token_id:
             completion.pop()
         return completion
-
-
-def _template(
-    template: Sequence[Mapping[str, str]] | None, tokenizer: Tokenizer | None, *, agilerl: bool
-) -> tuple[Message, ...] | None:
-    """Return the checked conversation template; None for plain text and for TRL's form."""
-    if template is not None and not agilerl:
-        raise ValueError("conversation_template requires reward_fn. With reward_funcs, put messages into prompt.")
-    if template is None and getattr(tokenizer, "chat_template", None) is not None:
-        template = [{"role": "user", "content": "{question}"}]
-    return None if template is None else check_template(template)

@@ -63,6 +63,7 @@ class TurnMarkers:
         return tuple(self.tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
     def _between(self, reply: str, options: Options) -> str:
+        # Render a conversation with and without the reply; the difference is the reply with its markers.
         messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         options = {**self.options, **options, "tokenize": False}
         before = str(self.tokenizer.apply_chat_template(messages, **options))

@@ -97,7 +97,7 @@ def merge_metrics(parts: Sequence[LogPart]) -> dict[str, float]:
     for name in dict.fromkeys(name for _, log in parts for name in log.metrics):
         logged = [(len(rows), value) for rows, log in parts for value in log.metrics.get(name, ())]
         largest = max(count for count, _ in logged)
-        weights = [count / largest for count, _ in logged]
+        weights = [count / largest for count, _ in logged]  # at most 1, so that sums are finite
         merged[name] = math.fsum(w * value for w, (_, value) in zip(weights, logged, strict=True)) / math.fsum(weights)
     return merged
 
@@ -200,16 +200,19 @@ class SingleTurnBatch:
                 `start_scoring`.
             RewardError: If a reward function fails.
         """
+        # 1. Groups that were started must be unchanged.
         self._check(transcripts)
         if any(each not in transcripts[each.row :][:1] for group in self._started for each in group.transcripts):
             self.cancel()
             raise ValueError("score got other transcripts than start_scoring. Pass the same ones, in row order.")
+        # 2. Compute the other rewards, and wait for all.
         started, log = self._take_started(), RewardLog()
         inputs = self._reward_inputs(transcripts, log)
         pending = [each for group in started for each in group.pending]
         result = compute_rewards(
             self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending
         )
+        # 3. Merge the values that were logged for each group and for all.
         count = len(transcripts)
         logs = [([each.row for each in group.transcripts], group.log) for group in started]
         parts = [*logs, (range(count), log)]
@@ -260,7 +263,7 @@ class SingleTurnBatch:
             steps = result.steps.get(reward.name, [None] * len(values))
             for row in np.flatnonzero(~np.isnan(values) & ~np.isnan(result.rewards)).tolist():
                 ids, row_steps = inputs.token_ids[row], steps[row]
-                if row_steps is None:
+                if row_steps is None:  # a reward of the whole completion
                     add(row, last_sampled[row][-1] if ids else -1, reward.weight * values[row])
                     continue
                 positions = token_positions(row_steps, ids, inputs.texts[row], self._text)

@@ -50,6 +50,7 @@ def reasoning_gym_tables(
         ValueError: If a split, the task, or a setting is unknown.
         ImportError: If reasoning-gym is not installed.
     """
+    # 1. Check the arguments.
     if not is_installed():
         raise ImportError(f"Task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}")
     reasoning_gym: Any = importlib.import_module("reasoning_gym")
@@ -60,6 +61,7 @@ def reasoning_gym_tables(
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
         raise ValueError(f"Unknown reasoning-gym task {name!r}. Closest of {len(known)} tasks: {near}.")
+    # 2. Generate one dataset and cut it into splits.
     counts = {**DEFAULT_SIZES, **(sizes or {})}
     try:
         task = reasoning_gym.create_dataset(name, size=sum(counts.values()), seed=seed, **task_options)

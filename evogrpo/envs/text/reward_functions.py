@@ -80,7 +80,7 @@ class Signature:
         return True
 
 
-def agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | None:
+def _agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Return the names by which a function in AgileRL's form gets its arguments; None = by position.
 
     A function whose required parameters are all among `completion`, `answer` and `question` is called by name. Any
@@ -97,11 +97,13 @@ def agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str
             f"Reward function {name!r} takes {', '.join(signature.names)}, which is TRL's form. Pass it as "
             "reward_funcs=[...] (form: trl), or let it take (completion, answer, question)."
         )
+    # 1. By name, if its names are AgileRL's.
     named = tuple(each for each in AGILERL_ARGUMENTS if each in signature.names)
     if (named or signature.accepts_any) and set(signature.required) <= set(AGILERL_ARGUMENTS):
         names = AGILERL_ARGUMENTS if signature.accepts_any else named
         if signature.accepts(**dict.fromkeys(names)):
             return names
+    # 2. By position otherwise.
     parameters = ", ".join(dict.fromkeys((*signature.positional, *signature.names)))
     if not signature.accepts(*AGILERL_ARGUMENTS):
         raise ValueError(
@@ -115,39 +117,6 @@ def agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str
                 "question), because of the other names. Use these three names, then any order works."
             )
     return None
-
-
-def check_trl_arguments(name: str, function: Callable[..., Any], columns: Collection[str], where: str) -> None:
-    """Check that a function in TRL's form can be called by name.
-
-    Args:
-        name: Name of the function.
-        function: The function.
-        columns: Columns of the dataset.
-        where: Name of the dataset, for messages.
-
-    Raises:
-        ValueError: If it has a required parameter that is not available.
-    """
-    available = tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns, *TRAINER_ARGUMENTS)))
-    signature = Signature.of(function)
-    if signature is None:
-        return
-    missing = [each for each in signature.required if each not in available]
-    if missing:
-        fix = "Rename a parameter or a column."
-        if "completion" in missing:
-            fix = "Pass a function of a single completion as reward_fn (form: agilerl)."
-        raise ValueError(
-            f"Reward function {name!r} takes {', '.join(missing)}, but {where} has the columns {sorted(columns)}. "
-            f"Also available: {', '.join((*TRL_ARGUMENTS, *TRAINER_ARGUMENTS))}. {fix}"
-        )
-    names = available if signature.accepts_any else [each for each in available if each in signature.names]
-    if not names or not signature.accepts(**dict.fromkeys(names)):
-        raise ValueError(
-            f"Reward function {name!r} is called by name, f(prompts=, completions=, completion_ids=, **columns), but "
-            f"takes ({', '.join(signature.names) or 'no such names'}). It must at least take completions."
-        )
 
 
 class RewardError(ValueError):
@@ -203,7 +172,7 @@ class Reward:
     @functools.cached_property
     def argument_names(self) -> tuple[str, ...] | None:
         """Names by which a function in AgileRL's form gets its arguments; None = by position."""
-        return agilerl_argument_names(self.name, self.function)
+        return _agilerl_argument_names(self.name, self.function)
 
     @functools.cached_property
     def signature(self) -> Signature | None:
@@ -211,19 +180,43 @@ class Reward:
         return Signature.of(self.function)
 
     def check(self, columns: Collection[str], where: str, *, in_process: bool) -> None:
-        """Raise ValueError for a function with parameters that are not available.
+        """Check that the parameters of the function are available.
 
         Args:
             columns: Columns of the dataset.
             where: Name of the dataset, for messages.
             in_process: True if the function runs in this process.
+
+        Raises:
+            ValueError: If a required parameter is not available.
         """
+        # 1. AgileRL's form.
         if not self.batched:
             _ = self.argument_names
             return
-        check_trl_arguments(self.name, self.function, columns, where)
-        required = set() if self.signature is None else set(self.signature.required)
-        logging = required.intersection(("log_extra", "log_metric"))
+        # 2. TRL's form: all arguments are passed by name.
+        if self.signature is None:
+            return
+        required = self.signature.required
+        available = tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns, *TRAINER_ARGUMENTS)))
+        missing = [each for each in required if each not in available]
+        if missing:
+            fix = "Rename a parameter or a column."
+            if "completion" in missing:
+                fix = "Pass a function of a single completion as reward_fn (form: agilerl)."
+            raise ValueError(
+                f"Reward function {self.name!r} takes {', '.join(missing)}, but {where} has the columns "
+                f"{sorted(columns)}. Also available: {', '.join((*TRL_ARGUMENTS, *TRAINER_ARGUMENTS))}. {fix}"
+            )
+        names = [each for each in available if self.signature.accepts_any or each in self.signature.names]
+        if not names or not self.signature.accepts(**dict.fromkeys(names)):
+            raise ValueError(
+                f"Reward function {self.name!r} is called by name, f(prompts=, completions=, completion_ids=, "
+                f"**columns), but takes ({', '.join(self.signature.names) or 'no such names'}). It must at least take "
+                "completions."
+            )
+        # 3. Worker processes cannot log.
+        logging = set(required).intersection(("log_extra", "log_metric"))
         if logging and not in_process:
             raise ValueError(
                 f"Reward function {self.name!r} takes {', '.join(sorted(logging))}, which is not available in worker "
@@ -242,6 +235,7 @@ class Reward:
     def _calls(self, inputs: RewardInputs) -> tuple[Call, ...]:
         if not self.batched:
             return tuple(self._call(text, row) for text, row in zip(inputs.texts, inputs.rows, strict=True))
+        # TRL's form: one call with everything that the function names.
         prompts = [row["prompt"] for row in inputs.rows]
         completions: list[Any] = list(inputs.texts)
         if not isinstance(prompts[0], str):
@@ -291,10 +285,12 @@ def make_rewards(
             "Use reward_fn(completion, answer, question) for AgileRL's form, "
             "reward_funcs=[f(prompts=, completions=, **columns)] for TRL's."
         )
+    # 1. AgileRL's form.
     if reward_fn is not None:
         if reward_weights is not None:
             raise ValueError("reward_weights requires reward_funcs, got reward_fn. Scale its value instead.")
         return (Reward(name=_name(_checked(reward_fn)), weight=1.0, batched=False, function=reward_fn),)
+    # 2. TRL's form.
     assert reward_funcs is not None
     several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
     functions: list[RewardFunc] = list(reward_funcs) if several else [reward_funcs]  # type: ignore[arg-type, list-item]
@@ -305,6 +301,7 @@ def make_rewards(
         raise ValueError(
             f"reward_weights must be {len(functions)} finite numbers, one per function, got {reward_weights!r:.200}."
         )
+    # 3. Functions of the same name get a number.
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
         base = name = _name(_checked(function))
@@ -330,6 +327,7 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     check_worker_limits(timeout, workers)
     functions = {reward.name: reward.function for reward in rewards}
     synchronous = [name for name, function in functions.items() if not is_async(function)]
+    # Only worker processes can stop a function that is not async.
     if workers is None:
         workers = min(MAX_WORKERS, os.cpu_count() or 1) if timeout is not None and synchronous else 0
     if workers > 0:

@@ -164,6 +164,7 @@ def make_splits(
 def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
     """Return the questions of a held-out split, and those reserved for it."""
     from_test_end = split == "test"
+    # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
     depth = {number: (at if from_test_end else 1.0 - at, row) for number, (at, row) in remaining.items()}
     order = sorted(depth, key=lambda number: depth[number])
     near = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
@@ -178,7 +179,7 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
             f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {count}. "
             f"Pass {split}_dataset, a smaller {split}_size or more training rows."
         )
-    # At least half of the remaining questions stay in train.
+    # 2. The first ones are held out, the next ones reserved; at least half of the others stay in train.
     reserved = min(near - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
     return order[:count], order[count : count + max(0, reserved)]
 

@@ -95,13 +95,14 @@ def character_ends(token_ids: Sequence[int], text: str, decode: Callable[[list[i
         text: `decode(token_ids)`.
         decode: The tokenizer's decoding, without special tokens.
     """
+    # 1. Fast: tokens that decode to the same text alone as in context.
     pieces = [decode([token]) for token in token_ids]
     ends: list[int] = []
     if "".join(pieces) == text:
         for piece in pieces:
             ends.append(len(piece) + (ends[-1] if ends else 0))
     else:
-        # Tokens that decode differently in context: spaces between words, parts of a character.
+        # 2. Slow: decode every prefix, as spaces between words and parts of characters depend on context.
         for count in range(1, len(token_ids) + 1):
             prefix = decode(list(token_ids[:count]))
             pairs = zip(prefix, text, strict=False)

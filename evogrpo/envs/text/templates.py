@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _FIELDS = ("question", "answer")
-_CHUNK = 1024
+_CHUNK = 1024  # prompts per call of the tokenizer
 
 
 class Tokenizer(Protocol):
@@ -116,9 +116,11 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     prefill = last["role"] == "assistant" and not last.get("tool_calls")
     if prefill and not last["content"]:  # an empty prefill is the same as a fresh assistant turn
         messages, prefill = messages[:-1], False
+    # 1. Render, with the last message open or an assistant turn opened.
     mode = "continue_final_message" if prefill else "add_generation_prompt"
     keywords = {**(options or {}), "tokenize": False, mode: True}
     text = str(tokenizer.apply_chat_template(messages, **keywords))
+    # 2. Tool calls must change the text.
     if any(message.get("tool_calls") for message in messages):
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         if str(tokenizer.apply_chat_template(bare, **keywords)) == text:
@@ -162,6 +164,7 @@ def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
     tokenized: list[array[int]] = []
     kind: type | None = None
     while chunk := list(islice(prompts, _CHUNK)):
+        # 1. Prompts must have one type.
         kind = kind or type(chunk[0][0])
         if any(type(prompt) is not kind for prompt, _ in chunk):
             raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
@@ -170,6 +173,7 @@ def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
                 f"Prompts of {where} are messages, but the tokenizer has no chat_template. "
                 "Set tokenizer.chat_template, or use text as prompts."
             )
+        # 2. Render and tokenize.
         first = len(tokenized)
         texts = [
             _text(prompt, tokenizer, own, f"row {row} of {where}") for row, (prompt, own) in enumerate(chunk, first)

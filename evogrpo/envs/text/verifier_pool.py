@@ -83,12 +83,14 @@ def _module_source(name: str, module: str) -> tuple[str, str | None, str | None]
     """Return a module's name, and the module to import or the file to run in a worker."""
     loaded = sys.modules.get(module)
     spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
+    # The main module has another name in a worker: import it by its real name, or run its file.
     if module == "__main__":
         if spec is not None:  # python -m
             return module, str(spec.name), None
     elif file is None or "." in module:
         return module, module, None
     else:
+        # A module loaded from a file by path cannot be imported by name.
         known = importlib.machinery.PathFinder.find_spec(module)
         origin = None if known is None else known.origin
         if origin is not None and Path(origin).exists() and Path(origin).samefile(file):
@@ -190,6 +192,7 @@ class WorkerProcess:
         self.ending = ""
         assert self._process.stderr is not None
         printed = self._process.stderr
+        # Daemon threads: they never keep the program from ending.
         for work in (self._write, lambda: self._read(inbox), lambda: forward_output(printed)):
             threading.Thread(target=work, name="evogrpo rewards", daemon=True).start()
         self.send(setup)
@@ -212,7 +215,7 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
         self.ending = _describe_exit(self._process.poll())
-        if hasattr(os, "killpg"):
+        if hasattr(os, "killpg"):  # kills its child processes too
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -276,6 +279,7 @@ class VerifierPool:
         self.num_workers = workers
         self._timeout = timeout
         self._async = {name for name, function in functions.items() if is_async(function)}
+        # call_async applies the limit to async functions itself; the pool steps in if the loop is blocked.
         self._limits = {
             name: None if timeout is None else timeout + (GRACE_SECONDS if name in self._async else 0.0)
             for name in functions
@@ -368,6 +372,7 @@ class VerifierPool:
     def _dispatch(self) -> None:
         """Give every idle worker a job, and start more workers for the remaining ones."""
         idle = [worker for worker in self._workers if worker.ready and worker.job is None]
+        # 1. Send queued jobs to idle workers.
         while self._queue and idle:
             pending = self._queue.popleft()
             job = pending.job
@@ -382,6 +387,7 @@ class VerifierPool:
             worker.job = pending
             worker.deadline = None if limit is None else time.monotonic() + limit
             worker.send(request)
+        # 2. Start a worker for each job that no starting worker will take.
         starting = sum(not worker.ready for worker in self._workers)
         while len(self._workers) < self.num_workers and starting < len(self._queue):
             self._start()
