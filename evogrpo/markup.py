@@ -2,12 +2,10 @@
 
 import html
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from evogrpo.text import number_text, printable
+from evogrpo.text import printable
 
 
 def escape(value: Any) -> str:
@@ -90,104 +88,3 @@ def bar(parts: Sequence[tuple[float, float, str]], *, label: str, marks: Sequenc
         f'<svg class="bar" viewBox="0 0 100 16" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
         f"{drawn}</svg>"
     )
-
-
-def sparkline(values: Sequence[float | None], *, label: str) -> Markup:
-    """Return a small curve of numbers in a row, as a picture in the colour of the text around it.
-
-    Args:
-        values: From left to right; None and what is not finite leave a gap.
-        label: What it shows, for those who do not see it.
-    """
-    shown = [(place, value) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if not shown:
-        return Markup("")
-    low, high = min(value for _, value in shown), max(value for _, value in shown)
-    across, up = 76 / max(len(values) - 1, 1), 12 / ((high - low) or 1.0)
-    points = [(2 + across * place, 14 - up * (value - low) if high > low else 8.0) for place, value in shown]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    x, y = points[-1]
-    return Markup(
-        f'<svg width="80" height="16" viewBox="0 0 80 16" role="img" aria-label="{escape(label)}">'
-        f'<title>{escape(label)}</title><polyline points="{line}" fill="none" stroke="currentColor"/>'
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.8" fill="currentColor"/></svg>'
-    )
-
-
-def card(
-    title: str, facts: Sequence[Any], heads: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), best: int = -1
-) -> str:
-    """Return what a notebook shows of a value: a title, facts behind it, and a table; without style sheet or script.
-
-    Args:
-        title: What it is.
-        facts: Beside the title; escaped, unless they are `Markup`.
-        heads: Of the table's columns; none = no table.
-        rows: Their cells; likewise.
-        best: Number of a row that stands out.
-    """
-    head = "".join(f'<th style="text-align:left">{escape(text)}</th>' for text in heads)
-    weight = {best: ' style="font-weight:bold"'}
-    body = "".join(
-        f"<tr{weight.get(number, '')}>"
-        + "".join(f'<td style="text-align:left">{_finished(each)}</td>' for each in cells)
-        + "</tr>"
-        for number, cells in enumerate(rows)
-    )
-    told = " · ".join(map(_finished, facts))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if heads else ""
-    return f"<div><p><strong>{escape(title)}</strong> {told}</p>{table}</div>"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberRow:
-    """A member in a notebook's table.
-
-    Attributes:
-        slot: Where it lives.
-        index: Who it is.
-        parent: Whom it was cloned from; None for a founder.
-        values: Its hyperparameters by name.
-        worth: Its fitness, or what became of it, in words.
-        last: What stands in the last column; text, or `Markup`.
-    """
-
-    slot: int
-    index: int
-    parent: int | None
-    values: Mapping[str, float | str | None]
-    worth: str
-    last: str
-
-
-def members_card(
-    title: str, facts: Sequence[str], rows: Sequence[MemberRow], evolving: Sequence[str], last: str, best: int | None
-) -> str:
-    """Return what a notebook shows of members.
-
-    Args:
-        title: What they are.
-        facts: Beside the title.
-        rows: One for each.
-        evolving: The hyperparameters to show; where there are none, those that matter in any run.
-        last: The head of the last column.
-        best: Index of the member that stands out.
-    """
-    names = list(evolving) or ("lr", "clip_coef", "group_size")
-    cells = [
-        (
-            row.slot,
-            f"#{row.index}",
-            "–" if row.parent is None else f"#{row.parent}",
-            *(number_text(row.values[name]) for name in names),
-            row.worth,
-            row.last,
-        )
-        for row in rows
-    ]
-    place = next((number for number, row in enumerate(rows) if row.index == best), -1)
-    return card(title, facts, ("slot", "member", "parent", *names, "fitness ± SE", last), cells, place)
-
-
-def _finished(value: Any) -> str:
-    return value if isinstance(value, Markup) else escape(value)

@@ -19,7 +19,6 @@ from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.randomness import generator
-from evogrpo.text import score_text
 
 _COPIED = (
     "parent",
@@ -121,15 +120,6 @@ class Agent:
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {values}{fitness})"
 
     # ---- evolution
-
-    @property
-    def worth(self) -> str:
-        """What it earned at the last evaluation, in words, or what became of it."""
-        if self.failed is not None:
-            return f"failed: {self.failed}"
-        if self.retired:
-            return "retired"
-        return score_text(self.fitness.mean, self.fitness.standard_error) if self.fitness else "not evaluated"
 
     @property
     def hyperparameters(self) -> Hyperparameters:

@@ -22,7 +22,6 @@ from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.markup import Markup, MemberRow, members_card, sparkline
 from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
 
@@ -152,22 +151,6 @@ class Population(Sequence[Any]):
         scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
         members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
         return f"Population({len(self)} {type(self.agents[0]).__name__} members: {members})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            MemberRow(
-                slot=agent.slot,
-                index=agent.index,
-                parent=agent.parent,
-                values=agent.hyperparameters.to_json(),
-                worth=agent.worth,
-                last=_rewards(agent),
-            )
-            for agent in self.agents
-        ]
-        title = f"Population of {len(self)} {self.algorithm.__name__} members"
-        best = self.best.index if any(agent.fitness for agent in self.agents) else None
-        return members_card(title, (), rows, list(self.space), "rewards, sorted", best)
 
     @overload
     def __getitem__(self, slot: int) -> Any: ...
@@ -469,14 +452,6 @@ class Population(Sequence[Any]):
         for slot, each in kept.items():
             self.kept.keep(each, self.members.banks.broadcast_state(slot))
         return states
-
-
-def _rewards(agent: "Agent") -> Markup:
-    """Draw what each question earned a member, from the lowest reward to the highest."""
-    scores = sorted(agent.fitness.scores) if agent.fitness else []
-    return sparkline(
-        scores[:: max(1, len(scores) // 64)], label=f"{len(scores)} rewards, from the lowest to the highest"
-    )
 
 
 def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:

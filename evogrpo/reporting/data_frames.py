@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.installing import extra_command
-from evogrpo.markup import card, sparkline
 from evogrpo.reporting.descent import lineage_of
 from evogrpo.reporting.lineage import ToldBirth, fitness_before, read_births, winner
 from evogrpo.reporting.records import MemberReport
@@ -120,15 +119,6 @@ class RunFrames:
     best: int | None
     stopped: str | None
     resumes: int
-
-    def _repr_html_(self) -> str:
-        best = self.members.groupby("generation")["fitness"].max()
-        told = [f"best member #{self.best}" if self.best is not None else "no member evaluated yet"]
-        told.append(f"ended: {self.stopped}" if self.stopped else "not ended")
-        if len(best):
-            told.append(sparkline([*best.astype(float)], label="best fitness by generation"))
-        rows = [(f"run.{name}", len(getattr(self, name)), ", ".join(getattr(self, name).columns)) for name in COLUMNS]
-        return card("Run", told, ("frame", "rows", "columns"), rows)
 
     def __repr__(self) -> str:
         frames = ", ".join(f"{name} {len(getattr(self, name))}" for name in COLUMNS)

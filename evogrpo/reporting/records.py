@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Self
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.plan import Plan
-from evogrpo.markup import MemberRow, card, members_card
 from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, Example, JournalFields, StepReport
-from evogrpo.text import count_text, duration_text, number_text, score_text
+from evogrpo.text import number_text, score_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +96,6 @@ class MemberReport:
     questions: int
     evaluation: EvaluationCost
 
-    @property
-    def worth(self) -> str:
-        """What it earned, in words, or that it failed."""
-        return f"failed: {self.failed}" if self.failed else score_text(self.fitness, self.standard_error)
-
     def __repr__(self) -> str:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
@@ -177,23 +171,6 @@ class GenerationReport:
     questions: int
     evaluation: EvaluationCost
     best_ever: tuple[int, int] | None
-
-    def _repr_html_(self) -> str:
-        values = {member.index: member.hyperparameters.to_json() for member in self.members}
-        differing = [name for name in values[self.best.index] if len({each[name] for each in values.values()}) > 1]
-        rows = [
-            MemberRow(
-                slot=member.slot,
-                index=member.index,
-                parent=member.parent,
-                values=values[member.index],
-                worth=member.worth,
-                last=count_text(member.tokens),
-            )
-            for member in self.members
-        ]
-        facts = (f"step {self.step}", duration_text(self.seconds))
-        return members_card(f"Generation {self.generation}", facts, rows, differing, "tokens", self.best.index)
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -277,10 +254,6 @@ class TestReport:
     def __repr__(self) -> str:
         told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
         return f"TestReport({told}, gain={self.gain!r})"
-
-    def _repr_html_(self) -> str:
-        fact = f"{self.questions} questions: {'beyond' if self.beyond_noise else 'within'} the noise"
-        return card("Test", (fact,), ("", "mean ± SE"), self.estimates.items())
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:

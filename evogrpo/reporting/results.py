@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.markup import card
 from evogrpo.reporting.records import GenerationReport, TestReport
 from evogrpo.reporting.step_records import Estimate, EvaluationCost, JournalFields
 from evogrpo.text import count_text, duration_text, number_text, score_text
@@ -136,15 +135,6 @@ class Result:
     best: BestMember | None
     test: TestReport | None
     run_dir: Path | None
-
-    def _repr_html_(self) -> str:
-        rows = [] if self.baseline is None else [("validation, untrained", self.baseline)]
-        if self.best is not None:
-            rows.append((f"validation, member #{self.best.index}", self.best.fitness))
-        if self.test is not None:
-            rows += [(f"test, {name}", estimate) for name, estimate in self.test.estimates.items()]
-        facts = (f"{self.generations} generations", duration_text(self.seconds), f"finished: {self.reason}")
-        return card("Result", facts, ("", "mean ± SE"), rows)
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"

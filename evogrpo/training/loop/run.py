@@ -8,7 +8,6 @@ from typing import Any, Self
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
 from evogrpo.interruption import intercept_exits
-from evogrpo.markup import card, sparkline
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
@@ -42,17 +41,6 @@ class Run(Iterator[GenerationReport]):
         run_state, run_dir = self.trainer.run_state, self.trainer.shared_run_dir
         where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
         return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
-
-    def _repr_html_(self) -> str:
-        run_state = self.trainer.run_state
-        best = [
-            max((each.mean for each in generation.fitness if each), default=None) for generation in run_state.history
-        ]
-        told = [f"after generation {run_state.generation}, learning step {run_state.step}"]
-        if best:
-            told.append(sparkline(best, label="best fitness by generation"))
-        ended = self.trainer.result._repr_html_() if self.trainer.over else ""
-        return f"{card('Run', told)}{self.population._repr_html_()}{ended}"
 
     @property
     def population(self) -> Population:
