@@ -233,7 +233,7 @@ def test_a_device_that_is_not_there_is_refused_by_agents_of_every_kind(device, t
 
 @pytest.mark.parametrize("tokens", [(VOCABULARY,), (-1,), (1, VOCABULARY)])
 def test_token_ids_beyond_the_vocabulary_are_refused(tokens):
-    with pytest.raises(ValueError, match=rf"eos_token_ids must be in the vocabulary .* 0 to {VOCABULARY - 1}\), got"):
+    with pytest.raises(ValueError, match=rf"eos_token_ids must be in the vocabulary .*0 to {VOCABULARY - 1}\), got"):
         tiny_agent(eos_token_ids=tokens)
     with pytest.raises(ValueError, match="pad_token_id"):
         tiny_agent(pad_token_id=tokens[-1])
@@ -246,7 +246,7 @@ def test_one_token_that_ends_a_completion_need_not_be_a_tuple():
 def test_a_tokenizer_with_more_tokens_than_the_model_is_told_when_it_is_used():
     agent = tiny_agent(group_size=2)
     beyond = {"input_ids": torch.tensor([[3, VOCABULARY, 4]]), "attention_mask": torch.ones(1, 3)}
-    with pytest.raises(ValueError, match=rf"tokens of prompts .* got {VOCABULARY}: the tokenizer has more tokens"):
+    with pytest.raises(ValueError, match=rf"tokens of prompts .* got {VOCABULARY}"):
         agent.get_action([beyond])
     ids, masks = torch.tensor([[3, 4, VOCABULARY]] * 2), torch.tensor([[False, True]] * 2)
     with pytest.raises(ValueError, match=f"completion_ids must be in the vocabulary .* got {VOCABULARY}"):

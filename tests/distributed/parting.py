@@ -91,7 +91,7 @@ def refuse(base: PreTrainedModel, folder: Path) -> None:
     """Ask a base in parts for what one process alone cannot do."""
     population = tiny_population(2, actor_network=base)
     own = population[processes().rank]
-    with pytest.raises(ValueError, match="held by 2 processes together, so one alone cannot run it"):
+    with pytest.raises(ValueError, match="2 processes"):
         population.members.policy(own.slot)(torch.ones((1, 3), dtype=torch.long))
     with pytest.raises(ValueError, match="is held in 2 parts, so no process can save it: leave out include_base"):
         own.save_checkpoint(folder / f"saved-{processes().rank}", include_base=True)

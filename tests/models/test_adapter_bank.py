@@ -53,7 +53,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("budget", [1, 20, 60, 10_000])
-def test_any_split_into_micro_batches_gives_the_same_gradient(budget, shared):
+def test_gradients_do_not_depend_on_micro_batches(budget, shared):
     whole = different_members(MODEL, 3, micro_batch_tokens=10**6)
     split = different_members(MODEL, 3, micro_batch_tokens=budget)
     batch = sampled_batch(whole)
@@ -77,7 +77,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(budget, shared):
 
 
 @pytest.mark.parametrize("reduce_memory_peak", [True, False])
-def test_reducing_the_memory_peak_changes_no_result(reduce_memory_peak):
+def test_reduce_memory_peak_keeps_results(reduce_memory_peak):
     plain = different_members(MODEL, 2)
     chunked = different_members(MODEL, 2, reduce_memory_peak=reduce_memory_peak)
     if reduce_memory_peak:
@@ -88,7 +88,7 @@ def test_reducing_the_memory_peak_changes_no_result(reduce_memory_peak):
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-5)
 
 
-def test_a_step_without_rows_is_adamws_step_with_a_zero_gradient():
+def test_a_member_without_rows_steps_with_a_zero_gradient():
     settings = Optimizer(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
     bank = different_members(MODEL, 3, optimizer=settings)
     batch = sampled_batch(bank)
@@ -111,7 +111,7 @@ def test_a_step_without_rows_is_adamws_step_with_a_zero_gradient():
     assert int(after["step"]) == int(before["step"]) + 1 == 2
 
 
-def test_the_schedules_clock_is_the_members_own_and_is_inherited():
+def test_lr_schedule_uses_the_members_inherited_step():
     bank = different_members(MODEL, 3, optimizer=Optimizer(warmup_steps=1, schedule="linear", total_steps=5))
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
@@ -126,7 +126,7 @@ def test_the_schedules_clock_is_the_members_own_and_is_inherited():
     assert last[0].lr == 0.0
 
 
-def test_a_fresh_bank_is_the_base_and_all_members_start_alike():
+def test_new_members_equal_the_base():
     bank = AdapterBank(MODEL, size=2, pad_token_id=PAD, eos_token_ids=[EOS], seed=3)
     assert same_state(bank.state(0), bank.state(1))
     batch = sampled_batch(bank)
@@ -138,7 +138,7 @@ def test_a_fresh_bank_is_the_base_and_all_members_start_alike():
     assert same_state(bank.state(0), again.state(0))
 
 
-def test_the_reference_is_the_base_whatever_the_adapters():
+def test_reference_is_the_base():
     bank, fresh = different_members(MODEL, 3), AdapterBank(MODEL, size=3, pad_token_id=PAD, eos_token_ids=[EOS])
     batch = sampled_batch(bank)
     reference = bank.reference_log_probs(batch)
@@ -154,12 +154,12 @@ def test_the_reference_is_the_base_whatever_the_adapters():
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
     ],
 )
-def test_a_bank_that_cannot_work_is_refused(settings, named):
+def test_invalid_arguments_raise(settings, named):
     with pytest.raises(ValueError, match=named):
         AdapterBank(MODEL, **({"size": 1, "pad_token_id": PAD, "eos_token_ids": [EOS]} | settings))
 
 
-def test_a_step_count_that_is_none_is_refused_and_nothing_changes():
+def test_invalid_step_raises_and_keeps_the_state():
     bank = different_members(MODEL, 1)
     before = bank.state(0)
     for step in (torch.tensor(-1), torch.tensor([1, 2]), torch.tensor(0.5)):
@@ -168,7 +168,7 @@ def test_a_step_count_that_is_none_is_refused_and_nothing_changes():
         assert same_state(bank.state(0), before)
 
 
-def test_empty_work_is_refused():
+def test_empty_rows_and_prompts_raise():
     bank = different_members(MODEL, 1)
     nothing = torch.zeros(0, dtype=torch.long)
     with pytest.raises(ValueError, match="rows"):

@@ -72,7 +72,7 @@ def built(family):
 @pytest.mark.parametrize(
     "family", [*DIFFERENT, *(pytest.param(family, marks=slow) for family in FAMILIES if family not in DIFFERENT)]
 )
-def test_what_is_trained_is_what_peft_computes_or_is_refused(family, tmp_path):
+def test_families_match_peft_or_raise(family, tmp_path):
     """The sweep of all architectures is slow; the different ones stand for it."""
     model = built(family)
     with warnings.catch_warnings():
@@ -100,12 +100,12 @@ def test_what_is_trained_is_what_peft_computes_or_is_refused(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", NOT_CAUSAL)
-def test_a_model_that_sees_what_comes_later_is_refused(family):
+def test_non_causal_model_raises(family):
     with pytest.raises(ValueError, match="is not causal"):
         different_members(family_model(family), 1)
 
 
-def test_a_model_that_no_gradient_passes_is_refused():
+def test_model_without_gradient_raises():
     with pytest.raises(ValueError, match="ReformerModelWithLMHead"):
         different_members(family_model("reformer"), 1)
 
@@ -129,7 +129,7 @@ def test_a_model_that_no_gradient_passes_is_refused():
         ("phimoe", r"mlp\.router \(not a plain linear layer that sees every token\)"),
     ],
 )
-def test_what_all_linear_leaves_out_is_said(family, told):
+def test_left_out_modules_are_warned_about(family, told):
     model = family_model(family)
     with pytest.warns(UserWarning, match=told):
         different_members(model, 1)
@@ -138,13 +138,13 @@ def test_what_all_linear_leaves_out_is_said(family, told):
         different_members(model, 2)  # not again
 
 
-def test_layers_that_are_never_called_are_adapted_where_they_are_named():
+def test_unused_layers_are_adapted_if_named():
     named = lora(target_modules=["x_proj", "dt_proj"])  # as an adapter may be that somebody starts from
     bank = different_members(family_model("mamba"), 1, lora_config=named)
     assert {target.name.split(".")[-1] for target in bank.weights.targets} == {"x_proj", "dt_proj"}
 
 
-def test_a_model_of_linear_layers_says_nothing():
+def test_no_warning_if_nothing_is_left_out():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         different_members(tiny_model("llama"), 1)
@@ -154,13 +154,13 @@ def test_a_model_of_linear_layers_says_nothing():
     ("family", "named"),
     [("falcon_mamba", "out_proj"), ("phimoe", "router"), ("laguna", r".*shared_experts\.up_proj")],
 )
-def test_what_cannot_be_exported_or_trained_is_refused_where_it_is_named(family, named):
+def test_named_unsupported_modules_raise(family, named):
     targets = named if "." in named else ["q_proj", named]
     with pytest.raises(ValueError, match=rf"cannot be adapted: .*{named.rpartition('.')[2]}.*. Name others"):
         different_members(family_model(family), 1, lora_config=lora(target_modules=targets))
 
 
-def test_modules_whose_names_peft_takes_for_experts_are_named_by_their_weights():
+def test_modules_misread_by_peft_are_named_by_weight():
     bank = different_members(family_model("beam"), 1)
     record = json.loads(bank.peft_files(0)[1])
     assert "model.layers.1.mlp.up_proj.weight" in record["target_parameters"]
@@ -173,7 +173,7 @@ def test_modules_whose_names_peft_takes_for_experts_are_named_by_their_weights()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [30.0, 50.0])
-def test_a_soft_cap_is_found_in_every_precision_though_logits_are_small(dtype, cap):
+def test_soft_cap_is_found_in_every_precision(dtype, cap):
     """With small weights the logits of a random model are far below the cap, as a probe on them alone would see."""
     model = family_model("gemma2", final_logit_softcapping=cap)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_soft_cap_is_found_in_every_precision_though_logits_are_small(dtype, c
 
 
 @pytest.mark.parametrize("family", ["cohere", "granite", "hyperclovax", "minicpm3", "gemma2"])
-def test_the_head_that_is_found_is_the_models_own(family):
+def test_head_matches_the_models_logits(family):
     model = family_model(family)
     ids = torch.tensor([[3, 4, 5, 60]])
     with torch.no_grad():
@@ -197,18 +197,18 @@ def test_the_head_that_is_found_is_the_models_own(family):
         torch.testing.assert_close(head(find_decoder(model)(input_ids=ids).last_hidden_state), model(ids).logits)
 
 
-def test_a_head_that_is_something_else_is_refused():
+def test_unsupported_head_raises():
     with pytest.raises(ValueError, match="vocabulary head"):
         different_members(family_model("modernbert-decoder"), 1)
 
 
-def test_a_rank_beyond_every_layer_is_refused():
+def test_rank_above_all_widths_raises():
     with pytest.raises(ValueError, match=r"lora_config\.r must be at most 48, .* got 100000"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=100_000, target_modules="all-linear"))
 
 
 @pytest.mark.parametrize("family", ["mamba", "beam", "gemma2", "minicpm3"])
-def test_in_half_precision_a_model_is_what_it_is_in_full(family):
+def test_half_precision_is_as_accurate_as_transformers(family):
     """Mamba's hidden states and Beam's logits are in float32 even then."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,13 +230,13 @@ def written(bank, folder):
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_a_written_export_is_checked_with_peft_against_an_outline(family, tmp_path):
+def test_export_is_checked_with_peft(family, tmp_path):
     model = family_model(family)
     tensors, _ = written(different_members(model, 1), tmp_path)
     assert check_export(tmp_path, model.to("meta")) == len(tensors)
 
 
-def test_an_export_that_peft_would_load_elsewhere_is_refused(tmp_path):
+def test_export_that_peft_misreads_raises(tmp_path):
     """What PEFT makes of dense layers beside experts when they are named as modules."""
     model = family_model("deepseek_v3")
     _, record = written(different_members(model, 1), tmp_path)
@@ -248,7 +248,7 @@ def test_an_export_that_peft_would_load_elsewhere_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["other widths", "fewer layers", "another scale", "from the future"])
-def test_an_export_of_another_base_is_refused(change, tmp_path):
+def test_export_of_another_base_raises(change, tmp_path):
     _, record = written(different_members(family_model("llama"), 1), tmp_path)
     changes = {"other widths": {"intermediate_size": 40}, "fewer layers": {"num_hidden_layers": 1}}.get(change, {})
     if change == "from the future":
@@ -259,7 +259,7 @@ def test_an_export_of_another_base_is_refused(change, tmp_path):
         check_export(tmp_path, family_model("llama", **changes))
 
 
-def test_an_export_names_a_base_that_peft_can_load(tmp_path, monkeypatch):
+def test_export_names_the_base(tmp_path, monkeypatch):
     """A folder given relative to the working directory is found from any other."""
     monkeypatch.chdir(tmp_path)
     tiny_model("llama").save_pretrained("base")
@@ -273,7 +273,7 @@ def test_an_export_names_a_base_that_peft_can_load(tmp_path, monkeypatch):
     torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained(exported_to)(ids).logits.detach(), expected)
 
 
-def test_a_model_that_came_from_nowhere_is_not_named():
+def test_export_without_source_names_no_base():
     assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None
 
 
@@ -284,7 +284,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
 
 
-def test_an_encoder_decoder_is_refused_by_its_class():
+def test_encoder_decoder_raises():
     with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
         different_members(T5ForConditionalGeneration(T5), 1)
 
@@ -310,13 +310,13 @@ def damaged():
         (lambda: tiny_model("llama").to("meta"), "has no weights"),
     ],
 )
-def test_what_is_no_plain_whole_base_is_refused(make, rule):
+def test_invalid_base_raises(make, rule):
     with pytest.raises(ValueError, match=f"LlamaForCausalLM {rule}"):
         different_members(make(), 1)
 
 
 @pytest.mark.parametrize("part", [None, "lm_head"])
-def test_a_model_whose_logits_are_all_zero_is_taken(part):
+def test_all_zero_logits_are_supported(part):
     model = family_model("llama")
     with torch.no_grad():
         for weights in model.parameters() if part is None else model.get_submodule(part).parameters():
@@ -327,7 +327,7 @@ def test_a_model_whose_logits_are_all_zero_is_taken(part):
     )
 
 
-def test_sequences_stay_where_rotary_frequencies_do_not_depend_on_others():
+def test_context_limit_of_longrope():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
     config = Phi3Config(
         vocab_size=64,
@@ -353,7 +353,7 @@ def test_sequences_stay_where_rotary_frequencies_do_not_depend_on_others():
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
-def test_sequences_stay_where_places_do_not_scale_queries():
+def test_context_limit_of_temperature_tuning():
     bank = different_members(family_model("llama4_text", no_rope_layers=[1, 0], floor_scale=25), 2)
     assert bank.base.context == 24
     longest = tuple(range(3, 20))
@@ -366,16 +366,16 @@ def test_sequences_stay_where_places_do_not_scale_queries():
 
 
 @pytest.mark.parametrize("changes", [{"no_rope_layers": [1, 1]}, {"attn_temperature_tuning": False}], ids=str)
-def test_a_scale_of_places_that_nothing_reads_limits_nothing(changes):
+def test_unused_floor_scale_sets_no_limit(changes):
     assert different_members(family_model("llama4_text", floor_scale=25, **changes), 1).base.context == 128
 
 
-def test_members_that_no_memory_could_hold_are_refused_at_once():
+def test_members_beyond_memory_raise():
     with pytest.raises(ValueError, match="90000000 members"):
         different_members(tiny_model("llama"), 90_000_000)
 
 
 @pytest.mark.parametrize("rank", [0, -1, "8", None, 2.5])
-def test_a_rank_is_a_whole_number(rank):
+def test_invalid_rank_raises(rank):
     with pytest.raises(ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear"))

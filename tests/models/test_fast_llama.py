@@ -137,7 +137,7 @@ def assert_same(fast, slow, rows):
 
 
 @pytest.mark.parametrize("architecture", KNOWN)
-def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architecture, both):
+def test_matches_transformers(architecture, both):
     rows = make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,)))
     assert_same(*both(built(KNOWN[architecture])), rows)
 
@@ -146,10 +146,10 @@ def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architect
 @pytest.mark.parametrize(
     ("architecture", "few"), [("llama, tied", 4), ("llama, biases everywhere", 4), ("gemma3", 4), ("qwen2", 128)]
 )
-def test_nor_does_it_matter_which_library_multiplies(architecture, few, both, monkeypatch):
+def test_matches_transformers_with_onednn(architecture, few, both, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(products, "FEW", few)  # rows of zeros are added either way, more or fewer
+    monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added either way, more or fewer
     fast, slow = both(built(KNOWN[architecture]))
     with Products() as asked:
         assert_same(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))
@@ -157,7 +157,7 @@ def test_nor_does_it_matter_which_library_multiplies(architecture, few, both, mo
 
 
 @pytest.mark.parametrize("architecture", ["mistral, window", "qwen2, yarn"])
-def test_prompts_that_begin_alike_are_the_same(architecture, both):
+def test_common_prompt_beginnings(architecture, both):
     rows = make_rows(range(SIZE), tokens=7, prompts=tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))))
     assert_same(*both(built(KNOWN[architecture]), micro_batch_tokens=270), rows)
 
@@ -167,13 +167,13 @@ def test_prompts_that_begin_alike_are_the_same(architecture, both):
     [["q_proj"], ["v_proj", "down_proj"], ["o_proj", "gate_proj"], r".*layers\.1\.self_attn\.k_proj"],
     ids=str,
 )
-def test_adapters_may_be_on_some_layers_alone(targets, both):
+def test_adapters_on_some_layers(targets, both):
     fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=targets))
     assert_same(fast, slow, make_rows(range(SIZE)))
 
 
 @pytest.mark.parametrize("members", [(0, 0, 0), (0, 0, 1), (1, 0, 0)], ids=str)
-def test_members_of_equally_many_rows_share_products(members, both):
+def test_members_with_equal_rows_share_products(members, both):
     fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=["k_proj", "v_proj", "up_proj"]))
     fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # all in one
     assert_same(fast, slow, make_rows(members))
@@ -181,7 +181,7 @@ def test_members_of_equally_many_rows_share_products(members, both):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, tuple((*SYSTEM, *prompt) for prompt in PROMPTS)], ids=["apart", "root"])
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 1, 1)], ids=str)
-def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members, prompts, both):
+def test_joint_pass_of_prompts_and_rows_equals_separate_passes(members, prompts, both):
     base = both(built(KNOWN["qwen3"]))[0]
     rows = make_rows(members, prompts=prompts)
     batch = as_batch(rows, base.sample(rows))
@@ -196,7 +196,7 @@ def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members,
     torch.testing.assert_close(once[counts], apart[counts], rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
+def test_prompts_of_other_members_run_separately():
     base = different_members(built(KNOWN["qwen3"]), SIZE).base
     weights = different_members(base.model, SIZE).weights
     route, ids = weights.hook_factory("weights"), torch.tensor([[5, 6], [7, 8]])
@@ -208,7 +208,7 @@ def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
     torch.testing.assert_close(once, apart, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_below_the_first_adapter_there_is_no_backward_pass(both):
+def test_no_backward_pass_below_the_first_adapter(both):
     fast, _ = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
     with fast.base.working():
         prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.hook_factory("weights"))
@@ -218,14 +218,14 @@ def test_below_the_first_adapter_there_is_no_backward_pass(both):
 
 @pytest.mark.parametrize("folded", [0, 4])
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "llama, keys for every head", "gemma3"])
-def test_tokens_may_attend_block_by_block_and_scores_be_found_again(architecture, folded, both, monkeypatch):
+def test_blockwise_attention_with_recomputation(architecture, folded, both, monkeypatch):
     monkeypatch.setattr(attention, "FOLDED", folded)
     for block in (64, 2):
         monkeypatch.setattr(attention, "BLOCK", block)
         assert_same(*both(built(KNOWN[architecture])), make_rows(range(SIZE), tokens=7))
 
 
-def test_what_other_devices_attend_by_is_the_same(both, monkeypatch):
+def test_attention_of_other_devices(both, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 0)
     monkeypatch.setattr(attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))
     assert_same(*both(built(KNOWN["qwen2, some windows"])), make_rows(range(SIZE)))
@@ -233,7 +233,7 @@ def test_what_other_devices_attend_by_is_the_same(both, monkeypatch):
 
 @pytest.mark.parametrize("length", [8, 200])
 @pytest.mark.parametrize("past", [None, 32])
-def test_scores_are_kept_for_short_sequences_alone(length, past):
+def test_attention_weights_are_saved_for_short_sequences_only(length, past):
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((1, 2, length, 16), generator=rng).requires_grad_() for _ in range(3))
     keys = None if past is None else torch.randn((1, 1, past, 16), generator=rng).requires_grad_()
@@ -256,13 +256,13 @@ def test_scores_are_kept_for_short_sequences_alone(length, past):
 
 
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
-def test_room_for_what_is_written_grows(architecture, both, monkeypatch):
+def test_kv_cache_grows(architecture, both, monkeypatch):
     monkeypatch.setattr(decoding, "MIN_GROWTH", 2)
     fast, slow = both(built(KNOWN[architecture]))
     assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
 
 
-def test_weights_of_any_other_kind_act_on_tokens_that_are_written(both):
+def test_custom_hooks_apply_in_decoding(both):
     class Other:  # acts as adapters do, and is no adapter
         def __init__(self, view):
             self.view = view
@@ -279,7 +279,7 @@ def test_weights_of_any_other_kind_act_on_tokens_that_are_written(both):
     torch.testing.assert_close(other.log_probs, plain.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_rows_in_any_order_continue_their_prompts():
+def test_rows_in_any_order():
     base = different_members(built(KNOWN["llama 3"]), SIZE).base
     rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
     present = torch.ones_like(ids, dtype=torch.bool)
@@ -327,7 +327,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("architecture", ["mistral, window", "llama 3"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_no_token_that_is_written_waits_for_the_device(settings, architecture, monkeypatch):
+def test_decoding_does_not_synchronise_per_token(settings, architecture, monkeypatch):
     monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 100)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
     bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
@@ -343,7 +343,7 @@ def test_no_token_that_is_written_waits_for_the_device(settings, architecture, m
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "olmo2", "gemma", "gemma3"])
-def test_in_bfloat16_it_is_as_near_to_full_precision_as_transformers_is(architecture, both):
+def test_bfloat16_is_as_accurate_as_transformers(architecture, both):
     model = built(KNOWN[architecture])
     exact, _ = both(copy.deepcopy(model), std=0.05)
     fast, slow = both(model.to(torch.bfloat16), std=0.05)
@@ -402,21 +402,21 @@ def replaced(model):
     ],
     ids=["another class", "another activation", "frequencies that depend on the length"],
 )
-def test_what_is_not_known_stays_with_transformers_silently(config):
+def test_unsupported_models_use_transformers(config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not known_to(built(config))
 
 
 @pytest.mark.parametrize("change", [own_layer, own_tensors, hooked, replaced])
-def test_whatever_is_attached_to_a_model_is_run(change):
+def test_user_hooks_run(change):
     model = tiny_model("llama")
     assert known_to(model)
     change(model)
     assert not known_to(model)
 
 
-def test_what_is_attached_later_is_run_as_well():
+def test_hooks_added_later_run():
     model = tiny_model("llama")
     bank, called = different_members(model, SIZE), []
     handle = model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
@@ -427,25 +427,25 @@ def test_what_is_attached_later_is_run_as_well():
         assert bank.base.uses_fast_llama
 
 
-def test_layers_that_a_config_leaves_out_are_left_out(both):
+def test_unused_layers_are_skipped(both):
     model = built(KNOWN["qwen3"])
     model.config.num_hidden_layers = 1
     assert_same(*both(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE)))
 
 
-def test_mixed_precision_around_it_stays_with_transformers_too():
+def test_outer_autocast_uses_transformers():
     bank = different_members(tiny_model("llama"), SIZE)
     with torch.autocast("cpu", dtype=torch.bfloat16), bank.base.working():
         assert not bank.base.uses_fast_llama
 
 
-def test_mixed_precision_stays_with_transformers():
+def test_autocast_uses_transformers():
     bank = different_members(tiny_model("llama"), SIZE, autocast=partial(torch.autocast, "cpu", dtype=torch.bfloat16))
     with bank.base.working():
         assert not bank.base.uses_fast_llama
 
 
-def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
+def test_mismatch_warns_and_uses_transformers():
     model = tiny_model("llama")
     other_numbers(model)
     with pytest.warns(UserWarning, match="fast_llama") as told:
@@ -455,14 +455,14 @@ def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
         assert not bank.base.uses_fast_llama
 
 
-def test_tokens_that_are_written_are_compared_too(monkeypatch):
+def test_mismatch_in_decoding_warns(monkeypatch):
     turned = columns._turned
     monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
     with pytest.warns(UserWarning, match="fast_llama"):
         assert not known_to(tiny_model("llama"))
 
 
-def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_nothing_else():
+def test_head_matrix_requires_a_plain_linear_head():
     class OddLayer(torch.nn.Linear):
         pass
 
@@ -482,6 +482,6 @@ def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_
 
 
 @pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])
-def test_one_switch_turns_it_off(value, direct, monkeypatch):
+def test_evogrpo_slow_disables_it(value, direct, monkeypatch):
     monkeypatch.setenv("EVOGRPO_SLOW", value)
     assert known_to(tiny_model("llama")) is direct

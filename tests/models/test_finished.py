@@ -30,7 +30,7 @@ def tokens_of(rollout):
 
 
 @pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8), (1, 1)])
-def test_every_row_is_told_once_as_it_stays_and_some_before_the_others_end(cached_tokens, look_every, monkeypatch):
+def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
     bank = ending(MODEL)
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
     monkeypatch.setattr("evogrpo.models.language.decode.CHECK_EVERY", {"cpu": look_every})
@@ -46,7 +46,7 @@ def test_every_row_is_told_once_as_it_stays_and_some_before_the_others_end(cache
 
 @pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
 @pytest.mark.parametrize("moment", [1, 2, 4, 9])
-def test_what_was_told_is_not_written_anew_when_memory_runs_out(moment, most, monkeypatch):
+def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=12)
@@ -69,7 +69,7 @@ def test_what_was_told_is_not_written_anew_when_memory_runs_out(moment, most, mo
     assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of those that nobody was told of"
 
 
-def test_nobody_is_told_of_other_rows_than_were_asked_about():
+def test_other_rows_are_not_reported():
     """Of those that whoever hears has written for that, say, or of a part, whose numbers are others."""
     bank, heard = ending(MODEL), []
     rows = make_rows(range(3), tokens=4)

@@ -41,7 +41,7 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
     )
 
 
-def test_once_some_have_left_rows_go_on_as_multiples_of_eight(monkeypatch):
+def test_remaining_rows_are_multiples_of_eight(monkeypatch):
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # each is run by itself
     bank = different_members(MODEL, 1)
     counts = rows_run(bank, monkeypatch)
@@ -56,7 +56,7 @@ def test_once_some_have_left_rows_go_on_as_multiples_of_eight(monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tokens_are_drawn_with_the_probabilities_of_softmax_at_the_temperature(architecture):
+def test_tokens_follow_the_softmax_at_the_temperature(architecture):
     """Over a grid of uniforms, every token is drawn exactly as often as its probability says; no statistics needed."""
     bank = different_members(tiny_model(architecture), 2)
     count = 1000
@@ -72,7 +72,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_softmax_at_the_temperature(a
         )
 
 
-def test_the_second_token_is_drawn_given_the_first():
+def test_second_token_depends_on_the_first():
     bank = different_members(MODEL, 1)
     member = PeftMember(MODEL, lora(), bank.peft_files(0)[0], [EOS])
     count = 200
@@ -87,7 +87,7 @@ def test_the_second_token_is_drawn_given_the_first():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_recorded_log_probs_are_those_of_scoring(architecture):
+def test_sampled_log_probs_equal_scored_ones(architecture):
     bank = different_members(tiny_model(architecture), 3)
     batch = sampled_batch(bank, tokens=8, min_new_tokens=3)
     torch.testing.assert_close(bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
@@ -121,7 +121,7 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
     assert torch.equal(rollout.log_probs, torch.zeros_like(rollout.log_probs))
 
 
-def test_greedy_and_sampled_rows_may_share_a_batch():
+def test_greedy_and_sampled_rows_in_one_batch():
     bank = different_members(MODEL, 3)
     greedy, sampled = make_rows(range(3), greedy=True), clear(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
@@ -138,7 +138,7 @@ def test_a_low_temperature_approaches_greedy_decoding():
 
 
 @pytest.mark.parametrize("edge", [0.0, 1 - 2**-24, 1 - 2**-53])
-def test_draws_at_the_ends_give_possible_tokens(edge):
+def test_extreme_uniforms_give_valid_tokens(edge):
     bank = different_members(MODEL, 1)
     rollout = bank.sample(one_prompt(PROMPTS[0], torch.full((1, 4), edge, dtype=torch.float64), min_new_tokens=2))
     assert bool(rollout.log_probs.isfinite().all())
@@ -155,7 +155,7 @@ def tokens_that_occur(bank, tokens=10):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_row_ends_at_its_first_end_of_sequence_and_not_before(shared):
+def test_rows_end_at_their_first_eos(shared):
     frequent = tokens_that_occur(different_members(MODEL, 3))
     bank = different_members(MODEL, 3, eos_token_ids=frequent)
     bank.base.shares_prefix = shared
@@ -183,7 +183,7 @@ def test_a_row_ends_at_its_first_end_of_sequence_and_not_before(shared):
     assert torch.equal(rollout.actions[both], free[both])
 
 
-def test_a_row_may_end_with_its_very_last_token_and_is_not_truncated_then():
+def test_eos_as_last_token_is_not_truncated():
     bank = different_members(MODEL, 1)
     rows = make_rows([0], tokens=3)
     last = int(bank.sample(rows).actions[0, 2])
@@ -194,7 +194,7 @@ def test_a_row_may_end_with_its_very_last_token_and_is_not_truncated_then():
     assert ended.truncated.tolist() == [False]
 
 
-def test_decoding_stops_as_soon_as_all_rows_have_ended():
+def test_decoding_stops_when_all_rows_ended():
     bank = different_members(MODEL, 3, eos_token_ids=range(1, 40))  # most tokens end a completion
     rows = make_rows(range(3), tokens=40)
     calls = []
@@ -206,7 +206,7 @@ def test_decoding_stops_as_soon_as_all_rows_have_ended():
     assert len(calls) == longest  # the prompts, then one pass for each token but the last
 
 
-def test_no_end_of_sequence_before_min_new_tokens_and_the_policy_knows():
+def test_no_eos_before_min_new_tokens():
     """Ruling an end out raises the others' probabilities, in sampling as in scoring."""
     frequent = tokens_that_occur(different_members(MODEL, 3))
     bank = different_members(MODEL, 3, eos_token_ids=frequent)
@@ -222,7 +222,7 @@ def test_no_end_of_sequence_before_min_new_tokens_and_the_policy_knows():
     torch.testing.assert_close(scored[:, 5:][late], unaware[:, 5:][late], rtol=1e-4, atol=1e-4)
 
 
-def test_one_token_is_a_completion():
+def test_single_token_completions():
     bank = different_members(MODEL, 2)
     rollout = bank.sample(make_rows([0, 1], tokens=1))
     assert rollout.actions.shape[1] == 1
@@ -233,7 +233,7 @@ def test_one_token_is_a_completion():
 
 
 @pytest.mark.parametrize(("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)])
-def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, shared, monkeypatch):
+def test_results_do_not_depend_on_order_or_waves(architecture, shared, monkeypatch):
     bank = different_members(tiny_model(architecture), 3)
     bank.base.shares_prefix = shared
     rows = make_rows(range(3), tokens=6)
@@ -253,19 +253,19 @@ def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, sh
             assert torch.equal(getattr(got, field), getattr(expected, field)[order]), field
 
 
-def test_a_cpu_samples_fewer_rows_at_once_than_there_is_room_for():
+def test_rows_at_once_on_a_cpu():
     for device, width, rows in (("cuda", 64, 512), ("cpu", 64, 256), ("cpu", 256, 128), ("cpu", 1024, 32)):
         assert sampling.rows_at_once(width, device) == rows
     assert sampling.rows_at_once(10**6, "cpu") == 1
 
 
-def test_the_same_rows_twice_are_the_same_bit_for_bit():
+def test_sampling_is_deterministic():
     bank = different_members(MODEL, 3)
     one, other = (bank.sample(make_rows(range(3))) for _ in range(2))
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in (*FIELDS, "log_probs"))
 
 
-def test_every_prompt_runs_once_per_member():
+def test_prompts_run_once_per_member():
     bank = different_members(MODEL, 3)
     shapes = []
     handle = MODEL.base_model.register_forward_hook(
@@ -276,7 +276,7 @@ def test_every_prompt_runs_once_per_member():
     assert shapes == [(3 * len(PROMPTS), max(map(len, PROMPTS))), (sum(GROUP_SIZES) * len(PROMPTS), 1)]
 
 
-def test_each_member_samples_at_its_own_temperature():
+def test_members_have_their_own_temperature():
     """The same member three times over, so that temperature is all that differs; hot rows surprise more."""
     bank = different_members(MODEL, 3)
     bank.inherit([0, 0, 0])
@@ -298,7 +298,7 @@ def test_each_member_samples_at_its_own_temperature():
 
 
 @pytest.mark.parametrize("every", [2, 5, 100])
-def test_asking_rarely_which_rows_have_ended_changes_no_completion(every, monkeypatch):
+def test_check_interval_does_not_change_completions(every, monkeypatch):
     bank = different_members(MODEL, 3)
     rows = clear(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)

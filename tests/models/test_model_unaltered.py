@@ -50,7 +50,7 @@ def unusual(request):
     return model
 
 
-def test_working_leaves_the_model_as_it_was(unusual):
+def test_working_restores_the_model(unusual):
     before, weights, expected = (
         portrait(unusual),
         {k: v.clone() for k, v in unusual.state_dict().items()},
@@ -74,7 +74,7 @@ class ForcedError(Exception):
     """Raised on purpose."""
 
 
-def test_an_exception_inside_leaves_the_model_as_it_was(unusual):
+def test_exceptions_restore_the_model(unusual):
     bank = different_members(unusual, 2)
     batch = sampled_batch(bank)
     before, expected = portrait(unusual), logits(unusual)
@@ -112,7 +112,7 @@ def test_an_exception_inside_leaves_the_model_as_it_was(unusual):
     )
 
 
-def test_two_banks_interleaved_on_one_model_do_not_meet():
+def test_two_banks_on_one_model_are_independent():
     model = tiny_model("llama")
     one, other = different_members(model, 2), different_members(model, 3, std=0.4)
     controls = [different_members(tiny_model("llama"), 2), different_members(tiny_model("llama"), 3, std=0.4)]
@@ -127,7 +127,7 @@ def test_two_banks_interleaved_on_one_model_do_not_meet():
         assert all(same_state(bank.state(slot), control.state(slot)) for slot in range(bank.size))
 
 
-def test_one_bank_may_work_inside_anothers_loss():
+def test_bank_inside_the_loss_of_another():
     model = tiny_model("llama")
     bank, inner, control = (
         different_members(model, 2),
@@ -145,7 +145,7 @@ def test_one_bank_may_work_inside_anothers_loss():
     assert bank.update(batch, nested, HYPERPARAMETERS) == control.update(batch, loss, HYPERPARAMETERS)
 
 
-def test_a_bank_may_score_inside_its_own_loss():
+def test_bank_scores_inside_its_own_loss():
     bank, control = (different_members(tiny_model("llama"), 2, micro_batch_tokens=40) for _ in range(2))
     batch = sampled_batch(bank)
     expected, reference = bank.log_probs(batch), bank.reference_log_probs(batch)
@@ -159,7 +159,7 @@ def test_a_bank_may_score_inside_its_own_loss():
     assert bank.update(batch, nested, {0: HYPERPARAMETERS[0]}) == control.update(batch, loss, {0: HYPERPARAMETERS[0]})
 
 
-def test_adapters_act_in_the_banks_own_passes_alone():
+def test_adapters_apply_only_in_passes_of_the_bank():
     """A loss may run the base, which has no adapters then."""
     model = tiny_model("llama").eval()
     bank = different_members(model, 2)
@@ -175,7 +175,7 @@ def test_adapters_act_in_the_banks_own_passes_alone():
     torch.testing.assert_close(seen[0], expected)
 
 
-def test_the_model_is_made_ready_once_however_many_micro_batches_there_are(monkeypatch):
+def test_model_is_prepared_once_per_update(monkeypatch):
     monkeypatch.setenv("EVOGRPO_SLOW", "1")  # only transformers' own pass needs hooks
     model = tiny_model("llama")
     bank = different_members(model, 2, micro_batch_tokens=1)
@@ -189,7 +189,7 @@ def test_the_model_is_made_ready_once_however_many_micro_batches_there_are(monke
     assert len(hooked) == len(bank.weights.targets)
 
 
-def test_dropout_of_the_base_never_acts_in_the_bank():
+def test_dropout_of_the_base_is_off():
     model = tiny_model("gpt2").train()
     assert model.config.resid_pdrop > 0
     assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), "the test needs live dropout"

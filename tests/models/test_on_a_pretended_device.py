@@ -36,7 +36,7 @@ sys.exit(pytest.main(sys.argv[1:]))
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="devices that are written in Python came with a later torch",
 )
-def test_what_is_promised_of_accelerators_holds_on_one_that_is_pretended():
+def test_accelerator_tests_pass_on_a_simulated_device():
     files = ["tests/models/test_on_accelerators.py", "tests/models/test_stacked_acting.py"]
     done = subprocess.run(
         [sys.executable, "-c", MIXING, "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *files],

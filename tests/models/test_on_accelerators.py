@@ -27,7 +27,7 @@ def sampled(bank, device, **choices):
     return as_batch(rows, bank.sample(rows).to(torch.device("cpu"))).to(device)
 
 
-def test_neighbours_change_nobody(device):
+def test_results_do_not_depend_on_other_rows(device):
     """Beside two others, and alone in its batch, a member learns the same."""
     model = tiny_model("llama").to(device)
     together = different_members(model, 3)
@@ -44,7 +44,7 @@ def test_neighbours_change_nobody(device):
         assert_states_agree(together.state(slot), alone.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
 
-def test_neighbours_change_nobody_who_reads_what_was_computed_while_writing(device):
+def test_resumed_rows_do_not_depend_on_other_rows(device):
     """Members that record learn together what each of them would that records alone, and what it would without."""
     model = tiny_model("llama").to(device)
     together = different_members(model, 3, reduce_memory_peak=False)
@@ -66,7 +66,7 @@ def test_neighbours_change_nobody_who_reads_what_was_computed_while_writing(devi
             assert_states_agree(together.state(slot), alone.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
 
-def test_a_bank_learns_what_separate_peft_models_do(device):
+def test_learning_matches_separate_peft_models(device):
     model = tiny_model("llama")
     oracles = [
         PeftMember(model, lora(), different_members(model, 3, eos_token_ids=END_IDS).peft_files(slot)[0], END_IDS)
@@ -86,7 +86,7 @@ def test_a_bank_learns_what_separate_peft_models_do(device):
     torch.testing.assert_close(scored, here.sampler_log_probs, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_neither_the_order_nor_the_waves_matter_and_all_is_told(device, monkeypatch):
+def test_results_do_not_depend_on_order_or_waves(device, monkeypatch):
     """At the distance between looks that an accelerator has."""
     monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 8)
     model = tiny_model("llama").to(device)
@@ -103,14 +103,14 @@ def test_neither_the_order_nor_the_waves_matter_and_all_is_told(device, monkeypa
         assert torch.equal(getattr(got, field).cpu(), getattr(expected, field).cpu()[order]), field
 
 
-def test_the_default_size_of_micro_batches_is_recorded(device):
+def test_default_micro_batch_size_is_recorded(device):
     agent = tiny_agent(actor_network=tiny_model().to(device))
     size = agent.members.settings.micro_batch_tokens
     assert agent.members.bank.micro_batch_tokens == size
     assert MIN_TOKENS <= size <= MAX_TOKENS
 
 
-def test_stopping_and_going_on_equals_never_stopping(device, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(device, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     lengths = {"generations": 2, "steps_per_generation": 1}
     given = {"micro_batch_tokens": 64}

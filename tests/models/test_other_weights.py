@@ -73,7 +73,7 @@ class TestMembersThatScaleSample(SamplerTestCase):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_gradients_and_steps_are_those_of_a_model_of_its_own(shared):
+def test_updates_match_a_separate_model(shared):
     model = tiny_model("llama")
     bank = scaling_bank(model)
     bank.base.shares_prefix = shared

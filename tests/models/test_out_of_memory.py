@@ -13,7 +13,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in
 
 
 @pytest.mark.parametrize("limit", [1, 4])
-def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(limit):
+def test_micro_batches_are_halved(limit):
     bank, roomy = different_members(MODEL, 3, micro_batch_tokens=160), different_members(MODEL, 3)
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
@@ -39,7 +39,7 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(li
 
 
 @pytest.mark.parametrize("when", range(1, 5))
-def test_whenever_memory_runs_out_no_gradient_is_added_twice_and_nobody_steps_twice(when):
+def test_each_member_steps_once(when):
     bank, roomy = different_members(MODEL, 3, micro_batch_tokens=60), different_members(MODEL, 3)
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
@@ -64,7 +64,7 @@ def test_whenever_memory_runs_out_no_gradient_is_added_twice_and_nobody_steps_tw
         )
 
 
-def test_a_completion_that_never_fits_fails_its_member_alone():
+def test_completion_beyond_memory_fails_one_member():
     bank, control = different_members(MODEL, 3, micro_batch_tokens=1), different_members(MODEL, 3, micro_batch_tokens=1)
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
@@ -86,7 +86,7 @@ def test_a_completion_that_never_fits_fails_its_member_alone():
     assert bank.update(batch, loss, {1: HYPERPARAMETERS[1]})[1] == expected[1]
 
 
-def test_another_error_is_the_callers_to_see():
+def test_other_errors_propagate():
     bank = different_members(MODEL, 1)
     batch = sampled_batch(bank)
 
@@ -98,7 +98,7 @@ def test_another_error_is_the_callers_to_see():
     assert bank.micro_batch_tokens == 1024
 
 
-def test_sampling_and_scoring_go_on_in_smaller_parts():
+def test_sampling_and_scoring_use_smaller_parts():
     """The vocabulary head refuses more rows than 12, as a full device would."""
     bank = different_members(MODEL, 3, micro_batch_tokens=64)
     rows = clear(bank, make_rows(range(3)))

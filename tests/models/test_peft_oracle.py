@@ -56,12 +56,12 @@ def assert_exports_to_peft(model, lora_config, folder):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_exported_member_loads_with_peft_and_is_the_same_policy(architecture, tmp_path):
+def test_exported_member_matches_peft(architecture, tmp_path):
     assert_exports_to_peft(tiny_model(architecture), lora(), tmp_path)
 
 
 @pytest.mark.parametrize("name", LORA_CONFIGS)
-def test_every_supported_lora_config_exports_and_means_what_peft_means(name, tmp_path):
+def test_supported_configs_match_peft(name, tmp_path):
     assert_exports_to_peft(tiny_model("llama"), LORA_CONFIGS[name], tmp_path)
 
 
@@ -72,14 +72,14 @@ def test_every_supported_lora_config_exports_and_means_what_peft_means(name, tmp
         *(("gpt2", name) for name, config in LORA_CONFIGS.items() if config.target_modules == "all-linear"),
     ],
 )
-def test_the_adapted_modules_are_those_that_peft_chooses(architecture, name):
+def test_targets_match_peft(architecture, name):
     config = LORA_CONFIGS[name]
     model = tiny_model(architecture)
     bank = different_members(model, 1, lora_config=config)
     PeftMember(model, config, bank.peft_files(0)[0], END_IDS)  # checks that the adapters are PEFT's, no more, no fewer
 
 
-def test_an_export_names_everything_it_needs(tmp_path):
+def test_export_contains_all_fields(tmp_path):
     bank = different_members(tiny_model("llama"), 2)
     first, second = (bank.peft_files(slot) for slot in range(2))
     assert first[1] == second[1]
@@ -114,7 +114,7 @@ def reference_step(member, batch, old, slot, beta):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_bank_of_three_equals_three_separate_peft_models(architecture):
+def test_bank_equals_separate_peft_models(architecture):
     """Rollouts are the bank's; losses, gradients, moments and weights over three steps are compared."""
     settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
     hyperparameters = {

@@ -12,7 +12,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=0, ma
 
 
 @given(ROWS, st.lists(st.integers(1, 9), min_size=5, max_size=5), st.integers(1, 120))
-def test_parts_are_the_rows_in_order_and_only_single_rows_exceed_the_budget(rows, widths, budget):
+def test_micro_batches_respect_the_budget(rows, widths, budget):
     rows = sorted(rows, key=lambda row: row[0])
     prefixes, lengths = [prefix for prefix, _ in rows], [length for _, length in rows]
     own_widths = [widths[prefix] for prefix in prefixes]
@@ -32,7 +32,7 @@ def test_parts_are_the_rows_in_order_and_only_single_rows_exceed_the_budget(rows
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=20))
-def test_pairs_are_the_distinct_ones_in_order(pairs):
+def test_share_prefixes_returns_sorted_pairs(pairs):
     members, prompts = (torch.tensor(column) for column in zip(*pairs, strict=True))
     distinct, which = share_prefixes(members, prompts)
     assert distinct == sorted(set(pairs))

@@ -33,7 +33,7 @@ def test_a_bfloat16_base_trains_float32_adapters(device):
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_what_the_cpu_computes():
+def test_gpu_matches_cpu():
     cpu, gpu = different_members(tiny_model("llama"), 3), different_members(tiny_model("llama").to("cuda"), 3)
     batch = sampled_batch(cpu)
     same = batch.to("cuda")
@@ -61,7 +61,7 @@ def in_float16():
 @pytest.mark.parametrize("precision", [in_bfloat16, in_float16])
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_mixed_precision_samples_scores_and_learns_at_every_size(size, prompts, precision, accelerators):
+def test_mixed_precision(size, prompts, precision, accelerators):
     """Members with equally many rows take one product for all, ragged ones a product each; with gradients a third."""
     mixed = different_members(tiny_model("llama"), size, std=0.05, autocast=precision())
     exact = different_members(tiny_model("llama"), size, std=0.05)

@@ -41,7 +41,7 @@ def shared_and_plain(model, micro_batch_tokens=100):
 
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["prompts", "prompts that begin alike"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_values_gradients_and_samples_equal_the_plain_pass(architecture, system):
+def test_matches_unshared_pass(architecture, system):
     shared, plain = shared_and_plain(tiny_model(architecture), 100 + 20 * len(system))
     # Longer together than gemma2's sliding window of 6.
     rows = make_rows(range(3), tokens=8, prompts=tuple((*system, *prompt) for prompt in (*PROMPTS, (20,))))
@@ -62,7 +62,7 @@ def test_values_gradients_and_samples_equal_the_plain_pass(architecture, system)
         assert_gradients_agree(one, other)
 
 
-def test_what_all_prompts_begin_with_runs_once_per_member():
+def test_common_beginning_runs_once_per_member():
     model = tiny_model("llama")
     bank = different_members(model, 3)
     widths = []
@@ -92,7 +92,7 @@ def test_gradients_flow_through_the_prompt(architecture):
 
 @pytest.mark.filterwarnings("ignore:.*KV cache")
 @pytest.mark.parametrize("kind", UNSHAREABLE)
-def test_a_model_whose_cache_cannot_be_shared_is_exact_all_the_same(kind):
+def test_model_without_shared_cache_is_exact(kind):
     model = AutoModelForCausalLM.from_config(UNSHAREABLE[kind])
     config = lora(exclude_modules=["out_proj", "dt_proj"])  # what is left out: fused kernels pass these by
     bank = different_members(model, 3, lora_config=config)
@@ -112,7 +112,7 @@ def test_a_model_whose_cache_cannot_be_shared_is_exact_all_the_same(kind):
     assert all(r.grad_norm > 0 for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).values())
 
 
-def test_the_fall_back_warns_once_and_names_the_architecture():
+def test_fallback_warns_once():
     model = AutoModelForCausalLM.from_config(UNSHAREABLE["state space"])
     with pytest.warns(UserWarning, match="KV cache of MambaForCausalLM") as caught:
         bank = AdapterBank(model, size=2, pad_token_id=PAD, eos_token_ids=[EOS], lora_config=lora())
@@ -123,7 +123,7 @@ def test_the_fall_back_warns_once_and_names_the_architecture():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_vocabulary_head_that_the_probe_chose_gives_the_models_own_logits(architecture):
+def test_head_matches_the_models_logits(architecture):
     """gemma2 caps its logits and granite divides them, which their bare output embeddings would miss."""
     model = tiny_model(architecture).eval()
     bank = AdapterBank(model, size=1, pad_token_id=PAD, eos_token_ids=[EOS], lora_config=lora())
@@ -136,7 +136,7 @@ def test_the_vocabulary_head_that_the_probe_chose_gives_the_models_own_logits(ar
     assert (architecture in ("gemma2", "granite")) == (not torch.allclose(bare, expected, atol=1e-2))
 
 
-def test_a_head_that_cannot_be_found_is_refused():
+def test_unsupported_head_raises():
     model = tiny_model("llama")
     inner = model.forward
 

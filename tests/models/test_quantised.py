@@ -17,7 +17,14 @@ from evogrpo.models.language import quantised
 from evogrpo.models.language.adapter_files import check_export
 from evogrpo.models.language.fsdp import base_bytes
 from evogrpo.models.language.loading import fingerprint, load_base, load_outline
-from evogrpo.models.language.quantised import DEVICES, PACKAGES, bytes_of, check_quantised, is_quantised, quantising
+from evogrpo.models.language.quantised import (
+    DEVICES,
+    PACKAGES,
+    bytes_of,
+    check_quantised,
+    is_quantised,
+    quantised_options,
+)
 from tests.rounding import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import scatter, tiny_agent, tiny_env, tiny_population
@@ -52,7 +59,7 @@ def base(kind: Any, stored: Path) -> PreTrainedModel:
     return load_base(stored, dtype=kind).model
 
 
-def test_members_learn_together_what_they_learn_alone(base: PreTrainedModel) -> None:
+def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
     """As over any base; it is run by transformers' own passes."""
     options: dict[str, Any] = {"actor_network": base, "lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2}
     env, together, before = tiny_env(), tiny_population(3, **options), fingerprint(base)
@@ -71,7 +78,7 @@ def test_members_learn_together_what_they_learn_alone(base: PreTrainedModel) -> 
     assert fingerprint(base) == before
 
 
-def test_it_is_the_same_base_in_fewer_bits(kind: Any, base: PreTrainedModel, stored: Path) -> None:
+def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, stored: Path) -> None:
     """It is recognised, near what the plain one computes but not equal to it, and as small as was estimated."""
     plain, ids = tiny_model(), torch.arange(3, 12)[None]
     assert is_quantised(base)
@@ -86,7 +93,7 @@ def test_it_is_the_same_base_in_fewer_bits(kind: Any, base: PreTrainedModel, sto
     assert base_bytes(base) <= estimate * 1.1 < 0.6 * base_bytes(plain)
 
 
-def test_what_was_learnt_is_for_the_plain_base_too(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
+def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
     """An adapter is loaded by PEFT and by an agent over the plain base; the quantised base is not saved."""
     agent = tiny_agent(actor_network=base)
     scatter(agent)
@@ -100,9 +107,9 @@ def test_what_was_learnt_is_for_the_plain_base_too(base: PreTrainedModel, stored
         tiny_agent(actor_network=base, device="meta")
 
 
-def test_a_base_that_its_user_has_quantised_serves(kind: Any, stored: Path, tmp_path: Path) -> None:
+def test_base_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
     """It is recognised as itself."""
-    options = vars(quantising(kind, torch.float32, "cpu"))
+    options = quantised_options(kind, torch.float32, "cpu")
     own, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
     agent = tiny_agent(actor_network=own)
     agent.save_checkpoint(tmp_path / "agent")
@@ -110,7 +117,7 @@ def test_a_base_that_its_user_has_quantised_serves(kind: Any, stored: Path, tmp_
 
 
 @needs("bitsandbytes")
-def test_layers_that_let_no_gradient_through_are_refused(stored: Path) -> None:
+def test_layers_without_gradient_raise(stored: Path) -> None:
     """As those of bitsandbytes on many CPUs, once they have been run without."""
     from bitsandbytes.functional import has_avx512bf16
 
@@ -126,7 +133,7 @@ def test_layers_that_let_no_gradient_through_are_refused(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", list(PACKAGES))
-def test_where_it_cannot_be_loaded_it_is_refused(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By device, in parts, and without the package: before anything is looked for."""
     for device in {"cpu", "cuda", "mps"} - set(DEVICES[wanted]):
         with pytest.raises(ValueError, match=f"{wanted} requires the device .*{device}"):
@@ -135,10 +142,10 @@ def test_where_it_cannot_be_loaded_it_is_refused(wanted: str, monkeypatch: pytes
         check_quantised(wanted, "cuda", parts=2)
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=rf"a base in {wanted} needs {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
+        ValueError, match=rf"A base in {wanted} needs {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
     ):
         check_quantised(wanted, "cuda")
-    with pytest.raises(ValueError, match="a base in int8 needs torchao"):
+    with pytest.raises(ValueError, match="A base in int8 needs torchao"):
         load_base(tmp_path / "nowhere", dtype="int8")
     for plain in ("float32", "bfloat16", "auto", None):
         check_quantised(plain, "mps", parts=2)

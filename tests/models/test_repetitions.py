@@ -71,7 +71,7 @@ def distinct(batch, *, of_base=False):
     ("architecture", "entropy_gradient"),
     [("llama", False), ("llama", True), ("gemma2", False), ("gpt2", True), ("opt", False)],
 )
-def test_scores_and_gradients_are_those_of_running_every_row(architecture, entropy_gradient, run, monkeypatch):
+def test_matches_running_every_row(architecture, entropy_gradient, run, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, micro_batch_tokens=70)
     batch, several = repeated(bank)
     assert several > 10
@@ -102,7 +102,7 @@ def test_scores_and_gradients_are_those_of_running_every_row(architecture, entro
         assert_gradients_agree(gradient, expected_gradient, what=f"gradient of slot {slot}")
 
 
-def test_the_reference_runs_once_what_several_members_have_written(run):
+def test_base_runs_identical_rows_of_members_once(run):
     bank = different_members(tiny_model("llama"), SIZE)
     batch, _ = repeated(bank)
     alone = batch.select((batch.member_ids == 0).nonzero()[:, 0])
@@ -123,7 +123,7 @@ def test_the_reference_runs_once_what_several_members_have_written(run):
     assert not torch.allclose(members[: len(alone)], members[-len(alone) :], atol=1e-2), "their adapters differ"
 
 
-def test_a_completion_that_never_fits_fails_its_member_alone_however_often_it_is_there():
+def test_completion_beyond_memory_fails_one_member():
     bank, control = (different_members(tiny_model("llama"), SIZE, micro_batch_tokens=64) for _ in range(2))
     batch, _ = repeated(bank)
     loss = grpo_loss(batch)
@@ -179,7 +179,7 @@ def batch_of(rows):
 
 
 @given(ROWS)
-def test_rows_repeat_each_other_where_nothing_that_a_model_is_given_differs(rows):
+def test_repetitions_are_rows_with_equal_inputs(rows):
     batch = batch_of(rows)
 
     def same(one, other):
@@ -190,7 +190,7 @@ def test_rows_repeat_each_other_where_nothing_that_a_model_is_given_differs(rows
     assert repetitions(batch, batch.member_ids) == [own if own[0] == row else [] for row, own in enumerate(expected)]
 
 
-def test_a_micro_batch_has_all_repetitions_of_what_it_runs():
+def test_micro_batch_contains_all_repetitions():
     every = [[0, 3, 4], [1], [2, 5], [], [], []]
     part = MicroBatch.of(torch.tensor([2, 0]), every).among(torch.tensor([10, 11, 12, 13, 14, 15]))
     assert part.run.tolist() == [12, 10]

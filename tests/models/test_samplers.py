@@ -52,7 +52,7 @@ class TestSamplerWithCopiesOfItsOwn(SamplerTestCase):
         return Returned(bank)
 
 
-def test_a_rollout_is_exact_in_float32_and_not_in_half_precision():
+def test_rollouts_are_exact_in_float32_only():
     for dtype in (torch.float32, torch.bfloat16):
         bank = different_members(tiny_model("llama").to(dtype), 2)
         rows = make_rows(range(2))

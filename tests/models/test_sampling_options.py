@@ -49,7 +49,7 @@ def chances(member: PeftMember, tokens, options: SamplingOptions, temperature: f
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_over_a_grid_of_uniforms_tokens_come_as_often_as_transformers_says(name):
+def test_token_frequencies_match_transformers(name):
     options, bank, count = OPTIONS[name], different_members(tiny_model("llama"), 1), 400
     member = PeftMember(bank.base.model, lora(), bank.peft_files(0)[0], [EOS])
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -76,7 +76,7 @@ def test_over_a_grid_of_uniforms_tokens_come_as_often_as_transformers_says(name)
     assert not torch.equal(whole.actions, drawn.actions)
 
 
-def test_a_neighbour_changes_nothing_and_a_further_turn_remembers_what_was_heard():
+def test_options_with_other_rows_and_further_turns():
     bank, options = different_members(tiny_model("llama"), 3), OPTIONS["all"]
     rows = clear(bank, replace(make_rows(range(3), tokens=8), options=options))
     together = bank.sample(replace(rows, keep=True))
@@ -97,7 +97,7 @@ def test_a_neighbour_changes_nothing_and_a_further_turn_remembers_what_was_heard
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.5])
-def test_greedy_answers_repeat_as_little_as_those_of_generate(penalty):
+def test_repetition_penalty_matches_generate(penalty):
     bank = different_members(tiny_model("llama"), 1, eos_token_ids=[EOS])
     options = SamplingOptions(repetition_penalty=penalty, top_k=3, top_p=0.5, min_p=0.3)
     rows = replace(make_rows([0], tokens=12, greedy=True), options=options)
@@ -126,6 +126,6 @@ def test_greedy_answers_repeat_as_little_as_those_of_generate(penalty):
         *(("repetition_penalty", value) for value in (0.0, -1.0, float("inf"), float("nan"))),
     ],
 )
-def test_options_out_of_range_are_refused(name, value):
+def test_options_out_of_range_raise(name, value):
     with pytest.raises(ValueError, match=rf"^{name} must .*, got {value}: "):
         SamplingOptions(**{name: value})

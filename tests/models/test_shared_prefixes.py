@@ -41,7 +41,7 @@ def beginnings(rows, rollout, at):
 
 @pytest.mark.parametrize("ends", [[1], list(range(1, 12))])
 @pytest.mark.parametrize("architecture", KNOWN)
-def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
+def test_matches_separate_rows(architecture, ends, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     rows = clear(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
@@ -60,7 +60,7 @@ def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
     assert sum(counts) < 0.7 * sum(apart)
 
 
-def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
+def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = clear(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
     counts = rows_run(bank, monkeypatch)
@@ -78,7 +78,7 @@ def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
     "options",
     [SamplingOptions(repetition_penalty=1.3), SamplingOptions(top_k=5), SamplingOptions(top_p=0.7, min_p=0.05)],
 )
-def test_whatever_is_asked_of_the_tokens(options, monkeypatch):
+def test_matches_with_all_options(options, monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
     got = bank.sample(rows)
@@ -88,7 +88,7 @@ def test_whatever_is_asked_of_the_tokens(options, monkeypatch):
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
 
 
-def test_greedy_rows_are_one_for_good(monkeypatch):
+def test_greedy_rows_never_separate(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.0)
     counts = rows_run(bank, monkeypatch)
@@ -98,7 +98,7 @@ def test_greedy_rows_are_one_for_good(monkeypatch):
     assert float(rollout.log_probs.abs().max()) == 0.0
 
 
-def test_slow_passes_run_each_row(monkeypatch):
+def test_slow_mode_runs_each_row(monkeypatch):
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
     bank = different_members(tiny_model("llama"), SIZE)
     rows = alike(tokens=5, min_new_tokens=5, temperature=0.2)
@@ -107,7 +107,7 @@ def test_slow_passes_run_each_row(monkeypatch):
     assert set(counts) == {len(rows)}
 
 
-def test_rows_of_one_beginning_have_temperatures_of_their_own(monkeypatch):
+def test_rows_of_one_prefix_have_their_own_temperature(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
     rows = clear(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
@@ -116,7 +116,7 @@ def test_rows_of_one_beginning_have_temperatures_of_their_own(monkeypatch):
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
-def test_further_turns_resume_from_shared_beginnings(monkeypatch):
+def test_further_turns_resume_from_shared_prefixes(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
     turns = []
@@ -166,7 +166,7 @@ def listed(prompt_of):
 
 
 @pytest.mark.parametrize("most", [0.5, 1.0])
-def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch):
+def test_hidden_states_match_the_tokens(most, monkeypatch):
     """A random walk: rows choose among two tokens, and at every third step a third of them leaves."""
     rng = torch.Generator().manual_seed(0)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
@@ -187,7 +187,7 @@ def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch
 
 
 @pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
-def test_copying_ends_where_it_takes_longer_than_running(most, ran, monkeypatch):
+def test_rows_separate_when_copies_cost_too_much(most, ran, monkeypatch):
     """Of 32 rows 16 are not run; one stem forks, so 17 are copied, and run with others as 24."""
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
     monkeypatch.setattr(shared_prefixes, "MAX_COPIED_PER_SKIPPED", most)

@@ -89,7 +89,7 @@ def before():
 
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["prompts", "prompts that begin alike"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_going_on_from_the_cache_equals_running_everything_again(architecture, system):
+def test_resuming_equals_rerunning(architecture, system):
     bank = ending(tiny_model(architecture))
     rows = make_rows(range(3), tokens=7, min_new_tokens=LEAST, prompts=tuple((*system, *prompt) for prompt in PROMPTS))
     turns = played(bank, rows)
@@ -100,13 +100,13 @@ def test_going_on_from_the_cache_equals_running_everything_again(architecture, s
 
 @pytest.mark.filterwarnings("ignore:.*KV cache")
 @pytest.mark.parametrize("kind", UNSHAREABLE)
-def test_a_model_whose_cache_cannot_be_shared_keeps_nothing_and_goes_on_all_the_same(kind):
+def test_model_without_shared_cache_resumes_without_it(kind):
     bank = different_members(AutoModelForCausalLM.from_config(UNSHAREABLE[kind]), 3)
     turns = played(bank, make_rows(range(3), tokens=4), turns=2)
     assert all(rollout.kept is None for _, rollout, _ in turns)
 
 
-def test_going_on_feeds_only_what_the_cache_lacks():
+def test_resuming_feeds_only_new_tokens():
     bank = different_members(MODEL, 3)
     rows = make_rows(range(3), tokens=6, keep=True, min_new_tokens=6, prompts=((*SYSTEM, 3, 4), (*SYSTEM, 5)))
     first = bank.sample(rows)
@@ -118,7 +118,7 @@ def test_going_on_feeds_only_what_the_cache_lacks():
 
 
 @pytest.mark.parametrize("cached_tokens", [1, 100, 250])
-def test_waves_keep_what_there_is_room_for_and_the_rest_runs_again(before, cached_tokens, monkeypatch):
+def test_saved_caches_are_limited(before, cached_tokens, monkeypatch):
     bank, expected = before
     rows = make_rows(range(3), tokens=6)
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
@@ -132,7 +132,7 @@ def test_waves_keep_what_there_is_room_for_and_the_rest_runs_again(before, cache
         assert 0 < int((kept.part_of >= 0).sum()) < len(rows)
 
 
-def test_running_out_of_memory_halves_the_rows_that_go_on(before, monkeypatch):
+def test_out_of_memory_halves_resumed_rows(before, monkeypatch):
     bank, expected = before
     rows = make_rows(range(3), tokens=6, keep=True)
     head = bank.base.head
@@ -148,7 +148,7 @@ def test_running_out_of_memory_halves_the_rows_that_go_on(before, monkeypatch):
         assert len(other.kept.parts) > len(one.kept.parts)
 
 
-def test_some_rows_may_go_on_in_any_order():
+def test_some_rows_resume_in_any_order():
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=6, keep=True)
     first = bank.sample(rows)
@@ -168,7 +168,7 @@ def test_some_rows_may_go_on_in_any_order():
 
 
 @pytest.mark.parametrize("what", ["weights", "base", "history", "another sampler"])
-def test_what_no_longer_fits_is_run_again(what):
+def test_outdated_caches_are_not_used(what):
     bank = different_members(MODEL, 3)
     rows = make_rows(range(3), tokens=5, keep=True)
     first = bank.sample(rows)
@@ -202,7 +202,7 @@ def two_turns(bank, *, least=LEAST):
     ("architecture", "shared"),
     [("llama", True), ("llama", False), ("gemma2", True), ("gpt2", True), ("opt", True)],
 )
-def test_log_probs_and_gradients_after_what_was_heard_equal_a_plain_models(architecture, shared):
+def test_later_turns_match_a_plain_model(architecture, shared):
     model = tiny_model(architecture)
     bank = ending(model, micro_batch_tokens=90)
     bank.base.shares_prefix = shared
@@ -244,7 +244,7 @@ def test_log_probs_and_gradients_after_what_was_heard_equal_a_plain_models(archi
             )
 
 
-def test_a_shortest_turn_is_scored_as_it_was_sampled_in_every_turn():
+def test_min_new_tokens_applies_to_every_turn():
     bank = ending(MODEL)
     rows, turns = two_turns(bank)
     batch = episodes(rows, turns)
@@ -257,7 +257,7 @@ def test_a_shortest_turn_is_scored_as_it_was_sampled_in_every_turn():
     torch.testing.assert_close(right[~second], wrong[~second], rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_heard_is_context_and_nothing_else():
+def test_replies_are_context_only():
     """Another answer changes what is scored after it, not before; a row's cost counts it."""
     bank = different_members(MODEL, 3)
     rows, turns = two_turns(bank)
@@ -273,7 +273,7 @@ def test_what_was_heard_is_context_and_nothing_else():
     assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + 3 * sum(map(len, PROMPTS))
 
 
-def test_learning_from_episodes_is_the_same_however_they_are_split():
+def test_episode_gradients_do_not_depend_on_micro_batches():
     banks = [different_members(MODEL, 3, micro_batch_tokens=tokens) for tokens in (30, 10_000)]
     rows, turns = two_turns(banks[0])
     batch = episodes(rows, turns)
@@ -294,7 +294,7 @@ def inputs(places, prompts=((3,), (4,))):
     )
 
 
-def test_places_within_turns_are_selected_and_joined_with_their_rows():
+def test_turn_places_follow_their_rows():
     places = torch.tensor([[0, 1, 0], [0, 0, 1]])
     known, unknown = inputs(places), inputs(None)
     assert torch.equal(known.select(torch.tensor([1])).turn_places, places[1:])
@@ -306,7 +306,7 @@ def test_places_within_turns_are_selected_and_joined_with_their_rows():
     assert torch.equal(unknown.concatenate(known, 4).turn_places, torch.cat([column, padded]))
 
 
-def test_rows_say_how_many_tokens_are_wanted_or_are_refused():
+def test_rows_without_max_new_tokens_raise():
     fields = {"prompts": ((3,),), "prompt_ids": torch.zeros(2, dtype=torch.long), "temperature": torch.ones(2)}
     fields["member_ids"] = fields["prompt_ids"]
     assert SamplingBatch(**fields, uniforms=torch.zeros(2, 5)).max_new_tokens == 5
@@ -321,7 +321,7 @@ def test_rows_say_how_many_tokens_are_wanted_or_are_refused():
         SamplingBatch(**fields, max_new_tokens=7, kept_rows=torch.arange(3))
 
 
-def test_all_that_is_present_counts_unless_a_rollout_says_otherwise():
+def test_default_action_mask_is_present():
     present = torch.tensor([[True, True, False]])
     fields = {"actions": present.long(), "present": present, "log_probs": torch.zeros(1, 3), "truncated": present[:, 2]}
     assert torch.equal(Rollout(**fields).action_mask, present)

@@ -65,25 +65,25 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_HEAD)
-def test_a_model_without_a_causal_head_is_refused_by_its_class(name):
+def test_model_without_causal_head_raises(name):
     with pytest.raises(ValueError, match=name):
         GRPO(actor_network=WITHOUT_HEAD[name](), pad_token_id=0)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_wrapped_model_is_refused_with_what_to_pass(name):
+def test_wrapped_model_raises(name):
     with pytest.raises(ValueError, match=f"actor_network.*{name}"):
         GRPO(actor_network=WRAPPED[name](), pad_token_id=0)
 
 
 @pytest.mark.parametrize("pad", ["0", -1, 0.5, True])
-def test_a_pad_token_that_is_no_token_id_is_refused(pad):
+def test_invalid_pad_token_raises(pad):
     with pytest.raises(ValueError, match="pad_token_id"):
         GRPO(actor_network=tiny_model(), pad_token_id=pad)
 
 
 @pytest.mark.parametrize("device", ["mps", "gpu", "cuda:99", "", 7.5])
-def test_a_device_that_is_not_there_is_refused_in_one_line(device):
+def test_unavailable_device_raises(device):
     with pytest.raises(ValueError, match="device") as caught:
         GRPO(actor_network=tiny_model(), pad_token_id=0, device=device)
     assert len(str(caught.value)) < 200
@@ -98,7 +98,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(device):
         lambda: BertLMHeadModel(BertConfig(**ENCODER)),
     ],
 )
-def test_an_encoder_is_refused_by_its_class(encoder):
+def test_encoder_raises(encoder):
     """Their heads have further layers, of another width than the hidden states."""
     model = encoder()
     with pytest.raises(ValueError, match=type(model).__name__):
@@ -106,7 +106,7 @@ def test_an_encoder_is_refused_by_its_class(encoder):
 
 
 @pytest.mark.parametrize("context", [64, 512])
-def test_attention_that_divides_a_padded_sequence_into_other_blocks_is_refused(context):
+def test_blockwise_attention_with_padding_raises(context):
     """DeepSeek-V4 compresses blocks of 4 and of 128 tokens, counted from the first, padding included."""
     model = family_model("deepseek_v4", num_hidden_layers=4, max_position_embeddings=context)
     assert {4, 128} <= set(model.config.compress_rates.values())

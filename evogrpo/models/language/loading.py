@@ -29,7 +29,7 @@ from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
-from evogrpo.models.language.quantised import Quantisation, check_quantised, quantising
+from evogrpo.models.language.quantised import Quantisation, check_quantised, quantised_options
 from evogrpo.warnings import warn
 
 try:
@@ -151,20 +151,14 @@ def quietly() -> Iterator[None]:
 
 def _fault(folder: Path) -> str | None:
     """Return the fault of a converted model, or None."""
-    if not _intact(folder):
-        return "is damaged"
+    sums = folder / "SHA256SUMS"
+    lines = sums.read_text().splitlines() if sums.is_file() else ["missing  SHA256SUMS"]
+    for digest, name in (line.split("  ", 1) for line in lines):
+        file = folder / Path(name).name
+        if not file.is_file() or _sha256(file) != digest:
+            return "is damaged"
     version = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_version", "0"))
     return None if Version(version) >= MIN_TRANSFORMERS else f"has the wrong end token, from transformers {version}"
-
-
-def _intact(folder: Path) -> bool:
-    sums = folder / "SHA256SUMS"
-    if not sums.is_file():
-        return False
-    expected = dict(line.split("  ", 1)[::-1] for line in sums.read_text().splitlines())
-    return all((folder / Path(name).name).is_file() for name in expected) and all(
-        _sha256(folder / Path(name).name) == digest for name, digest in expected.items()
-    )
 
 
 def _sha256(path: Path) -> str:
@@ -292,9 +286,12 @@ def load_base(
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
     place = locate_base(name)
-    options = {} if kind is None else vars(quantising(kind, compute, device))
+    options = {} if kind is None else quantised_options(kind, compute, device)
     with _loading(name):
-        recognised = None if kind is None else fingerprint(_mapped(place))
+        recognised = None
+        if kind is not None:  # in the dtype of its files, the base is memory-mapped and takes hardly any memory
+            plain = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
+            recognised = fingerprint(plain)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
@@ -330,12 +327,6 @@ def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quanti
 def own_precision(device: str) -> torch.dtype:
     """Return the default compute dtype of a base on a device."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-
-
-def _mapped(place: str) -> PreTrainedModel:
-    """Load a base memory-mapped in the dtype of its files, which takes hardly any memory."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
-    return model
 
 
 def load_outline(source: str | Path) -> BaseModel:

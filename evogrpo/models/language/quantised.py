@@ -7,7 +7,6 @@ activations depending on the batch.
 import copy
 import importlib.util
 import warnings
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,19 +23,6 @@ BITS: dict[str, float] = {"int8": 8.0, "nf4": 4.0 + 8 / 64 + 32 / (64 * 256)}
 """Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these scales."""
 DEVICES: dict[str, tuple[str, ...]] = {"int8": ("cpu", "cuda"), "nf4": ("cuda",)}
 """On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no longer flow."""
-
-
-@dataclass(frozen=True)
-class LoadedQuantised:
-    """Arguments of `from_pretrained`.
-
-    Attributes:
-        quantization_config: Configuration of transformers.
-        device_map: Device of all modules; quantised modules cannot be moved later.
-    """
-
-    quantization_config: Any
-    device_map: dict[str, str]
 
 
 def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
@@ -63,20 +49,21 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
         )
 
 
-def quantising(kind: Quantisation, compute: torch.dtype, device: str) -> LoadedQuantised:
-    """Return the arguments that load a base in 8 or 4 bits with a compute dtype."""
+def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load a base in 8 or 4 bits with a compute dtype."""
     check_quantised(kind, device)
+    device_map = {"": device}  # quantised modules cannot be moved later
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
-        return LoadedQuantised(TorchAoConfig(Int8WeightOnlyConfig()), {"": device})
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": device_map}
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
-    return LoadedQuantised(config, {"": device})
+    return {"quantization_config": config, "device_map": device_map}
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
