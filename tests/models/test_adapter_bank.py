@@ -1,4 +1,4 @@
-"""AdapterBank: the contract of every bank, and what is its own: micro-batches, AdamW, schedules, refusals."""
+"""AdapterBank: conformance, micro-batches, AdamW, learning rate schedules and errors."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class TestAdapterBank(PolicyBankTestCase):
 
 
 class TestAdapterBankWithOwnReferences(TestAdapterBank):
-    """The same contract where every member's reference is its own, and lies elsewhere than the base."""
+    """Conformance with own references that differ from the base."""
 
     own_reference = True
 
@@ -40,7 +40,7 @@ class TestAdapterBankWithOwnReferences(TestAdapterBank):
 
 
 class TestPlainAdapterBank(TestAdapterBank):
-    """The same contract without prefix sharing."""
+    """Conformance without shared prefixes."""
 
     def make_bank(self, size):
         bank = super().make_bank(size)

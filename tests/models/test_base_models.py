@@ -1,4 +1,4 @@
-"""Loading base models: folders, GGUF files, objects, the demo model; errors that say what to do; fingerprints."""
+"""Loading of base models: folders, GGUF files, model objects, the demo model; errors; fingerprints."""
 
 import fcntl
 import importlib.metadata
@@ -154,7 +154,7 @@ def test_damaged_file_raises_value_error(name, damage, folder):
     ],
 )
 def test_missing_weights_raise(change, cause, folder):
-    """Rather than begin with random ones, as transformers would."""
+    """transformers would initialise them randomly."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -184,7 +184,7 @@ def test_missing_demo_wheel_raises(monkeypatch):
 
 @pytest.fixture
 def gguf_file(tmp_path):
-    """A tiny Llama as a GGUF file, and the model whose logits it must have."""
+    """Return a tiny Llama as a GGUF file and as a model."""
     gguf = pytest.importorskip("gguf")
     model = tiny_model("llama")
     config, head = model.config, model.config.head_dim

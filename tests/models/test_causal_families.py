@@ -1,4 +1,4 @@
-"""Causal architectures: what a bank trains of each is what PEFT loads and computes, or the bank refuses it."""
+"""Causal architectures: the bank matches PEFT, or raises."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ slow = pytest.mark.slow
 
 
 def log_probs_one_by_one(model, batch, row):
-    """Score a row by as many passes as it has tokens: nothing that comes later, no padding, no cache."""
+    """Score a row token by token: no later tokens, no padding, no cache."""
     prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
     completion = batch.actions[row][batch.present[row]].tolist()
     found = []
@@ -73,7 +73,7 @@ def built(family):
     "family", [*DIFFERENT, *(pytest.param(family, marks=slow) for family in FAMILIES if family not in DIFFERENT)]
 )
 def test_families_match_peft_or_raise(family, tmp_path):
-    """The sweep of all architectures is slow; the different ones stand for it."""
+    """The sweep of all architectures is marked slow; the default run has the distinct ones."""
     model = built(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,7 +174,7 @@ def test_modules_misread_by_peft_are_named_by_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [30.0, 50.0])
 def test_soft_cap_is_found_in_every_precision(dtype, cap):
-    """With small weights the logits of a random model are far below the cap, as a probe on them alone would see."""
+    """With small weights, the logits of a random model are far below the cap."""
     model = family_model("gemma2", final_logit_softcapping=cap)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.01)
@@ -237,7 +237,7 @@ def test_export_is_checked_with_peft(family, tmp_path):
 
 
 def test_export_that_peft_misreads_raises(tmp_path):
-    """What PEFT makes of dense layers beside experts when they are named as modules."""
+    """PEFT misreads dense layers beside experts if they are named as modules."""
     model = family_model("deepseek_v3")
     _, record = written(different_members(model, 1), tmp_path)
     by_weight = [name.removesuffix(".weight") for name in record["target_parameters"]]
@@ -260,7 +260,7 @@ def test_export_of_another_base_raises(change, tmp_path):
 
 
 def test_export_names_the_base(tmp_path, monkeypatch):
-    """A folder given relative to the working directory is found from any other."""
+    """A relative folder becomes an absolute one."""
     monkeypatch.chdir(tmp_path)
     tiny_model("llama").save_pretrained("base")
     bank = different_members(AutoModelForCausalLM.from_pretrained("base"), 1)

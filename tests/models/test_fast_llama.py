@@ -1,4 +1,4 @@
-"""The direct pass gives what transformers' own gives, in all it claims; all else stays with transformers."""
+"""fast_llama matches transformers, and is not used for unsupported models."""
 
 import copy
 import dataclasses
@@ -74,7 +74,7 @@ KNOWN = {
 
 
 def built(config, seed=0):
-    """Build a model with weights, biases and norms that all matter."""
+    """Build a model with random weights, biases and norms."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
@@ -84,7 +84,7 @@ def built(config, seed=0):
 
 
 def known_to(model, **settings):
-    """Tell whether a bank on a model runs it directly."""
+    """Return True if a bank on a model uses fast_llama."""
     base = different_members(model, SIZE, **settings).base
     with base.working():
         return base.uses_fast_llama
@@ -92,13 +92,13 @@ def known_to(model, **settings):
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    """Compare, however the suite is run."""
+    """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
 
 @pytest.fixture
 def both(monkeypatch):
-    """Build the same bank twice: on the direct pass and on transformers'."""
+    """Build the same bank with fast_llama and with transformers."""
 
     def build(model, **settings):
         settings = {"micro_batch_tokens": 100} | settings
@@ -115,7 +115,7 @@ def both(monkeypatch):
 
 
 def assert_same(fast, slow, rows):
-    """Compare what two banks sample, score and learn.
+    """Compare samples, scores and updates of two banks.
 
     With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two.
     """
@@ -295,7 +295,7 @@ def test_rows_in_any_order():
 
 
 class Products(TorchDispatchMode):
-    """Notes whether oneDNN is asked for one in float32."""
+    """Records calls of oneDNN in float32."""
 
     of_onednn = False
 
@@ -305,7 +305,7 @@ class Products(TorchDispatchMode):
 
 
 class Asking(TorchDispatchMode):
-    """Counts operations for whose result a program has to wait."""
+    """Counts operations that synchronise with the device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
     asked = 0

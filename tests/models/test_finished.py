@@ -1,4 +1,4 @@
-"""What is told of finished completions: each once, as it stays, while others are being written."""
+"""Finished completions are reported once, during sampling."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FIELDS = ("actions", "present", "truncated", "log_probs")
 
 
 def listen(bank, rows):
-    """Return a rollout, and what was told of it: row, tokens, and how far all the writing was."""
+    """Return a rollout and its reports: row, tokens and progress."""
     told, parts = [], [0.0]
 
     def hear(numbers, completions):
@@ -70,7 +70,7 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
 
 
 def test_other_rows_are_not_reported():
-    """Of those that whoever hears has written for that, say, or of a part, whose numbers are others."""
+    """Rows of other batches, or of a part of the batch, are not reported."""
     bank, heard = ending(MODEL), []
     rows = make_rows(range(3), tokens=4)
     half = rows.select(torch.arange(len(rows) // 2, len(rows)))

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the right ends, and the same tokens whoever else is in the batch."""
+"""Sampling: distribution, ends of completions, independence of other rows."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ FIELDS = ("actions", "present", "truncated")
 
 
 def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
-    """Return rows in which one member completes one prompt under the given draws `[n, t]`."""
+    """Return rows of one member and one prompt with uniforms `[n, t]`."""
     count = len(uniforms)
     return SamplingBatch(
         prompts=(tuple(prompt),),
@@ -57,7 +57,7 @@ def test_remaining_rows_are_multiples_of_eight(monkeypatch):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_follow_the_softmax_at_the_temperature(architecture):
-    """Over a grid of uniforms, every token is drawn exactly as often as its probability says; no statistics needed."""
+    """On a grid of uniforms, each token's frequency equals its probability."""
     bank = different_members(tiny_model(architecture), 2)
     count = 1000
     grid = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
@@ -149,7 +149,7 @@ def test_extreme_uniforms_give_valid_tokens(edge):
 
 
 def tokens_that_occur(bank, tokens=10):
-    """Return tokens that end up second or later in many completions: good ends of sequence for a test."""
+    """Return tokens at second or later positions of many completions, to use as EOS."""
     batch = sampled_batch(bank, tokens=tokens)
     return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:4].tolist()
 
@@ -207,7 +207,7 @@ def test_decoding_stops_when_all_rows_ended():
 
 
 def test_no_eos_before_min_new_tokens():
-    """Ruling an end out raises the others' probabilities, in sampling as in scoring."""
+    """Forbidden end tokens raise the other probabilities in sampling and scoring."""
     frequent = tokens_that_occur(different_members(MODEL, 3))
     bank = different_members(MODEL, 3, eos_token_ids=frequent)
     batch = sampled_batch(bank, tokens=8, min_new_tokens=5)
@@ -277,7 +277,7 @@ def test_prompts_run_once_per_member():
 
 
 def test_members_have_their_own_temperature():
-    """The same member three times over, so that temperature is all that differs; hot rows surprise more."""
+    """Three equal members with different temperatures: entropies increase with temperature."""
     bank = different_members(MODEL, 3)
     bank.inherit([0, 0, 0])
     draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Every LoraConfig either means what it means in PEFT or is refused by the name of the field."""
+"""Every LoraConfig matches PEFT or raises with the name of the field."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The caller's model is never altered: not its flags, modules, hooks, weights or logits, whatever happens."""
+"""The bank restores the flags, modules, hooks, weights and logits of the user's model."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ IDS = torch.tensor([[3, 4, 5, 6]])
 
 
 def hooks(module):
-    """Return everything that is registered on a module."""
+    """Return the hooks of a module."""
     return {name: list(value.items()) for name, value in vars(module).items() if "hooks" in name and value}
 
 
 def portrait(model):
-    """Return all that a caller could notice of a model, logits excepted."""
+    """Return the visible state of a model, without logits."""
     return {
         "modules": [(name, type(module), module.training) for name, module in model.named_modules()],
         "flags": [(name, p.requires_grad, p.data_ptr(), p.grad) for name, p in model.named_parameters()],
@@ -39,7 +39,7 @@ def logits(model):
 
 @pytest.fixture(params=ARCHITECTURES)
 def unusual(request):
-    """A model in a state of its own: mixed modes, some parameters frozen, a hook of the caller's."""
+    """Return a model with mixed modes, some frozen parameters and a user hook."""
     model = tiny_model(request.param).train()
     for index, module in enumerate(model.modules()):
         module.training = index % 3 != 0
@@ -160,7 +160,7 @@ def test_bank_scores_inside_its_own_loss():
 
 
 def test_adapters_apply_only_in_passes_of_the_bank():
-    """A loss may run the base, which has no adapters then."""
+    """A loss function that runs the base gets its logits without adapters."""
     model = tiny_model("llama").eval()
     bank = different_members(model, 2)
     batch, expected = sampled_batch(bank), logits(model)

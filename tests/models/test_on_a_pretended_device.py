@@ -1,4 +1,4 @@
-"""Where there is no GPU, tests of accelerators run on a device that is pretended: what mixes devices is found."""
+"""Accelerator tests run on a simulated device if there is no GPU, to find mixed devices."""
 
 import os
 import subprocess

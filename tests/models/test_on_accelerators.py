@@ -1,4 +1,4 @@
-"""What is promised of members holds on an accelerator as on the CPU, on which the same tests run every time."""
+"""Contracts of members on an accelerator; the same tests always run on the CPU."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def sampled(bank, device, **choices):
 
 
 def test_results_do_not_depend_on_other_rows(device):
-    """Beside two others, and alone in its batch, a member learns the same."""
+    """A member learns the same with two others and alone."""
     model = tiny_model("llama").to(device)
     together = different_members(model, 3)
     batch = sampled(together, device)
@@ -45,7 +45,7 @@ def test_results_do_not_depend_on_other_rows(device):
 
 
 def test_resumed_rows_do_not_depend_on_other_rows(device):
-    """Members that record learn together what each of them would that records alone, and what it would without."""
+    """Members learn the same with others and alone, from resumed caches too."""
     model = tiny_model("llama").to(device)
     together = different_members(model, 3, reduce_memory_peak=False)
     rows = clear(different_members(tiny_model("llama"), 3), make_rows(range(3), tokens=9))
@@ -87,7 +87,7 @@ def test_learning_matches_separate_peft_models(device):
 
 
 def test_results_do_not_depend_on_order_or_waves(device, monkeypatch):
-    """At the distance between looks that an accelerator has."""
+    """Checks for finished rows every 8 tokens, as on an accelerator."""
     monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 8)
     model = tiny_model("llama").to(device)
     ends = [EOS, *ends_that_occur(different_members(tiny_model("llama"), 3))]

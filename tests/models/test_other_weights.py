@@ -1,4 +1,4 @@
-"""Sampling, scoring and gradients know nothing of LoRA: here members scale what the base's linear layers put out."""
+"""Custom `Weights` instead of LoRA: members scale the outputs of linear layers."""
 
 import pytest
 import torch
@@ -47,14 +47,14 @@ class ScalingWeights(TrainStates):
         self.leaves[slot].grad = buffer
 
     def scaled(self, model, factors):
-        """Return the base's parameters with these factors multiplied in: the same policy as a model of its own."""
+        """Return the base's parameters multiplied by these factors."""
         parameters = dict(model.named_parameters())
         own = {f"{name}.weight": (1 + factors[part])[:, None] for name, part in self._parts.items()}
         return {name: values.detach() * own.get(name, 1.0) for name, values in parameters.items()}
 
 
 def scaling_bank(model, ends=(EOS,)):
-    """Build a bank of members that scale, all different."""
+    """Build a bank of different members with scaling weights."""
     weights = ScalingWeights(model, SIZE)
     generator = torch.Generator().manual_seed(0)
     weights.weights.copy_(0.3 * torch.randn(weights.weights.shape, generator=generator))

@@ -1,4 +1,4 @@
-"""Running out of memory halves the micro-batch; a completion that never fits fails its member alone."""
+"""Out of memory: micro-batches are halved, and a completion that never fits fails its member only."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_other_errors_propagate():
 
 
 def test_sampling_and_scoring_use_smaller_parts():
-    """The vocabulary head refuses more rows than 12, as a full device would."""
+    """The vocabulary head raises OutOfMemoryError above 12 rows."""
     bank = different_members(MODEL, 3, micro_batch_tokens=64)
     rows = clear(bank, make_rows(range(3)))
     expected = bank.sample(rows)

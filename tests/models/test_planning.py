@@ -1,4 +1,4 @@
-"""Micro-batches hold every row once, stay under the budget and waste little."""
+"""Micro-batches contain every row once and stay below the budget."""
 
 import itertools
 

@@ -44,7 +44,7 @@ def test_gpu_matches_cpu():
 
 @pytest.fixture
 def accelerators():
-    """Let an Accelerator be made, and forget it afterwards: the library keeps one state per process."""
+    """Reset accelerate's process-wide state after the test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -62,7 +62,7 @@ def in_float16():
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_mixed_precision(size, prompts, precision, accelerators):
-    """Members with equally many rows take one product for all, ragged ones a product each; with gradients a third."""
+    """Covers the three products: equal rows, ragged rows, gradients."""
     mixed = different_members(tiny_model("llama"), size, std=0.05, autocast=precision())
     exact = different_members(tiny_model("llama"), size, std=0.05)
     rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows

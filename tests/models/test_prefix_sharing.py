@@ -1,4 +1,4 @@
-"""Running each prompt once per member and continuing from its keys and values changes no result."""
+"""Shared prefixes: prompts run once per member, with the same results."""
 
 import warnings
 
@@ -76,7 +76,7 @@ def test_common_beginning_runs_once_per_member():
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_gradients_flow_through_the_prompt(architecture):
-    """Of completions of one token, all but one position of the forward pass is prompt."""
+    """Completions of one token: the gradient flows through the prompt only."""
     shared, plain = shared_and_plain(tiny_model(architecture))
     batch = sampled_batch(shared, tokens=1)
     for bank in (shared, plain):
@@ -124,7 +124,7 @@ def test_fallback_warns_once():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_head_matches_the_models_logits(architecture):
-    """gemma2 caps its logits and granite divides them, which their bare output embeddings would miss."""
+    """gemma2 caps its logits and granite divides them."""
     model = tiny_model(architecture).eval()
     bank = AdapterBank(model, size=1, pad_token_id=PAD, eos_token_ids=[EOS], lora_config=lora())
     ids = torch.tensor([[5, 6, 7, 20, 63]])

@@ -60,7 +60,7 @@ def base(kind: Any, stored: Path) -> PreTrainedModel:
 
 
 def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
-    """As over any base; it is run by transformers' own passes."""
+    """Members on a quantised base; fast_llama is not used."""
     options: dict[str, Any] = {"actor_network": base, "lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2}
     env, together, before = tiny_env(), tiny_population(3, **options), fingerprint(base)
     with together.members.bank.base.working():
@@ -79,7 +79,7 @@ def test_population_equals_separate_agents(base: PreTrainedModel) -> None:
 
 
 def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, stored: Path) -> None:
-    """It is recognised, near what the plain one computes but not equal to it, and as small as was estimated."""
+    """Equal fingerprint, similar logits, estimated size."""
     plain, ids = tiny_model(), torch.arange(3, 12)[None]
     assert is_quantised(base)
     assert not is_quantised(plain)
@@ -94,7 +94,7 @@ def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, st
 
 
 def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
-    """An adapter is loaded by PEFT and by an agent over the plain base; the quantised base is not saved."""
+    """PEFT and an agent on the plain base load the adapter; checkpoints do not contain the quantised base."""
     agent = tiny_agent(actor_network=base)
     scatter(agent)
     agent.save_checkpoint(tmp_path / "agent")
@@ -108,7 +108,7 @@ def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp
 
 
 def test_base_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> None:
-    """It is recognised as itself."""
+    """A base quantised by the user has its own fingerprint."""
     options = quantised_options(kind, torch.float32, "cpu")
     own, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
     agent = tiny_agent(actor_network=own)
@@ -118,7 +118,7 @@ def test_base_quantised_by_the_user(kind: Any, stored: Path, tmp_path: Path) -> 
 
 @needs("bitsandbytes")
 def test_layers_without_gradient_raise(stored: Path) -> None:
-    """As those of bitsandbytes on many CPUs, once they have been run without."""
+    """As layers of bitsandbytes on many CPUs after a pass without gradient."""
     from bitsandbytes.functional import has_avx512bf16
 
     if not has_avx512bf16():
@@ -134,7 +134,7 @@ def test_layers_without_gradient_raise(stored: Path) -> None:
 
 @pytest.mark.parametrize("wanted", list(PACKAGES))
 def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By device, in parts, and without the package: before anything is looked for."""
+    """Unsupported device, sharding or missing package, before the base is located."""
     for device in {"cpu", "cuda", "mps"} - set(DEVICES[wanted]):
         with pytest.raises(ValueError, match=f"{wanted} requires the device .*{device}"):
             check_quantised(wanted, device)

@@ -1,4 +1,4 @@
-"""Completions that repeat each other are run once, and count as often as there are of them."""
+"""Identical completions run once and count several times."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    """Run repetitions once, however the suite is run."""
+    """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
 
 def repeated(bank, *, tokens=8):
-    """Return completions in any order, most of which are there several times, with rewards of their own."""
+    """Return shuffled completions, most of them repeated, with different rewards."""
     rows = make_rows(range(SIZE), tokens=tokens)
     batch = as_batch(rows, bank.sample(rows))
     often = torch.tensor([1 + number % 4 for number in range(len(batch))])
@@ -37,7 +37,7 @@ def repeated(bank, *, tokens=8):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that makes a bank write down how many rows it runs."""
+    """Return a function that records the number of rows a bank runs."""
 
     def watch(bank):
         sizes, continued = [], bank.base.continued
@@ -53,7 +53,7 @@ def run(monkeypatch):
 
 
 def distinct(batch, *, of_base=False):
-    """Count the completions that differ, told apart one by one."""
+    """Count distinct completions."""
     columns = ("prompt_ids", "temperature")
     return len(
         {
@@ -154,7 +154,7 @@ ROWS = st.lists(
 
 
 def batch_of(rows):
-    """Return rows as a batch: member, prompt, warmer, tokens, how many of them, first one heard, of turns."""
+    """Build a batch from tuples of member, prompt, temperature, tokens, length, mask and turns."""
     members, prompts, warmer, tokens, lengths, heard, turns = (
         torch.tensor(column) for column in zip(*rows, strict=True)
     )

@@ -1,4 +1,4 @@
-"""AdapterBank as a sampler: the contract of every sampler, in full and in half precision."""
+"""AdapterBank as a Sampler: conformance, in full and half precision."""
 
 import torch
 
@@ -14,7 +14,7 @@ class TestAdapterBankSamples(SamplerTestCase):
 
 
 class TestPlainAdapterBankSamples(TestAdapterBankSamples):
-    """The same contract without a cache."""
+    """Conformance without a KV cache."""
 
     def make_bank(self):
         bank = super().make_bank()
@@ -23,7 +23,7 @@ class TestPlainAdapterBankSamples(TestAdapterBankSamples):
 
 
 class Returned:
-    """A sampler that stands outside: it knows its members by what PEFT files say, until it is told to read again."""
+    """A sampler with copies of the weights, read from PEFT files in `sync`."""
 
     def __init__(self, bank):
         self._bank = bank

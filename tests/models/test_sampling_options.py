@@ -1,4 +1,4 @@
-"""Drawing from less than the whole distribution: transformers' distribution, its own log-probabilities, nobody else."""
+"""top_k, top_p, min_p and repetition_penalty match transformers."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def processors(options: SamplingOptions, temperature: float) -> LogitsProcessorList:
-    """Return what transformers makes of these options, in its order."""
+    """Return the logits processors of transformers for these options."""
     chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)])
     chain.append(TemperatureLogitsWarper(temperature))
     if options.top_k:

@@ -1,4 +1,4 @@
-"""Rows that have written the same so far are run as one: the same completions, from fewer tokens that are run."""
+"""Decoding of rows with equal tokens as one row: the same completions from fewer forward passes."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ KNOWN = ["llama", "qwen3"]
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    """Pass by the direct passes, however the suite is run."""
+    """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
 
 def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
-    """Return rows of which many write the same: cold ones, several times as many of each prompt."""
+    """Return rows of which many sample equal tokens: low temperatures, large groups."""
     rows = make_rows(members, **settings)
     order = torch.arange(len(rows)).repeat_interleave(copies)
     draws = torch.rand(len(order), rows.uniforms.shape[1], generator=torch.Generator().manual_seed(3))
@@ -31,7 +31,7 @@ def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
 
 
 def beginnings(rows, rollout, at):
-    """Return the distinct beginnings of `at` tokens that rows go on from."""
+    """Return the distinct prefixes of `at` tokens."""
     going = rollout.present[:, at] if at < rollout.present.shape[1] else torch.zeros(len(rows), dtype=torch.bool)
     return {
         (int(rows.member_ids[row]), int(rows.prompt_ids[row]), *rollout.actions[row, :at].tolist())
@@ -134,7 +134,7 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
 
 
 class Listed:
-    """A decoding whose hidden state is the number of a beginning, and which lists the beginnings."""
+    """A decoding that records its prefixes; the hidden state is the number of the prefix."""
 
     def __init__(self, rows):
         self.rows, self.numbers, self.advances = [(row,) for row in rows.tolist()], {}, []
@@ -155,7 +155,7 @@ class Listed:
 
 
 def listed(prompt_of):
-    """Return a shared decoding, and the decoding of beginnings that it runs."""
+    """Return a shared decoding and its inner decoding."""
     begun = []
 
     def begin(rows):
@@ -167,7 +167,7 @@ def listed(prompt_of):
 
 @pytest.mark.parametrize("most", [0.5, 1.0])
 def test_hidden_states_match_the_tokens(most, monkeypatch):
-    """A random walk: rows choose among two tokens, and at every third step a third of them leaves."""
+    """Rows choose between two tokens; every third step, a third of the rows ends."""
     rng = torch.Generator().manual_seed(0)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
     prompt_of = torch.arange(24) // 6
@@ -188,7 +188,7 @@ def test_hidden_states_match_the_tokens(most, monkeypatch):
 
 @pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
 def test_rows_separate_when_copies_cost_too_much(most, ran, monkeypatch):
-    """Of 32 rows 16 are not run; one stem forks, so 17 are copied, and run with others as 24."""
+    """32 rows with 16 prefixes; one fork copies 17 rows, padded to 24."""
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
     monkeypatch.setattr(shared_prefixes, "MAX_COPIED_PER_SKIPPED", most)
     decoding, beginnings = listed(torch.arange(16).repeat_interleave(2))

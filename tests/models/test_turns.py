@@ -1,4 +1,4 @@
-"""Episodes of several turns: going on from a kept cache, what is heard in between, and places within a turn."""
+"""Episodes of several turns: resumed KV caches, replies as context, places within a turn."""
 
 import dataclasses
 from functools import cache
@@ -33,7 +33,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in
 
 
 def ends_that_occur(bank):
-    """Return tokens that end many rows, some early and some late, so that caches are ragged."""
+    """Return EOS tokens that end rows at different lengths."""
     batch = sampled_batch(bank, tokens=8)
     return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
 
@@ -44,12 +44,12 @@ def ends_of(model):
 
 
 def ending(model, **settings):
-    """Build a bank in which many rows end before their tokens are spent."""
+    """Build a bank in which many rows end early."""
     return different_members(model, 3, eos_token_ids=ends_of(model), **settings)
 
 
 def fed(model, work):
-    """Return how many tokens, padding included, went into the model during some work, and what it returned."""
+    """Return the number of tokens, padding included, that `work` feeds, and its result."""
     counts = []
     hook = model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -60,7 +60,7 @@ def fed(model, work):
 
 
 def played(bank, rows, turns=3, like=None):
-    """Play turns on the cache, and each of them again from prompt and history; return (rows, rollout, heard) each.
+    """Sample turns with resumed caches and again without; return (rows, rollout, replies) of each.
 
     `like` are turns of the same bank whose draws are taken again, which are clear of the boundaries between tokens.
     """
@@ -79,7 +79,7 @@ def played(bank, rows, turns=3, like=None):
 
 @pytest.fixture(scope="module")
 def before():
-    """Return a bank in which many rows end early, and turns that were played in it."""
+    """Return a bank in which many rows end early, and its sampled turns."""
     bank = ending(MODEL)
     return bank, played(bank, make_rows(range(3), tokens=6))
 
@@ -193,7 +193,7 @@ def test_outdated_caches_are_not_used(what):
 
 
 def two_turns(bank, *, least=LEAST):
-    """Return episodes of two turns and what was heard after each."""
+    """Return episodes of two turns and their replies."""
     turns = played(bank, make_rows(range(3), tokens=6, min_new_tokens=least), turns=2)
     return turns[0][0], [(rollout, heard) for _, rollout, heard in turns]
 
@@ -258,7 +258,7 @@ def test_min_new_tokens_applies_to_every_turn():
 
 
 def test_replies_are_context_only():
-    """Another answer changes what is scored after it, not before; a row's cost counts it."""
+    """Another reply changes later log-probabilities only; costs include it."""
     bank = different_members(MODEL, 3)
     rows, turns = two_turns(bank)
     batch = episodes(rows, turns)

@@ -1,4 +1,4 @@
-"""Models that cannot be trained are refused with one short error, before anything runs."""
+"""Unsupported models raise before anything runs."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_unavailable_device_raises(device):
     ],
 )
 def test_encoder_raises(encoder):
-    """Their heads have further layers, of another width than the hidden states."""
+    """Their heads have more layers, of other widths."""
     model = encoder()
     with pytest.raises(ValueError, match=type(model).__name__):
         different_members(model, 1)
