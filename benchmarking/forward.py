@@ -1,15 +1,14 @@
-"""Time the direct forward pass against transformers' own, in float32 and in bfloat16, in pairs that take turns.
+"""Time fast_llama against the forward pass of transformers, in float32 and bfloat16, in alternating pairs.
 
     python benchmarking/forward.py [--members 8] [--rounds 3] [--precisions float32 bfloat16]
 
 The work is that of one learning step on SmolLM2-135M: 2 prompts of 49 tokens x 8 completions of 24 tokens for every
 member, LoRA of rank 16 on all linear layers, one thread. Printed are medians of processor seconds for sampling, for
-learning (forward, backward and AdamW) and for both, and the medians of the ratios pair by pair: slow / direct in each
-precision, and float32 / bfloat16 of the direct pass. `--prompt`, `--completion` and `--group` change the shape.
+learning (forward, backward and AdamW) and for both, and the medians of the ratios of pairs: slow / fast_llama in each
+precision, and float32 / bfloat16 of fast_llama. `--prompt`, `--completion` and `--group` change the shape.
 
-A second table says at what part of the rate of matrix products the direct pass runs: products of the same shapes with
-the same weights, and nothing else, take their turn in every round, in whichever order of the factors and by whichever
-library is faster.
+A second table compares fast_llama with the rate of its matrix products alone: products of the same shapes with the same
+weights are timed in every round, with the faster order of factors and the faster library.
 """
 
 import argparse
@@ -213,7 +212,7 @@ def main() -> None:
     banks = {(one, slow): make_bank(one, slow, arguments) for one in arguments.precisions for slow in (True, False)}
     for (precision, slow), bank in banks.items():
         with bank.base.working():
-            assert bank.base.uses_fast_llama is not slow, f"the direct pass does not know SmolLM2 in {precision}"
+            assert bank.base.uses_fast_llama is not slow, f"fast_llama does not support SmolLM2 in {precision}"
     results = list(rounds(banks, rows, arguments))
     print_table([taken for taken, _ in results], arguments.precisions)
     print_shares(results, arguments.precisions)
