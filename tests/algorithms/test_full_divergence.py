@@ -52,7 +52,7 @@ def test_the_loss_sees_the_divergence_of_every_action_under_its_own_temperature_
         legal = torch.cat([part.flatten(1) for part in (legal if isinstance(legal, tuple) else [legal])], 1)
     pair = (other[mask], own[mask]) if backwards else (own[mask], other[mask])
     expected = torch.zeros(mask.shape)
-    expected[mask] = bank.distribution.divergence(*pair, flat.inputs.temperature, legal)
+    expected[mask] = bank.distribution.kl(*pair, flat.inputs.temperature, legal)
 
     def loss_fn(rows, log_probs, entropies, divergences):
         torch.testing.assert_close(divergences.detach(), expected[rows], rtol=1e-4, atol=1e-5)

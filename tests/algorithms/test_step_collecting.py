@@ -163,10 +163,10 @@ def test_statistics_are_inherited_and_part_of_the_policy():
     population = step_population(2, env, normalise_observations=True)
     population.collect(env, step=0, samples_per_step=8, block=2)
     bank, body = population.members.banks["default"], population.members.networks
-    bank.statistics[1] = bank.statistics[0] + 1
+    bank.extra_stats[1] = bank.extra_stats[0] + 1
     bank.inherit([1, None])
-    assert bank.statistics[0, 0] == body.statistics.count[0] > 1
-    assert bank.statistics[1].tolist() == [0.0] * 9
+    assert bank.extra_stats[0, 0] == body.statistics.count[0] > 1
+    assert bank.extra_stats[1].tolist() == [0.0] * 9
     bank.inherit([0, 0])
     agent, seen = population[1], generator(0, "test").standard_normal((5, 4)).astype(np.float32)
     s = body.statistics

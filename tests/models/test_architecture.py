@@ -13,6 +13,7 @@ from evogrpo.models.networks.architecture import (
     ArchitectureLimits,
     NetworkConfig,
     add_layer,
+    json_bytes,
     morph,
     mutate_architecture,
     remove_layer,
@@ -49,7 +50,7 @@ def outputs_of(parameters, config, space=VECTOR):
 def test_a_config_goes_through_json_and_through_bytes():
     config = NetworkConfig(hidden=(8,), activation="elu", convolutions=((4, 3, 1),), log_std=-0.5)
     assert NetworkConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    assert NetworkConfig.from_tensor(config.to_tensor()) == config
+    assert NetworkConfig.from_tensor(json_bytes(config.to_json())) == config
     assert NetworkConfig(hidden=[8], convolutions=[[4, 3, 1]]) == NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),))
     assert hash(NetworkConfig(hidden=[8])) == hash(NetworkConfig(hidden=(8,)))
 
@@ -188,7 +189,7 @@ def test_a_change_of_activation_keeps_every_number():
 )
 def test_other_changes_are_refused(new):
     old = NetworkConfig(hidden=HIDDEN)
-    with pytest.raises(ValueError, match=r"hidden layers and activation|linear"):
+    with pytest.raises(ValueError, match="hidden"):
         morph(learnt(old), old, new, generator(0, "test"))
 
 
@@ -199,9 +200,12 @@ def test_mutations_are_of_every_kind_and_stay_within_the_limits():
     limits = ArchitectureLimits(min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16))
     config, kinds = NetworkConfig(hidden=(16, 16)), set()
     for number in range(300):
-        changed, words = mutate_architecture(config, limits, generator(0, "test", number))
-        assert changed != config
-        kinds.add(words.split()[0] + (" layer" if "layer of" in words else ""))
+        changed = mutate_architecture(config, limits, generator(0, "test", number))
+        layers, units = (
+            np.sign(len(changed.hidden) - len(config.hidden)),
+            np.sign(sum(changed.hidden) - sum(config.hidden)),
+        )
+        kinds.add(("layer", layers) if layers else ("units", units))
         assert limits.min_layers <= len(changed.hidden) <= limits.max_layers
         assert all(8 <= units <= 40 for units in changed.hidden)
         # One thing at a time: an architecture is never more than one layer, one width or one activation away.
@@ -209,18 +213,18 @@ def test_mutations_are_of_every_kind_and_stay_within_the_limits():
         moved = abs(len(config.hidden) - len(changed.hidden)) + differing + (config.activation != changed.activation)
         assert moved == 1
         config = changed
-    assert kinds == {"added", "added layer", "removed", "removed layer", "activation"}
+    assert kinds == {("layer", 1), ("layer", -1), ("units", 1), ("units", -1), ("units", 0)}  # 0: the activation
 
 
 def test_a_mutation_is_the_same_for_the_same_generator():
     config = NetworkConfig(hidden=(32, 32))
-    proposals = [mutate_architecture(config, ArchitectureLimits(), generator(5, "test"))[0] for _ in range(2)]
+    proposals = [mutate_architecture(config, ArchitectureLimits(), generator(5, "test")) for _ in range(2)]
     assert proposals[0] == proposals[1]
 
 
 def test_limits_that_leave_nothing_to_change_are_named():
     limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
-    with pytest.raises(ValueError, match="nothing to change"):
+    with pytest.raises(ValueError, match="limits"):
         mutate_architecture(NetworkConfig(hidden=(8,)), limits, generator(0, "test"))
 
 
@@ -290,7 +294,7 @@ def test_a_checkpoint_carries_the_architecture(tmp_path):
 def test_a_state_whose_architecture_lies_is_refused_before_anything_is_made():
     bank = CASES["discrete"].bank(2)
     state, before = bank.state(0), bank.state(0)
-    state["architecture"] = NetworkConfig(hidden=(60_000, 60_000)).to_tensor()
+    state["architecture"] = json_bytes(NetworkConfig(hidden=(60_000, 60_000)).to_json())
     with pytest.raises(ValueError, match=r"state 'exp_avg'|state 'weights'"):
         bank.load_state(0, state)
     assert same_state(bank.state(0), before)
@@ -302,4 +306,4 @@ def test_a_state_of_another_space_or_module_is_refused():
         Case(actions=spaces.Discrete(4)).bank(1).load_state(0, bank.state(0))
     other = CASES["module"].bank(1)
     with pytest.raises(ValueError, match="module"):
-        other.load_state(0, other.state(0) | {"architecture": NetworkConfig().to_tensor()})
+        other.load_state(0, other.state(0) | {"architecture": json_bytes(NetworkConfig().to_json())})

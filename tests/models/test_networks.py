@@ -10,7 +10,7 @@ from evogrpo.data import map_tensors
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.models.networks.layers import orthogonal
-from evogrpo.models.networks.networks import DefaultNetwork, Encoding, ModuleNetwork, join, split
+from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, ObservationEncoder, join, split
 from evogrpo.randomness import generator
 from tests.tiny_networks import MIXED, VECTOR, Branching, observe, stacked, tensors
 
@@ -37,7 +37,7 @@ def test_orthogonal_matrices_are_orthonormal_along_the_shorter_side(shape):
 
 def test_initial_weights_have_their_gains_and_biases_are_zero():
     network = DefaultNetwork(NetworkConfig(hidden=(16, 12)), image(12, 12, 3), 4)
-    parameters = network.initial(0)
+    parameters = network.initial_parameters(0)
     for name, value in parameters.items():
         if name.endswith(".bias"):
             assert not value.any()
@@ -54,7 +54,7 @@ def test_members_start_alike_from_the_seed_and_shared_layers_agree_across_archit
     assert torch.equal(one.state(0)["weights"], same.state(0)["weights"])
     assert not torch.equal(one.state(0)["weights"], other.state(0)["weights"])
     deep, shallow = (
-        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial(0) for hidden in ((8, 8, 8), (8, 8))
+        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial_parameters(0) for hidden in ((8, 8, 8), (8, 8))
     )
     assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
 
@@ -81,21 +81,21 @@ def test_flat_vectors_are_split_and_joined():
 
 
 def test_the_parts_of_an_observation_lie_side_by_side():
-    encoding = Encoding(MIXED)
+    encoder = ObservationEncoder(MIXED)
     seen = {
         "camera": np.full((2, 7, 6, 2), 51, np.uint8),
         "where": (np.array([2, 4]), np.array([[1, 0], [0, 2]])),
         "flags": np.array([[1, 0], [1, 1]], np.int8),
         "speed": np.array([[0.5, -0.5], [1.0, 0.0]]),
     }
-    vector, (camera,) = encoding(seen, "cpu")
+    vector, (camera,) = encoder(seen, "cpu")
     # In the space's own order: flags, speed, where (a Dict sorts its keys).
     assert vector.tolist() == [
         [1, 0, 0.5, -0.5, 1, 0, 0, 0, 1, 1, 0, 0],
         [1, 1, 1.0, 0.0, 0, 0, 1, 1, 0, 0, 0, 1],
     ]
-    assert encoding.features == 12
-    assert encoding.images == [(2, 7, 6)]
+    assert encoder.features == 12
+    assert encoder.images == [(2, 7, 6)]
     torch.testing.assert_close(camera, torch.full((2, 2, 7, 6), 0.2))
 
 
@@ -103,11 +103,11 @@ def test_the_parts_of_an_observation_lie_side_by_side():
     ("space", "expected"), [(image(5, 7, 3), (3, 5, 7)), (image(3, 5, 7), (3, 5, 7)), (image(5, 7), (1, 5, 7))]
 )
 def test_images_have_their_channels_first(space, expected):
-    encoding = Encoding(space)
+    encoder = ObservationEncoder(space)
     seen = drawn(space, 4)
-    vector, (pixels,) = encoding(seen, "cpu")
+    vector, (pixels,) = encoder(seen, "cpu")
     assert vector is None
-    assert encoding.images == [expected]
+    assert encoder.images == [expected]
     assert tuple(pixels.shape[1:]) == expected
     index = {3: lambda c, y, x: (y, x, c) if space.shape[2] == 3 else (c, y, x), 2: lambda c, y, x: (y, x)}[
         len(space.shape)
@@ -117,7 +117,7 @@ def test_images_have_their_channels_first(space, expected):
 
 
 def test_plain_bytes_are_scaled_too():
-    vector, _ = Encoding(spaces.Box(0, 255, (4,), np.uint8))(np.array([[0, 51, 102, 255]], np.uint8), "cpu")
+    vector, _ = ObservationEncoder(spaces.Box(0, 255, (4,), np.uint8))(np.array([[0, 51, 102, 255]], np.uint8), "cpu")
     torch.testing.assert_close(vector, torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 
 
@@ -149,14 +149,14 @@ def test_images_run_through_torchs_convolutions(side, convolutions):
     members = [
         {
             name: value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
-            for name, value in network.initial(0).items()
+            for name, value in network.initial_parameters(0).items()
         }
         for seed in range(2)
     ]
     stacked_parameters = {name: torch.stack([member[name] for member in members]) for name in network.shapes}
     seen = tensors(drawn(space, 6), (2, 3))
     outputs = network(stacked_parameters, seen)
-    recorded, _ = network.record(stacked_parameters, seen)
+    recorded, _ = network.vjp(stacked_parameters, seen)
     assert torch.equal(outputs, recorded)
     strides = {None: {9: (1, 1), 40: (4, 2, 1)}[side], (): ()}.get(convolutions, (2, 1))
     for row, member in enumerate(members):
@@ -197,7 +197,7 @@ def test_a_module_is_neither_changed_nor_shared():
 def test_a_module_computes_what_it_computes_without_dropout():
     module = Branching(3, 4)
     network = ModuleNetwork(module, VECTOR, 4)
-    parameters = {name: torch.stack([value, 2 * value]) for name, value in network.initial(0).items()}
+    parameters = {name: torch.stack([value, 2 * value]) for name, value in network.initial_parameters(0).items()}
     seen = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     outputs = network(parameters, seen)
     torch.testing.assert_close(outputs[0], module.eval()(seen[0]))
@@ -221,7 +221,7 @@ def test_a_module_gets_composite_observations_in_their_own_form():
 
     network = ModuleNetwork(Reading(), MIXED, 2)
     seen = tensors(drawn(MIXED, 3), (1, 3))
-    network({name: value[None] for name, value in network.initial(0).items()}, seen)
+    network({name: value[None] for name, value in network.initial_parameters(0).items()}, seen)
     shapes = map_tensors(seen_by_module[-1], lambda leaf: torch.tensor(leaf.shape))
     assert shapes["camera"].tolist() == [3, 7, 6, 2]
     assert [part.tolist() for part in shapes["where"]] == [[3, 3], [3, 5]]
@@ -229,7 +229,7 @@ def test_a_module_gets_composite_observations_in_their_own_form():
 
 
 def test_modules_that_cannot_serve_are_refused():
-    with pytest.raises(ValueError, match="parameters to learn"):
+    with pytest.raises(ValueError, match="actor_network"):
         StackedBank(VECTOR, spaces.Discrete(3), size=1, network=nn.Identity())
     with pytest.raises(ValueError, match=r"must return \[batch, 5\]"):
         StackedBank(VECTOR, spaces.Discrete(5), size=1, network=nn.Linear(3, 4))

@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.models.networks import stacks
+from evogrpo.models.networks import train_states
 from evogrpo.models.networks.architecture import NetworkConfig
 from tests.oracles.torch_members import TorchMember
 from tests.rounding import assert_gradients_agree, assert_weights_agree
@@ -34,10 +34,10 @@ def surrogate(log_probs, old, advantages, entropies, clip, entropy_coef):
 
 @pytest.mark.parametrize("architectures", [(), DIFFERENT], ids=["alike", "different"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("short", [0, stacks.SHORT], ids=["one by one", "together"])
+@pytest.mark.parametrize("short", [0, train_states.MAX_STACKED_STEP], ids=["one by one", "together"])
 def test_learning_equals_separate_torch_optimizers(space, architectures, short, monkeypatch):
     """Own learning rates, clip norms, clip coefficients, numbers of rows and of epochs, over two rollouts."""
-    monkeypatch.setattr(stacks, "SHORT", short)
+    monkeypatch.setattr(train_states, "MAX_STACKED_STEP", short)
     case = Case(actions=space, architectures=architectures)
     settings = Optimizer(weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6, warmup_steps=2)
     bank = case.bank(SIZE, optimizer=settings)
@@ -131,7 +131,7 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
     case = CASES[name]
     whole = case.bank(3, memory=1 << 40)
     batch = acted_batch(case, whole, range(3))
-    needed = 4 * max(stack.network.values_kept for stack in whole._states.stacks) * int(batch.action_mask.sum())
+    needed = 4 * max(stack.network.values_per_observation for stack in whole.stacks) * int(batch.action_mask.sum())
     split = case.bank(3, memory=-(-needed // passes))
     calls = []
 
@@ -194,7 +194,7 @@ def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
     case = CASES["architectures"]
     bank, control = case.bank(3), case.bank(3)
     batch = acted_batch(case, bank, range(3))
-    plain, sizes = stacks.Stack.record, []
+    plain, sizes = train_states.Stack.vjp, []
 
     def cramped(stack, rows, observations):
         sizes.append(observations.shape[0] * observations.shape[1])
@@ -207,7 +207,7 @@ def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
 
     named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
     control.update(batch, loss_fn, named)
-    monkeypatch.setattr(stacks.Stack, "record", cramped)
+    monkeypatch.setattr(train_states.Stack, "vjp", cramped)
     reports = bank.update(batch, loss_fn, named)
     assert max(sizes) > 12 >= sizes[-1]
     for slot in range(3):

@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.distributions import distribution_for
-from evogrpo.models.networks.networks import DefaultNetwork, Encoding, ModuleNetwork
+from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, ObservationEncoder
 from tests.tiny_networks import CASES, MIXED, VECTOR, Branching
 
 PICTURE = spaces.Box(0, 255, (96, 96, 3), np.uint8)
@@ -37,13 +37,13 @@ FOUND = spaces.Dict({"left": PICTURE, "right": spaces.Box(0, 255, (20, 24), np.u
 )
 def test_a_network_in_words_is_what_its_parameters_are(space, config, words):
     network = DefaultNetwork(NetworkConfig(**config), space, 2)
-    assert network.words == words
+    assert network.description == words
     filters = [(shape[0], shape[2]) for name, shape in network.shapes.items() if "layer" in name and len(shape) == 4]
     assert [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)×", words)] == filters
 
 
 def test_a_module_of_ones_own_is_called_by_its_class():
-    assert ModuleNetwork(Branching(3, 2), VECTOR, 2).words == "Branching, a module of your own"
+    assert ModuleNetwork(Branching(3, 2), VECTOR, 2).description == "Branching, a module of your own"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_module_of_ones_own_is_called_by_its_class():
     ],
 )
 def test_observations_are_told_part_by_part(space, words):
-    assert Encoding(space).words == words
+    assert ObservationEncoder(space).description == words
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_observations_are_told_part_by_part(space, words):
     ],
 )
 def test_actions_are_told_with_their_distribution(space, words):
-    assert distribution_for(space).words == words
+    assert distribution_for(space).description == words
 
 
 def test_a_bank_tells_each_members_own_architecture():
     bank = CASES["architectures"].bank(3)
-    assert [bank.words(slot) for slot in range(3)] == ["8-6 relu", "5 tanh", "8-6-6 elu"]
-    assert CASES["module"].bank(1).words(0) == "Branching, a module of your own"
+    assert [bank.description(slot) for slot in range(3)] == ["8-6 relu", "5 tanh", "8-6-6 elu"]
+    assert CASES["module"].bank(1).description(0) == "Branching, a module of your own"

@@ -17,7 +17,7 @@ from evogrpo.envs.control.observations import ObservationStatistics, flatten, no
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.networks.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
 from evogrpo.models.networks.bank import StackedBank
-from evogrpo.models.networks.networks import Encoding
+from evogrpo.models.networks.networks import ObservationEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +85,16 @@ class StackedPolicy:
             seed=settings.seed,
             own_reference=settings.objective.reference == "snapshot",
             device=device,
-            statistics=1 + 2 * self._width if self._width else 0,
+            extra_stats=1 + 2 * self._width if self._width else 0,
         )
 
     @property
     def words(self) -> PolicyDescription:
         """What the first member is made of, for people."""
         return PolicyDescription(
-            observations=Encoding(self.observation_space).words,
-            network=self.bank.words(0),
-            actions=self.bank.distribution.words,
+            observations=ObservationEncoder(self.observation_space).description,
+            network=self.bank.description(0),
+            actions=self.bank.distribution.description,
         )
 
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> SampledActions:
@@ -117,7 +117,7 @@ class StackedPolicy:
         """What members normalise their observations with; None where they do not."""
         if not self._width:
             return None
-        count, mean, m2 = np.split(self.bank.statistics.numpy(), [1, 1 + self._width], axis=1)
+        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), [1, 1 + self._width], axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
     def update_statistics(self, observed: ObservationStatistics) -> None:
@@ -126,7 +126,7 @@ class StackedPolicy:
         if before is not None:
             later = before.merged(observed)
             values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
-            self.bank.statistics.copy_(torch.from_numpy(values))
+            self.bank.extra_stats.copy_(torch.from_numpy(values))
 
     def shown(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
         """Return raw observations `[m, ...]` as the members `[m]` see them."""
@@ -145,7 +145,7 @@ class StackedPolicy:
         if limits is None or config is None or rng.random() >= limits.probability:
             return None
         try:
-            new = mutate_architecture(config, limits, rng)[0]
+            new = mutate_architecture(config, limits, rng)
         except NothingToChangeError:  # changes until now have led here
             return None
         # What else a network is made of stays with it.

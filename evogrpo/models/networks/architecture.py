@@ -1,4 +1,4 @@
-"""The shape of a small network as a frozen record, and changes of it that keep what a member has learnt."""
+"""Architecture of small networks, and mutations of it that keep what a member has learnt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,26 +19,29 @@ Convolution = tuple[int, int, int]
 Parameters = dict[str, Tensor]
 """One member's parameters by name: "hidden0.weight" `[in, out]`, "hidden0.bias" `[out]`, ..., "output.weight", ..."""
 
-Learnt = dict[str, Parameters]
-"""What a member has learnt for each of its parameters: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
+StateParameters = dict[str, Parameters]
+"""Parameters by name of a train state's tensors: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
 
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each averages
-MOST_LAYERS, MOST_UNITS = 64, 65_536  # more is a slip, and memory runs out
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # power of the gradient that each averages
+MAX_LAYERS, MAX_UNITS = 64, 65_536  # larger values are typing errors that would exhaust memory
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """The architecture of one member's network.
+    """Architecture of one member's network.
 
     Attributes:
         hidden: Units of each hidden layer; () is a linear policy.
-        activation: After each hidden layer.
-        convolutions: (channels, kernel size, stride) of the layers through which every image goes first, each followed
-            by a ReLU; None chooses by the image's size. Has no effect on observations without images.
-        log_std: Logarithm of a fresh Gaussian policy's standard deviation, in units of half the action's range where
-            that is bounded. Has no effect on discrete actions.
+        activation: Activation after each hidden layer.
+        convolutions: (channels, kernel size, stride) of the first layers on each image, each followed by a ReLU. None
+            chooses them by the image's size. No effect on observations without images.
+        log_std: Logarithm of a Gaussian policy's initial standard deviation, in units of half the action's range if
+            that is bounded. No effect on discrete actions.
+
+    Raises:
+        ValueError: If a value is of the wrong type or out of range.
     """
 
     hidden: tuple[int, ...] = (64, 64)
@@ -68,36 +71,40 @@ class NetworkConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
+        """Build from what `to_json` returned; ValueError for an unknown name or an invalid value."""
         refuse_unknown("network setting", values, cls.__dataclass_fields__)
         return cls(**values)
 
-    def to_tensor(self) -> Tensor:
-        """Return the JSON text as bytes `[b]`, to be stored next to the weights it describes."""
-        return bytes_tensor(self.to_json())
-
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Self:
-        """Build from what `to_tensor` returned; raises ValueError if it is anything else."""
-        values = _json_of(tensor)
+        """Build from `json_bytes(config.to_json())`; ValueError for any other tensor."""
+        if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+            raise ValueError(f"an architecture must be a vector of bytes, got {tuple(tensor.shape)} of {tensor.dtype}.")
+        try:
+            values = json.loads(bytes(tensor.tolist()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"an architecture must be JSON text: {error}") from error
         if not isinstance(values, dict):
-            raise ValueError(f"an architecture must be a JSON object, got {values!r}")
+            raise ValueError(f"an architecture must be a JSON object, got {values!r:.80}.")
         return cls.from_json(values)
 
 
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureLimits:
-    """What changes of architecture may lead to.
+    """Limits of architecture mutations.
 
     Attributes:
-        min_layers: Fewest hidden layers, at least 1.
-        max_layers: Most hidden layers.
-        min_units: Fewest units of a layer, at least 1.
-        max_units: Most units of a layer.
-        unit_steps: How many units may be added or removed at once.
-        activations: To choose from.
-        probability: Chance, in (0, 1], that a child that is mutated changes its architecture as well.
+        min_layers: Minimum number of hidden layers, at least 1.
+        max_layers: Maximum number of hidden layers.
+        min_units: Minimum number of units of a layer, at least 1.
+        max_units: Maximum number of units of a layer.
+        unit_steps: Numbers of units that one mutation can add or remove.
+        activations: Activations to choose from.
+        probability: Probability, in (0, 1], that a mutated child also changes its architecture.
+
+    Raises:
+        ValueError: If a value is of the wrong type or out of range.
     """
 
     min_layers: int = 1
@@ -112,15 +119,15 @@ class ArchitectureLimits:
         if isinstance(self.activations, str) or not isinstance(self.activations, Sequence):
             raise ValueError(f"activations must be a sequence of names, got {self.activations!r:.80}")
         object.__setattr__(self, "activations", tuple(self.activations))
-        for name, most in (("layers", MOST_LAYERS), ("units", MOST_UNITS)):
+        for name, most in (("layers", MAX_LAYERS), ("units", MAX_UNITS)):
             for edge in ("min", "max"):
                 field = f"{edge}_{name}"
                 object.__setattr__(self, field, whole_between(field, getattr(self, field), 1, most))
         object.__setattr__(self, "unit_steps", _sizes("unit_steps", self.unit_steps))
         if self.min_layers > self.max_layers:
-            raise ValueError(f"need 1 <= min_layers <= max_layers, got {self.min_layers} and {self.max_layers}")
+            raise ValueError(f"min_layers must be at most max_layers, got {self.min_layers} and {self.max_layers}.")
         if self.min_units > self.max_units:
-            raise ValueError(f"need 1 <= min_units <= max_units, got {self.min_units} and {self.max_units}")
+            raise ValueError(f"min_units must be at most max_units, got {self.min_units} and {self.max_units}.")
         refuse_unknown("name in activations:", self.activations, ACTIVATIONS)
         object.__setattr__(self, "probability", finite_number("probability", self.probability))
         if not 0 < self.probability <= 1:
@@ -128,70 +135,66 @@ class ArchitectureLimits:
 
 
 class NothingToChangeError(ValueError):
-    """The limits leave nothing to change about an architecture."""
+    """The limits allow no change of an architecture."""
 
 
-def mutate_architecture(
-    config: NetworkConfig, limits: ArchitectureLimits, rng: np.random.Generator
-) -> tuple[NetworkConfig, str]:
-    """Change one thing about an architecture: a layer, the units of a layer, or the activation.
+def mutate_architecture(config: NetworkConfig, limits: ArchitectureLimits, rng: np.random.Generator) -> NetworkConfig:
+    """Add or remove a layer, change the units of a layer, or change the activation.
 
-    The kind of change is drawn first, so that all kinds that are possible are equally likely.
+    All possible kinds of change are equally likely, and so are all changes of the chosen kind.
 
     Args:
-        config: What to change; may lie outside the limits.
-        limits: What the result must lie in, as far as it was changed.
-        rng: Draws the change.
+        config: The architecture; may be outside the limits.
+        limits: Limits of the part that changes.
+        rng: Random generator.
 
     Returns:
-        The new architecture and what was changed, in words.
+        The new architecture.
 
     Raises:
-        NothingToChangeError: If the limits leave nothing to change.
+        NothingToChangeError: If the limits allow no change.
     """
-    hidden, kinds = config.hidden, dict[str, list[tuple[NetworkConfig, str]]]()
+    hidden, kinds = config.hidden, dict[str, list[NetworkConfig]]()
 
-    def propose(kind: str, words: str, **fields: Any) -> None:
-        kinds.setdefault(kind, []).append((replace(config, **fields), words))
+    def propose(kind: str, **fields: Any) -> None:
+        kinds.setdefault(kind, []).append(replace(config, **fields))
 
     if hidden and len(hidden) < limits.max_layers:
-        propose("add layer", f"added a layer of {hidden[-1]} units", hidden=(*hidden, hidden[-1]))
+        propose("add layer", hidden=(*hidden, hidden[-1]))
     if len(hidden) > limits.min_layers:
-        propose("remove layer", f"removed the last layer of {hidden[-1]} units", hidden=hidden[:-1])
+        propose("remove layer", hidden=hidden[:-1])
     for layer, units in enumerate(hidden):
         for step in limits.unit_steps:
             if units + step <= limits.max_units:
-                wider = (*hidden[:layer], units + step, *hidden[layer + 1 :])
-                propose("add units", f"added {step} units to layer {layer}", hidden=wider)
+                propose("add units", hidden=(*hidden[:layer], units + step, *hidden[layer + 1 :]))
             if units - step >= limits.min_units:
-                narrower = (*hidden[:layer], units - step, *hidden[layer + 1 :])
-                propose("remove units", f"removed {step} units from layer {layer}", hidden=narrower)
+                propose("remove units", hidden=(*hidden[:layer], units - step, *hidden[layer + 1 :]))
     for activation in limits.activations if hidden else ():  # a linear policy has none
         if activation != config.activation:
-            propose("activation", f"activation {config.activation} became {activation}", activation=activation)
+            propose("activation", activation=activation)
     if not kinds:
-        raise NothingToChangeError(f"the limits {limits} leave nothing to change about {config}: widen them")
+        raise NothingToChangeError(f"the limits {limits} allow no change of {config}: widen them.")
     names = list(kinds)
     choices = kinds[names[int(rng.integers(len(names)))]]
     return choices[int(rng.integers(len(choices)))]
 
 
-def morph(learnt: Learnt, old: NetworkConfig, new: NetworkConfig, rng: np.random.Generator) -> Learnt:
-    """Carry what a member has learnt over to another architecture.
+def morph(state: StateParameters, old: NetworkConfig, new: NetworkConfig, rng: np.random.Generator) -> StateParameters:
+    """Convert the parameters of a train state to another architecture.
 
-    Layers are added and removed at the end of the hidden ones, then each layer gets its new number of units. Added
-    units and layers leave the network's function as it is: exactly so for new units, and for new layers under "relu"
-    and "elu"; to about 2 % of the last hidden layer's values under "tanh". Removing, and changing the activation, do
-    change it. AdamW's moments stay with the weights that stay and are 0 for new ones.
+    Layers are added and removed after the last hidden layer, then each layer gets its new number of units. Adding
+    preserves the network's function: exactly for units, and for layers with "relu" and "elu"; to about 2 % of the last
+    hidden layer's values with "tanh". Removing units or layers and changing the activation do not preserve it. AdamW's
+    moments are kept for weights that stay and are 0 for new ones.
 
     Args:
-        learnt: Parameters and what goes with them; not changed.
+        state: Parameters of weights, moments and reference; not changed.
         old: Their architecture.
-        new: The architecture wanted; only hidden layers and activation may differ.
-        rng: Draws the incoming weights of new units.
+        new: The new architecture; only hidden layers and activation may differ.
+        rng: Random generator for the incoming weights of new units.
 
     Returns:
-        The same for the new architecture.
+        The parameters for the new architecture.
 
     Raises:
         ValueError: If the architectures differ in more than hidden layers and activation, or exactly one of them is
@@ -200,31 +203,31 @@ def morph(learnt: Learnt, old: NetworkConfig, new: NetworkConfig, rng: np.random
     Source: Net2Net (arXiv:1511.05641).
     """
     if replace(old, hidden=new.hidden, activation=new.activation) != new:
-        raise ValueError(f"only hidden layers and activation can be changed, not {old} into {new}")
+        raise ValueError(f"only hidden and activation can change, got {old} and {new}.")
     if bool(old.hidden) != bool(new.hidden):
-        raise ValueError(f"a linear policy has no hidden layer to build on: cannot change {old.hidden} to {new.hidden}")
+        raise ValueError(f"hidden cannot change between a linear policy and layers, got {old.hidden} and {new.hidden}.")
     sizes = list(old.hidden)
     while len(sizes) > len(new.hidden):
-        learnt = remove_layer(learnt, len(sizes))
+        state = remove_layer(state, len(sizes))
         sizes.pop()
     while len(sizes) < len(new.hidden):
-        learnt = add_layer(learnt, len(sizes), new.activation)
+        state = add_layer(state, len(sizes), new.activation)
         sizes.append(sizes[-1])
     for layer, (now, wanted) in enumerate(zip(sizes, new.hidden, strict=True)):
         after = f"hidden{layer + 1}" if layer + 1 < len(sizes) else "output"
         if wanted > now:
-            learnt = add_units(learnt, f"hidden{layer}", after, wanted - now, rng)
+            state = add_units(state, f"hidden{layer}", after, wanted - now, rng)
         elif wanted < now:
-            learnt = keep_units(learnt, f"hidden{layer}", after, wanted)
-    return learnt
+            state = keep_units(state, f"hidden{layer}", after, wanted)
+    return state
 
 
-def add_units(learnt: Learnt, layer: str, after: str, count: int, rng: np.random.Generator) -> Learnt:
-    """Add units whose incoming weights are random and whose outgoing weights are 0: the function stays the same."""
-    fan_in = learnt["weights"][f"{layer}.weight"].shape[0]
+def add_units(state: StateParameters, layer: str, after: str, count: int, rng: np.random.Generator) -> StateParameters:
+    """Add units with random incoming and zero outgoing weights, which preserves the function."""
+    fan_in = state["weights"][f"{layer}.weight"].shape[0]
     drawn = torch.from_numpy(rng.standard_normal((fan_in, count), dtype=np.float32)) / fan_in**0.5
     changed = {}
-    for name, parameters in learnt.items():
+    for name, parameters in state.items():
         weight, bias, out = (parameters[key] for key in (f"{layer}.weight", f"{layer}.bias", f"{after}.weight"))
         new = torch.zeros_like(drawn) if name in MOMENTS else drawn
         changed[name] = parameters | {
@@ -235,9 +238,9 @@ def add_units(learnt: Learnt, layer: str, after: str, count: int, rng: np.random
     return changed
 
 
-def keep_units(learnt: Learnt, layer: str, after: str, count: int) -> Learnt:
-    """Keep the units on which the next layer leans most, by the 2-norm of their outgoing weights, in their order."""
-    strength = torch.linalg.vector_norm(learnt["weights"][f"{after}.weight"], dim=1)
+def keep_units(state: StateParameters, layer: str, after: str, count: int) -> StateParameters:
+    """Keep the units with the largest 2-norm of their outgoing weights, in their order."""
+    strength = torch.linalg.vector_norm(state["weights"][f"{after}.weight"], dim=1)
     kept = torch.argsort(strength, descending=True, stable=True)[:count].sort().values
     return {
         name: parameters
@@ -246,22 +249,22 @@ def keep_units(learnt: Learnt, layer: str, after: str, count: int) -> Learnt:
             f"{layer}.bias": parameters[f"{layer}.bias"][kept],
             f"{after}.weight": parameters[f"{after}.weight"][kept],
         }
-        for name, parameters in learnt.items()
+        for name, parameters in state.items()
     }
 
 
-def add_layer(learnt: Learnt, depth: int, activation: Activation) -> Learnt:
-    """Add a hidden layer after the last of `depth`, that passes on what it gets.
+def add_layer(state: StateParameters, depth: int, activation: Activation) -> StateParameters:
+    """Add an identity layer after the last of `depth` hidden layers.
 
     Values h after a ReLU are at least 0, so relu(h) = h. After an ELU they are above -1, so elu(h + 1) = h + 1, and the
-    next bias takes the 1 off. No layer passes tanh values on exactly; tanh(h / 4) * 4 nearly does.
+    next bias subtracts 1. After tanh, tanh(h / 4) * 4 is approximately h.
     """
     scale, shift = (TANH_SCALE, 0.0) if activation == "tanh" else (1.0, float(activation == "elu"))
     changed = {}
-    for name, parameters in learnt.items():
+    for name, parameters in state.items():
         out, bias = parameters["output.weight"], parameters["output.bias"]
         new = torch.zeros(out.shape[0], out.shape[0]).to(out)
-        power = MOMENTS.get(name, -1)  # a weight that is 1 / s as large has a gradient that is s times as large
+        power = MOMENTS.get(name, -1)  # a weight divided by s has a gradient multiplied by s
         if name not in MOMENTS:
             new.fill_diagonal_(scale)
             bias = bias - shift * out.sum(0)
@@ -274,14 +277,14 @@ def add_layer(learnt: Learnt, depth: int, activation: Activation) -> Learnt:
     return changed
 
 
-def remove_layer(learnt: Learnt, depth: int) -> Learnt:
-    """Remove the last of `depth` hidden layers by multiplying it into the output, as if it had no activation.
+def remove_layer(state: StateParameters, depth: int) -> StateParameters:
+    """Remove the last of `depth` hidden layers by multiplying its weights into the output layer.
 
-    This undoes `add_layer`. The product is a new weight, without moments.
+    This is the inverse of `add_layer`. The activation is ignored, and moments of the product are 0.
     """
     last = f"hidden{depth - 1}"
     changed = {}
-    for name, parameters in learnt.items():
+    for name, parameters in state.items():
         kept = {key: value for key, value in parameters.items() if not key.startswith(f"{last}.")}
         product = parameters[f"{last}.weight"] @ parameters["output.weight"]
         if name in MOMENTS:
@@ -292,27 +295,18 @@ def remove_layer(learnt: Learnt, depth: int) -> Learnt:
     return changed
 
 
-def bytes_tensor(values: Any) -> Tensor:
-    """Return plain JSON values as the bytes `[b]` (uint8) of their text, keys sorted."""
+def json_bytes(values: Any) -> Tensor:
+    """Return plain JSON values as text with sorted keys, in bytes `[b]` (uint8)."""
     return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
 
 
-def _json_of(tensor: Tensor) -> Any:
-    if tensor.dtype != torch.uint8 or tensor.ndim != 1:
-        raise ValueError(f"an architecture must be a vector of bytes, got {tuple(tensor.shape)} of {tensor.dtype}")
-    try:
-        return json.loads(bytes(tensor.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"an architecture must be JSON text: {error}") from error
-
-
 def _sizes(what: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """Return whole numbers of at least 1, or raise ValueError naming `what`."""
+    """Return integers of at least 1, or raise ValueError naming `what`."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ValueError(f"{what} must be a sequence of whole numbers, got {values!r}")
-    if len(values) > MOST_LAYERS:
-        raise ValueError(f"{what} must hold at most {MOST_LAYERS} numbers, got {len(values)}")
+    if len(values) > MAX_LAYERS:
+        raise ValueError(f"{what} must hold at most {MAX_LAYERS} numbers, got {len(values)}")
     sizes = tuple(whole_number(what, value) for value in values)
-    if any(not 1 <= size <= MOST_UNITS for size in sizes):
-        raise ValueError(f"{what} must hold numbers from 1 to {MOST_UNITS:,}, got {sizes}")
+    if any(not 1 <= size <= MAX_UNITS for size in sizes):
+        raise ValueError(f"{what} must hold numbers from 1 to {MAX_UNITS:,}, got {sizes}")
     return sizes

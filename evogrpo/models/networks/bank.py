@@ -1,7 +1,9 @@
-"""StackedBank: small networks of all members stacked on a member axis, acting and learning in batched products."""
+"""StackedBank: small networks of all members, stacked on a member axis and computed together."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,38 +14,45 @@ from torch import Tensor, nn
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, SampledActions, UpdateReport, map_tensors
-from evogrpo.interruption import before_changes
-from evogrpo.models.bank import RUNNING_STATS, LossFunction, PolicyVersion, ReferenceDistributions
+from evogrpo.interruption import before_changes, check_interrupted
+from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
-from evogrpo.models.networks.passes import StackedPasses, lay_out_slots
-from evogrpo.models.networks.stacks import IntArray, Layout, Stack, StackedStates
+from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
+
+R = TypeVar("R")
+Layouts = list[tuple[Stack, Layout]]
+MIN_MEMORY = 1024  # bytes: a pass of one row cannot be halved
+
+Read = Callable[[Batch, Tensor | None, Tensor], Sequence[Tensor]]
+"""(rows, positions in `[n * t]` or None for all in order, network outputs `[c, o]` there) -> values `[c, ...]`."""
 
 
-class StackedBank:
-    """A population of small networks, each with its own weights, computed together.
+class StackedBank(StackedTrainStates):
+    """Small networks of all members, each with its own weights, computed together.
 
-    Members of one architecture are rows of one stack, and what a method computes for one stack is one batched
-    computation. On the CPU acting is numpy: a call costs half of what it costs in torch.
+    Members with one architecture are rows of one stack, and each method computes a stack in batched products. On the
+    CPU acting is numpy: a call takes half as long as in torch.
 
     Args:
-        observation_space: What members observe.
-        action_space: Where they act.
+        observation_space: Observation space of the members.
+        action_space: Action space of the members.
         size: Number of members.
-        network: The architecture that members start with (two tanh layers of 64 by default), or a module of the
-            caller's, which takes a forward pass per member; see `ModuleNetwork`.
+        network: Initial architecture of all members (by default two tanh layers of 64), or a user's module, which is
+            run once per member; see `ModuleNetwork`.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial weights, which are the same for all members.
-        own_reference: Whether every member keeps a reference policy of its own, to be set by `keep_reference`;
-            otherwise the reference is the policy that all members started from.
-        device: Where weights live and networks run.
-        memory: Most bytes that one forward pass with gradients keeps, roughly. Halved when memory runs out.
-        statistics: How many further running statistics each member carries for whoever uses the bank; 0 at birth.
+        own_reference: Each member has its own reference policy, set by `keep_reference`. Otherwise the reference is
+            the initial policy.
+        device: Device of weights and computation.
+        memory: Approximate maximum of bytes that one forward pass with gradients keeps. Halved when out of memory.
+        extra_stats: Number of additional running statistics per member, initially 0.
 
     Attributes:
-        distribution: How a network's outputs become actions.
+        distribution: Action distribution of the networks' outputs.
         device: As given.
+        memory: As given, or halved.
 
     Raises:
         ValueError: If a space is not supported, or the network does not fit it.
@@ -63,64 +72,51 @@ class StackedBank:
         own_reference: bool = False,
         device: torch.device | str = "cpu",
         memory: int = 1 << 26,
-        statistics: int = 0,
+        extra_stats: int = 0,
     ) -> None:
         if size < 1:
-            raise ValueError(f"a bank needs at least 1 member, got size={size}")
-        self.distribution = distribution_for(action_space)
-        outputs, custom, config = self.distribution.outputs, None, None
+            raise ValueError(f"size must be at least 1, got {size}.")
+        distribution = distribution_for(action_space)
+        module, config = None, None
         if isinstance(network, nn.Module):
-            custom = ModuleNetwork(network, observation_space, outputs, device)
-            taken = sorted(set(custom.shapes) & set(self.distribution.free))
+            module = ModuleNetwork(network, observation_space, distribution.outputs, device)
+            taken = sorted(set(module.shapes) & set(distribution.free_parameters))
             if taken:
                 raise ValueError(
-                    f"{custom.name} must have no parameter named {taken[0]!r}, which is the action distribution's own: "
-                    "rename it, or leave it out and let that one be learnt"
+                    f"{module.name} must have no parameter named {taken[0]!r}, which is the action distribution's: "
+                    "rename it, or leave it out."
                 )
         else:
             config = network or NetworkConfig()
 
         def network_for(config: NetworkConfig | None) -> Network:
             if config is not None:
-                return DefaultNetwork(config, observation_space, outputs)
-            assert custom is not None
-            return custom
+                return DefaultNetwork(config, observation_space, distribution.outputs)
+            assert module is not None
+            return module
 
-        self._states = StackedStates(
+        super().__init__(
             network_for,
-            self.distribution,
+            distribution,
             config,
             size,
             optimizer=optimizer or Optimizer(),
             seed=seed,
             own_reference=own_reference,
             device=device,
-            statistics=statistics,
+            extra_stats=extra_stats,
         )
-        self.device = torch.device(device)
-        self._passes = StackedPasses(self._states, self.distribution, memory)
-        self._on_cpu = self.device.type == "cpu"
-        self._laid_out: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Layout]]] | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return self._states.size
-
-    @property
-    def running_stats(self) -> Tensor:
-        """`[p, 4]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
-        return self._states.running_stats[:, : len(RUNNING_STATS)]
-
-    @property
-    def statistics(self) -> Tensor:
-        """`[p, s]` float64 on the CPU: further running statistics, to be changed in place; saved and inherited."""
-        return self._states.running_stats[:, len(RUNNING_STATS) :]
+        self.memory = memory
+        self._layout_cache: dict[str, tuple[tuple[int, bool], IntArray, Layouts]] = {}
 
     @property
     def uniforms_per_action(self) -> int:
-        """How many uniform numbers one action is drawn with."""
+        """Number of uniform random numbers that sample one action."""
         return self.distribution.uniforms_per_action
+
+    def description(self, slot: int) -> str:
+        """Return a member's network in words."""
+        return self.locate(slot)[0].network.description
 
     # ---- acting
 
@@ -139,73 +135,115 @@ class StackedBank:
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.
         """
-        layouts = self._lay_out(member_ids, base=base)
+        if not len(member_ids) or member_ids.min() < 0 or member_ids.max() >= self.size:
+            raise ValueError(f"member_ids must be slots from 0 to {self.size - 1}, got {member_ids}.")
+        layouts = self._layouts("act", member_ids, base=base)
         legal = None
         if action_mask is not None:
             parts = action_mask if isinstance(action_mask, tuple | list) else [action_mask]
             legal = np.concatenate(parts, axis=1).astype(np.bool_)
         with np.errstate(all="ignore"):  # a member whose weights are not finite fails when it learns
-            outputs = [self._outputs(stack, layout, observations, len(member_ids)) for stack, layout in layouts]
+            outputs = [self._act_outputs(stack, layout, observations, len(member_ids)) for stack, layout in layouts]
             if len(outputs) == 1 and layouts[0][1].in_order:
                 together = outputs[0]
             else:
                 together = np.empty((len(member_ids), outputs[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, outputs, strict=True):
                     together[layout.items] = part
-            actions, log_probs = self.distribution.draw(together, uniforms, temperature, legal)
+            actions, log_probs = self.distribution.sample(together, uniforms, temperature, legal)
         return SampledActions(actions=actions, log_probs=log_probs)
 
-    def _lay_out(self, member_ids: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
-        """Lay rows out by member; environments ask with the same rows many times in turn."""
-        key = (self._states.changes, base)
-        if self._laid_out is not None and self._laid_out[1] == key and np.array_equal(self._laid_out[0], member_ids):
-            return self._laid_out[2]
-        if not len(member_ids) or member_ids.min() < 0 or member_ids.max() >= self.size:
-            raise ValueError(f"member_ids must hold slots from 0 to {self.size - 1}, got {member_ids}")
-        layouts = lay_out_slots(self._states, member_ids, base=base)
-        self._laid_out = (member_ids.copy(), key, layouts)
-        return layouts
-
-    def _outputs(self, stack: Stack, layout: Layout, observations: Any, count: int) -> NDArray[np.float32]:
-        """Return the distribution's numbers `[c, o]` of the rows in `layout.items`."""
-        if stack.reads_features and self._on_cpu:
+    def _act_outputs(self, stack: Stack, layout: Layout, observations: Any, count: int) -> NDArray[np.float32]:
+        """Return distribution parameters `[c, o]` of the rows in `layout.items`."""
+        if stack.reads_features and self.device.type == "cpu":
             features = np.asarray(observations, dtype=np.float32).reshape(count, -1)
             whole = layout.in_order and layout.index.size == count
             features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
             outputs = stack.act("weights", layout.rows, features)
         else:
             index = torch.from_numpy(layout.index)
-            seen = map_tensors(_tensors(observations), lambda leaf: leaf[index])
-            outputs = stack.outputs("weights", layout.rows, seen).cpu().numpy()
+            laid_out = map_tensors(_tensors(observations), lambda leaf: leaf[index])
+            outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
         outputs = outputs.reshape(-1, outputs.shape[2])
         return outputs if layout.real is None else outputs[layout.real]
 
-    # ---- scoring and learning
+    def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:
+        """Lay items out by stack and member; under the base policy all are items of one member.
+
+        Environments and optimizer steps often repeat the same slots, so the latest layouts of each purpose are cached.
+        """
+        key, cached = (self.version, base), self._layout_cache.get(purpose)
+        if cached is None or cached[0] != key or not np.array_equal(cached[1], slots):
+            if base:
+                layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
+            else:
+                layouts = [
+                    (stack, layout.renumbered(items))
+                    for stack, items, rows in self.by_stack(slots)
+                    for layout in lay_out(rows)
+                ]
+            cached = self._layout_cache[purpose] = (key, slots.copy(), layouts)
+        return cached[2]
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a module that computes one member's distribution parameters; it reads the bank's weights."""
+        return MemberNetwork(self, slot, base=base)
+
+    # ---- log-probabilities
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
-            base: Under the policy that all members started from rather than under their own.
+            base: Under the initial policy instead of the members' own.
         """
-        return self._passes.score(batch, "base" if base else "weights")[0]
+        return self._scores(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the distributions acted from, in nats, without gradient; 0 where masked."""
-        return self._passes.score(batch, "weights")[1]
+        """Return `[n, t]` entropies of the action distributions, in nats, without gradient; 0 where masked."""
+        return self._scores(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under each member's reference, without gradient; 0 where masked."""
-        return self._passes.score(batch, self._held_to)[0]
+        return self._scores(batch, "reference" if self.own_reference else "base")[0]
 
     def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
-        """Return `[n, t, o]` the numbers of action distributions; see `evogrpo.models.bank.FullDistributionBank`."""
-        return self._passes.outputs(batch, self._held_to if reference else "weights")
+        """Return `[n, t, o]` distribution parameters; see `evogrpo.models.bank.FullDistributionBank`."""
+        width = self.distribution.outputs + sum(map(math.prod, self.distribution.free_parameters.values()))
+        own: PolicyVersion = "reference" if self.own_reference else "base"
+        version: PolicyVersion = own if reference else "weights"
+        return self._evaluate(batch, version, lambda rows, places, outputs: [outputs], [(width,)])[0]
 
-    @property
-    def _held_to(self) -> PolicyVersion:
-        return "reference" if self._states.own_reference else "base"
+    def _scores(self, batch: Batch, version: PolicyVersion) -> list[Tensor]:
+        """Return log-probabilities and entropies `[n, t]` without gradient; 0 where masked."""
+        return self._evaluate(batch, version, partial(self._read_scores, entropy_gradient=False), [(), ()])
+
+    @torch.no_grad()
+    def _evaluate(
+        self, batch: Batch, version: PolicyVersion, read: Read, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """Return values computed from the outputs, `[n, t, *shape]` each, in passes that fit into memory."""
+        mask = batch.action_mask
+        found = [torch.zeros(*mask.shape, *shape, device=mask.device) for shape in shapes]
+
+        def run() -> list[Tensor]:
+            for part in self._parts(batch):
+                check_interrupted()
+                for values, own in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
+                    values[part] = own
+            return found
+
+        return self._halve_memory_and_retry(run)
+
+    def cost(self, batch: Batch) -> dict[int, int]:
+        """Return the number of environment steps that one pass over the batch processes, by slot."""
+        member_ids, steps = batch.member_ids.cpu(), torch.zeros(self.size, dtype=torch.int64)
+        steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
+        rows = member_ids.bincount(minlength=self.size).tolist()
+        return {slot: count for slot, count in enumerate(steps.tolist()) if rows[slot]}
+
+    # ---- learning
 
     def update(
         self,
@@ -219,79 +257,138 @@ class StackedBank:
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
         settle = before_changes(last=last)
-        losses = self._passes.add_gradients(
-            batch,
-            loss_fn,
-            hyperparameters,
-            entropy_gradient=entropy_gradient,
-            reference_distributions=reference_distributions,
-        )
+
+        def add_gradients() -> list[float]:
+            losses = torch.zeros(self.size)
+            for stack in self.stacks:
+                stack.gradient.zero_()
+            for part in self._parts(batch, hyperparameters):
+                check_interrupted()
+                # 1. Forward pass of some rows.
+                rows = batch if len(part) == len(batch) else batch.select(part)
+                reference = None if reference_distributions is None else reference_distributions.select(part)
+                read = partial(self._read_scores, entropy_gradient=entropy_gradient, reference_distributions=reference)
+                tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+                loss = loss_fn(part, *self._forward(rows, "weights", tape, read))
+                # 2. Gradients with respect to the outputs by autograd, with respect to the weights by each stack.
+                grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
+                for (_, backward), grad in zip(tape, grads, strict=True):
+                    backward(grad)
+                losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
+            return losses.tolist()
+
+        losses = self._halve_memory_and_retry(add_gradients)
         if settle is not None:
             settle()
-        return self._states.step(hyperparameters, losses)
+        return self.step(hyperparameters, losses)
 
-    def cost(self, batch: Batch) -> dict[int, int]:
-        """Return how many environment steps one pass over the batch processes, by slot."""
-        member_ids, steps = batch.member_ids.cpu(), torch.zeros(self.size, dtype=torch.int64)
-        steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
-        rows = member_ids.bincount(minlength=self.size).tolist()
-        return {slot: count for slot, count in enumerate(steps.tolist()) if rows[slot]}
+    def _halve_memory_and_retry(self, run: Callable[[], R]) -> R:
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                if self.memory < MIN_MEMORY:
+                    raise
+                self.memory //= 2
 
-    # ---- what members have learnt
+    def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
+        """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""
+        counts, member_ids = batch.action_mask.sum(1).cpu().numpy(), batch.member_ids.cpu().numpy()
+        included = counts > 0
+        if slots is not None and len(slots) < self.size:
+            included &= np.isin(member_ids, list(slots))
+        rows = np.flatnonzero(included)
+        needed = 4 * max(stack.network.values_per_observation for stack in self.stacks) * int(counts[rows].sum())
+        count = min(len(rows), -(-needed // self.memory))
+        if count > 1:
+            rows = rows[np.argsort(member_ids[rows], kind="stable")]
+        return [torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)]
 
-    def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt, architecture and all; None = a fresh initialisation."""
-        self._states.inherit(parents)
+    def _forward(
+        self,
+        batch: Batch,
+        version: PolicyVersion,
+        tape: list[tuple[Tensor, Callable[[Tensor], None]]] | None,
+        read: Read,
+    ) -> list[Tensor]:
+        """Return values computed from the outputs of one pass, `[n, t, ...]` each.
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name."""
-        return self._states.state_keys
+        With a tape, they are functions of the outputs on it, each with a function that adds the weights' gradients.
+        """
+        # 1. Lay the counted actions out by stack and member.
+        mask = batch.action_mask
+        counted = np.flatnonzero(mask.cpu().numpy())
+        slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
+        layouts = self._layouts("learn", slots, base=version == "base")
+        # Transitions are usually sorted by member, and then need no gathering.
+        in_order = len(counted) == mask.numel() and len(layouts) == 1 and layouts[0][1].items_in_order
+        # 2. Run each stack.
+        parts = []
+        for stack, layout in layouts:
+            places = None if in_order and layout.real is None else torch.from_numpy(counted[layout.index])
+            observations = map_tensors(
+                batch.inputs.observations, partial(_take, places=places, shape=layout.index.shape)
+            )
+            if tape is None:
+                outputs = stack.outputs("weights" if version == "base" else version, layout.rows, observations)
+            else:
+                outputs, backward = stack.vjp(layout.rows, observations)
+                tape.append((outputs.requires_grad_(), backward))
+            outputs = outputs.flatten(0, 1)
+            if layout.real is not None:
+                outputs = outputs.index_select(0, torch.from_numpy(layout.real).to(outputs.device))
+            parts.append(outputs)
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # 3. Compute the values and put them back in the order of the batch.
+        if in_order:
+            found = [values.to(mask.device) for values in read(batch, None, outputs)]
+        else:
+            places = torch.from_numpy(counted[np.concatenate([layout.items for _, layout in layouts])])
+            found = [values.to(mask.device) for values in read(batch, places, outputs)]
+            places = places.to(mask.device)
+            found = [
+                values.new_zeros(mask.numel(), *values.shape[1:]).index_copy(0, places, values) for values in found
+            ]
+        return [values.view(*mask.shape, *values.shape[1:]) for values in found]
 
-    def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of a member's learner state."""
-        return self._states.state_tensor(slot, name)
-
-    def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of everything the member in `slot` has learnt, and its architecture."""
-        return self._states.state(slot)
-
-    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot; see `StackedStates.load_state`."""
-        self._states.load_state(slot, state)
-
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current policies of these members their own references; ValueError without own references."""
-        self._states.keep_reference(slots)
-
-    def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its policy; see `StackedStates.mix_reference`."""
-        self._states.mix_reference(slot, mixing)
-
-    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module whose call gives one member's outputs; it reads the bank, and holds no weights of its own."""
-        return MemberNetwork(self, slot, base=base)
-
-    def words(self, slot: int) -> str:
-        """Say what a member's network is made of."""
-        return self._states.place(slot)[0].network.words
-
-    def architecture(self, slot: int) -> NetworkConfig | None:
-        """Return a member's architecture; None for a module of the caller's."""
-        return self._states.config(slot)
-
-    def rebuild(self, slot: int, config: NetworkConfig, rng: np.random.Generator) -> None:
-        """Give a member another architecture, keeping what it has learnt; see `StackedStates.rebuild`."""
-        self._states.rebuild(slot, config, rng)
+    def _read_scores(
+        self,
+        batch: Batch,
+        places: Tensor | None,
+        outputs: Tensor,
+        *,
+        entropy_gradient: bool,
+        reference_distributions: ReferenceDistributions | None = None,
+    ) -> list[Tensor]:
+        """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
+        take = partial(_take, places=places)
+        masks, legal = batch.inputs.action_masks, None
+        if masks is not None:
+            parts = masks if isinstance(masks, tuple | list) else [masks]
+            legal = torch.cat([take(part).flatten(1) for part in parts], 1).bool().to(outputs.device)
+        temperature = batch.inputs.temperature
+        if bool((temperature == 1).all()):
+            temperature = None
+        else:
+            temperature = take(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
+        actions = take(batch.actions).to(outputs.device)
+        found = list(
+            self.distribution.evaluate_actions(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient)
+        )
+        if reference_distributions is not None:
+            pair = outputs, take(reference_distributions.outputs).to(outputs.device)
+            first, second = reversed(pair) if reference_distributions.reverse else pair
+            found.append(self.distribution.kl(first, second, temperature, legal))
+        return found
 
 
 class MemberNetwork(nn.Module):
-    """One member of a bank as a module: observations in, the numbers of its action distribution out.
+    """Network of one member as a module: observations in, distribution parameters out.
 
     Args:
-        bank: Where the member's weights live.
-        slot: Which member.
-        base: The untrained base instead, whatever the slot.
+        bank: The bank that contains the weights.
+        slot: Slot of the member.
+        base: Use the initial weights instead.
     """
 
     def __init__(self, bank: StackedBank, slot: int, *, base: bool = False) -> None:
@@ -300,15 +397,23 @@ class MemberNetwork(nn.Module):
         self.slot = slot
 
     def forward(self, observations: Any) -> Tensor:
-        """Return outputs `[m, o]` of observations `[m, ...]` in the form of their space, without gradient.
+        """Return distribution parameters `[m, o]` for observations `[m, ...]` of the space, without gradient.
 
         Args:
-            observations: Tensors or arrays; for Dict and Tuple dicts and tuples of such.
+            observations: Tensors or arrays; dicts and tuples of these for Dict and Tuple spaces.
         """
-        states = self._bank._states
-        stack, row = (states.base, 0) if self._base else states.place(self.slot)
-        seen = map_tensors(_tensors(observations), lambda leaf: leaf[None])
-        return stack.outputs("weights", np.array([row]), seen)[0]
+        stack, row = (self._bank.base, 0) if self._base else self._bank.locate(self.slot)
+        batched = map_tensors(_tensors(observations), lambda leaf: leaf[None])
+        return stack.outputs("weights", np.array([row]), batched)[0]
+
+
+def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `places`; None = all in order, in `shape`."""
+    flat = values.flatten(0, 1)
+    if places is not None:
+        places = places.to(flat.device)
+        return flat.index_select(0, places.flatten()).view(*places.shape, *flat.shape[1:])
+    return flat if shape is None else flat.unflatten(0, shape)
 
 
 def _tensors(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Policy networks: the default one with its encoders, and modules of the user."""
+"""Policy networks: the default network with its observation encoder, and modules of the user."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,21 +24,21 @@ Image = tuple[int, int, int]
 """(channels, height, width)."""
 
 
-class Encoding:
-    """How the observations of one space become features and images.
+class ObservationEncoder:
+    """Converts observations of one space to features and images.
 
-    Discrete and MultiDiscrete values are one-hot encoded, other numbers taken as they are; uint8 numbers are divided by
-    255. A Box of uint8 with three dimensions (channels first or last: the smaller one), or with two (one channel), is
-    an image. The parts of a Dict or Tuple lie side by side, in the space's own order.
+    Discrete and MultiDiscrete values are one-hot encoded, uint8 numbers are divided by 255, and other numbers stay as
+    they are. A Box of uint8 with three dimensions (channels first or last: the smaller one), or with two (one channel),
+    is an image. Parts of a Dict or Tuple are concatenated in the space's order.
 
     Args:
         space: A Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
 
     Attributes:
-        features: Length of the vector, images not counted.
-        images: The shape of each image.
-        image_names: What each is called; the whole observation has no name.
-        words: What is observed, part by part, for people.
+        features: Number of features, without images.
+        images: Shape of each image.
+        image_names: Name of each image's part; empty for the whole observation.
+        description: The parts of an observation in words.
 
     Raises:
         ValueError: If the space, or a part of it, is of another kind.
@@ -47,17 +47,17 @@ class Encoding:
     def __init__(self, space: spaces.Space[Any] | None) -> None:
         parts = list(_parts(space))
         if space is None or not parts:
-            raise ValueError(f"an observation must have at least one part, got {space}")
+            raise ValueError(f"observation_space must have at least one part, got {space}.")
         self._space, self._leaves = space, [leaf for _, leaf in parts]
-        told = [f"{name}: {_in_words(leaf)}" if name else _in_words(leaf) for name, leaf in parts]
-        self.words = "; ".join([*told, "side by side"] if len(told) > 1 else told)
+        described = [f"{name}: {_description(leaf)}" if name else _description(leaf) for name, leaf in parts]
+        self.description = "; ".join([*described, "side by side"] if len(described) > 1 else described)
         self.image_names = [name for name, leaf in parts if _image(leaf) is not None]
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
         self.features = sum(_width(leaf) for leaf in self._leaves if _image(leaf) is None)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether an observation is one array of numbers that are features as they are."""
+    def is_identity(self) -> bool:
+        """True if an observation is a single array of numbers that are used unchanged."""
         (leaf, *others) = self._leaves
         return not others and isinstance(leaf, spaces.Box) and leaf.dtype != np.uint8
 
@@ -66,7 +66,7 @@ class Encoding:
 
         Args:
             observations: Tensors or arrays `[m, ...]` in the form of the space.
-            device: Where the results go.
+            device: Device of the results.
 
         Raises:
             ValueError: If the observations do not fit the space.
@@ -87,7 +87,7 @@ class Encoding:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of dicts and tuples, however nested, in their order."""
+    """Yield the leaves of nested dicts and tuples in their order."""
     if isinstance(tree, Mapping):
         for part in tree.values():
             yield from leaves(part)
@@ -111,7 +111,7 @@ def zero_observation(space: spaces.Space[Any]) -> Any:
 
 
 def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[str, spaces.Space[Any]]]:
-    """Yield the parts of an observation and what they are called, such as `where.0`; the whole has no name."""
+    """Yield each part of an observation with its name, such as `where.0`; the whole has an empty name."""
     match space:
         case spaces.Dict() | spaces.Tuple():
             named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
@@ -122,8 +122,8 @@ def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[st
         case _:
             got = "None" if space is None else type(space).__name__
             raise ValueError(
-                "a small network observes a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-                f"got {got}: wrap the environment so that its observations are of one of these"
+                "observation_space must be a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
+                f"got {got}. Wrap the environment so that its observations are one of these."
             )
 
 
@@ -136,8 +136,8 @@ def _width(space: spaces.Space[Any]) -> int:
     return int(np.prod(space.shape or ()))
 
 
-def _in_words(space: spaces.Space[Any]) -> str:
-    """Say what a part of an observation is to a network."""
+def _description(space: spaces.Space[Any]) -> str:
+    """Return a part of an observation in words."""
     width, image = _width(space), _image(space)
     if image is not None:
         channels, height, across = image
@@ -154,7 +154,7 @@ def _in_words(space: spaces.Space[Any]) -> str:
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:
-    """Return an image's shape with channels first, or None for what is no image."""
+    """Return an image's shape with channels first, or None if the space is not an image."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
         return None
     if len(space.shape) == 2:
@@ -166,39 +166,39 @@ def _image(space: spaces.Space[Any]) -> Image | None:
 Shapes = dict[str, tuple[int, ...]]
 
 AddGradients = Callable[[Tensor, Parameters], None]
-"""(slope `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters, to be added to)."""
+"""(gradient `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters to add to)."""
 
 NATURE: tuple[Convolution, ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # Human-level control (Nature 518, 2015)
 SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
-LARGE_IMAGE = 36  # sides from which on NATURE leaves something of an image
+MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
 
 
 class Network(Protocol):
     """A function of parameters and observations, for several members at once.
 
     Attributes:
-        shapes: Names and shapes of one member's parameters, in the order in which a flat vector holds them.
-        values_kept: Roughly how many numbers one observation keeps in memory until its gradient is known.
+        shapes: Shapes of one member's parameters by name, in their order in a flat vector.
+        values_per_observation: Approximate number of values that the gradient of one observation keeps in memory.
     """
 
     shapes: Shapes
-    values_kept: int
+    values_per_observation: int
 
     @property
-    def words(self) -> str:
-        """What it is made of, for people."""
+    def description(self) -> str:
+        """The network in words."""
         ...
 
-    def initial(self, seed: int) -> Parameters:
-        """Return the parameters that every member starts from."""
+    def initial_parameters(self, seed: int) -> Parameters:
+        """Return the initial parameters of every member."""
         ...
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
         """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
         ...
 
-    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return the same, and what adds gradients up; to be called at most once."""
+    def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
         ...
 
 
@@ -218,26 +218,24 @@ def join(parameters: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
 
 
 class DefaultNetwork:
-    """Convolutions for images, then hidden layers over all features side by side.
-
-    The hidden layers of all members run as batched products; `layers` says what was measured.
+    """Convolutions for images, then hidden layers over all features.
 
     Args:
         config: The architecture.
-        space: What is observed.
-        outputs: How many numbers are put out.
+        space: Observation space.
+        outputs: Number of outputs.
 
     Raises:
-        ValueError: If the space is not supported, or the convolutions leave nothing of an image.
+        ValueError: If the space is not supported, or an image is too small for the convolutions.
     """
 
     def __init__(self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int) -> None:
-        self.config, self.encoding = config, Encoding(space)
+        self.config, self.encoder = config, ObservationEncoder(space)
         self.shapes: Shapes = {}
-        self.values_kept = self.encoding.features
+        self.values_per_observation = self.encoder.features
         self._hidden, self._images = HiddenLayers(config.activation), list[list[tuple[str, int]]]()
-        features = self.encoding.features
-        for number, image in enumerate(self.encoding.images):
+        features = self.encoder.features
+        for number, image in enumerate(self.encoder.images):
             layers, size = self._add_image(number, image)
             self._images.append(layers)
             features += size
@@ -245,46 +243,46 @@ class DefaultNetwork:
         self._layers = [*(f"hidden{depth}" for depth in range(len(config.hidden))), "output"]
         for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
             self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
-        self.values_kept += 2 * sum(sizes)
+        self.values_per_observation += 2 * sum(sizes)
 
     @property
-    def words(self) -> str:
-        """Its convolutions, what is joined with what they find, and its hidden layers, such as `64-64 tanh`."""
+    def description(self) -> str:
+        """Convolutions, number of other features, and hidden layers, such as `64-64 tanh`."""
         config, parts = self.config, []
-        for image, layers in zip(self.encoding.image_names, self._images, strict=True):
+        for image, layers in zip(self.encoder.image_names, self._images, strict=True):
             shapes = [(self.shapes[f"{name}.weight"], stride) for name, stride in layers]
-            told = ", ".join(f"{shape[0]} of {shape[2]}×{shape[3]} stride {stride}" for shape, stride in shapes)
-            parts.append(f"convolutions{f' of {image}' if image else ''} ({told})")
-        if parts and self.encoding.features:
-            count = self.encoding.features
+            filters = ", ".join(f"{shape[0]} of {shape[2]}×{shape[3]} stride {stride}" for shape, stride in shapes)
+            parts.append(f"convolutions{f' of {image}' if image else ''} ({filters})")
+        if parts and self.encoder.features:
+            count = self.encoder.features
             parts.append(f"joined with {count} number{'' if count == 1 else 's'}")
         hidden = f"{'-'.join(map(str, config.hidden))} {config.activation}" if config.hidden else "linear"
         return f"{', '.join(parts)}, then {hidden}" if parts else hidden
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
-        """Declare one image's convolutions; return their names and strides, and how many features come out."""
+        """Add one image's convolutions to `shapes`; return their names, strides and number of features."""
         convolutions = self.config.convolutions
         if convolutions is None:
-            convolutions = NATURE if min(image[1:]) >= LARGE_IMAGE else SMALL
+            convolutions = NATURE if min(image[1:]) >= MIN_NATURE_SIDE else SMALL
         layers, (width, *sides) = [], image
-        self.values_kept += 2 * int(np.prod(image))
+        self.values_per_observation += 2 * int(np.prod(image))
         for depth, (channels, kernel, stride) in enumerate(convolutions):
             if min(sides) < kernel:
                 raise ValueError(
-                    f"the convolutions {convolutions} do not fit an image of {image} (channels, height, width): layer "
-                    f"{depth} has a kernel of {kernel} but gets {sides}; choose others in NetworkConfig(convolutions=)"
+                    f"convolutions {convolutions} do not fit an image of {image} (channels, height, width): layer "
+                    f"{depth} has a kernel of {kernel}, but its input is {sides}. Set NetworkConfig(convolutions=...)."
                 )
             name = f"image{number}.layer{depth}"
             self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
             layers.append((name, stride))
             width, sides = channels, [(side - kernel) // stride + 1 for side in sides]
-            self.values_kept += 2 * width * int(np.prod(sides))
+            self.values_per_observation += 2 * width * int(np.prod(sides))
         return layers, width * int(np.prod(sides))
 
-    def initial(self, seed: int) -> Parameters:
-        """Return orthogonal weights of gain sqrt(2), 0.01 for the output, and biases of 0.
+    def initial_parameters(self, seed: int) -> Parameters:
+        """Return orthogonal weights of gain sqrt(2) (0.01 for the output) and biases of 0.
 
-        Each layer has a random stream of its own, so architectures that agree on a layer start with the same one.
+        Each layer has its own random stream, so architectures with the same layer start with the same weights in it.
         """
         parameters = {}
         for name, shape in self.shapes.items():
@@ -292,7 +290,7 @@ class DefaultNetwork:
                 parameters[name] = torch.zeros(shape)
                 continue
             rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
-            if len(shape) == 4:  # a convolution's units are its first axis, a hidden layer's its last
+            if len(shape) == 4:  # units are the first axis of a convolution, the last of a hidden layer
                 parameters[name] = gain * orthogonal(rng, shape[0], int(np.prod(shape[1:]))).reshape(shape)
             else:
                 parameters[name] = gain * orthogonal(rng, *shape)
@@ -304,32 +302,34 @@ class DefaultNetwork:
             device = parameters["output.bias"].device
             return self._hidden.forward(self._stacked(parameters), self._features(parameters, observations, device))
 
-    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and what adds gradients up; see `Network`."""
+    def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and a function that adds gradients; see `Network`."""
         names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
         own = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
             features = self._features(own, observations, parameters["output.bias"].device)
-        outputs, backward = self._hidden.record(self._stacked(parameters), features.detach(), below=bool(names))
+        outputs, backward = self._hidden.vjp(
+            self._stacked(parameters), features.detach(), features_need_grad=bool(names)
+        )
 
-        def add(slope: Tensor, gradients: Parameters) -> None:
-            below = backward(slope, self._stacked(gradients))
+        def add(grad: Tensor, gradients: Parameters) -> None:
+            features_grad = backward(grad, self._stacked(gradients))
             if names:
-                slopes = torch.autograd.grad(features, list(own.values()), below)
-                for name, values in zip(names, slopes, strict=True):
+                grads = torch.autograd.grad(features, list(own.values()), features_grad)
+                for name, values in zip(names, grads, strict=True):
                     gradients[name] += values
 
         return outputs, add
 
     def act(self, parameters: Mapping[str, FloatArray], features: FloatArray) -> FloatArray:
-        """Return outputs `[q, w, o]` for features `[q, w, f]` of spaces whose observations are features, in numpy."""
+        """Return outputs `[q, w, o]` for features `[q, w, f]` in numpy, if observations are features."""
         layers = [(parameters[f"{name}.weight"], parameters[f"{name}.bias"]) for name in self._layers]
         return self._hidden.act(layers, features)
 
     def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
-        """Return features `[q, w, f]`, those of images included."""
+        """Return features `[q, w, f]`, including those of images."""
         lead = next(leaves(observations)).shape[:2]
-        vector, images = self.encoding(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
+        vector, images = self.encoder(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
         parts = [] if vector is None else [vector.unflatten(0, lead)]
         for layers, image in zip(self._images, images, strict=True):
             parts.append(convolve(layers, parameters, image.unflatten(0, lead)))
@@ -340,59 +340,58 @@ class DefaultNetwork:
 
 
 class ModuleNetwork:
-    """A module of the caller's, called once per member with that member's parameters (`torch.func.functional_call`).
+    """A user's module, called once per member with that member's parameters (`torch.func.functional_call`).
 
-    The cost: N members take N forward passes, where the default network takes one batched pass. (`torch.func.vmap`
-    measured no faster, and refuses modules that branch on values.) The module is copied; the copy is in evaluation
-    mode, so dropout is off; its buffers, and parameters that require no gradient, are constants that all members share.
-    Members start from its weights.
+    N members take N forward passes; `torch.func.vmap` measured no faster and does not support branches on values. The
+    module is copied in evaluation mode, so dropout is off. Buffers, and parameters that require no gradient, are shared
+    by all members. Members start from the module's weights.
 
     Args:
-        module: Observations as `evogrpo.spaces.preprocess_observation` makes them -> `[batch, outputs]`.
-        space: What is observed.
-        outputs: How many numbers it must put out.
-        device: Where the copy goes.
+        module: Function of observations from `evogrpo.spaces.preprocess_observation` that returns `[batch, outputs]`.
+        space: Observation space.
+        outputs: Required number of outputs.
+        device: Device of the copy.
 
     Raises:
-        ValueError: If the space is not supported, or the module has no parameters or puts out something else.
+        ValueError: If the space is not supported, the module has no parameters, or its output has another shape.
     """
 
-    values_kept = 1 << 14  # unknown: a guess that makes passes of a few thousand observations
+    values_per_observation = 1 << 14  # unknown; this guess allows a few thousand observations per pass
 
     def __init__(
         self, module: nn.Module, space: spaces.Space[Any] | None, outputs: int, device: torch.device | str = "cpu"
     ) -> None:
-        Encoding(space)  # refuses a space that is not supported
+        ObservationEncoder(space)  # checks the space
         assert space is not None
         self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
         trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
         self._first = {name: value.detach().float() for name, value in trained}
         if not self._first:
-            raise ValueError(f"a network must have parameters to learn, {self.name} has none that require a gradient")
+            raise ValueError(f"actor_network must have parameters that require a gradient, got {self.name}.")
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
         try:
             with torch.no_grad():
-                tried = self._member(self._first, zero_observation(space))
+                output = self._member(self._first, zero_observation(space))
         except Exception as error:
             kind = f"{type(space).__name__}{space.shape or ''}"
             raise ValueError(f"{self.name} cannot take an observation of {kind}: {error}") from error
-        if tuple(tried.shape) != (1, outputs):
+        if tuple(output.shape) != (1, outputs):
             raise ValueError(
                 f"{self.name} must return [batch, {outputs}] for this action space, "
-                f"got {list(tried.shape)} for a batch of one observation"
+                f"got {list(output.shape)} for a batch of one observation."
             )
-        if outputs > 1 and bool((tried >= 0).all()) and math.isclose(float(tried.sum()), 1.0, abs_tol=1e-5):
+        if outputs > 1 and bool((output >= 0).all()) and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5):
             warn(
                 f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
             )
 
     @property
-    def words(self) -> str:
-        """The name of its class."""
+    def description(self) -> str:
+        """Name of the module's class."""
         return f"{self.name}, a module of your own"
 
-    def initial(self, seed: int) -> Parameters:
-        """Return copies of the module's own parameters, whatever the seed."""
+    def initial_parameters(self, seed: int) -> Parameters:
+        """Return copies of the module's parameters; the seed has no effect."""
         return {name: value.clone() for name, value in self._first.items()}
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
@@ -400,15 +399,15 @@ class ModuleNetwork:
         with torch.no_grad():
             return self._stacked(parameters, observations)
 
-    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and what adds gradients up; see `Network`."""
+    def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and a function that adds gradients; see `Network`."""
         own = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
         with torch.enable_grad():
             outputs = self._stacked(own, observations)
 
-        def add(slope: Tensor, gradients: Parameters) -> None:
-            slopes = torch.autograd.grad(outputs, list(own.values()), slope, materialize_grads=True)
-            for name, values in zip(own, slopes, strict=True):
+        def add(grad: Tensor, gradients: Parameters) -> None:
+            grads = torch.autograd.grad(outputs, list(own.values()), grad, materialize_grads=True)
+            for name, values in zip(own, grads, strict=True):
                 gradients[name] += values
 
         return outputs.detach(), add
@@ -426,5 +425,5 @@ class ModuleNetwork:
             self._module, parameters, (preprocess_observation(observations, self._space, device),)
         )
         if not isinstance(outputs, Tensor):
-            raise TypeError(f"it must return a tensor, got {type(outputs).__name__}")
+            raise TypeError(f"the module must return a tensor, got {type(outputs).__name__}")
         return outputs.float()

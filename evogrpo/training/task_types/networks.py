@@ -19,7 +19,7 @@ from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
-from evogrpo.models.networks.networks import Encoding
+from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
@@ -348,7 +348,7 @@ def device_of(config: AnyConfig) -> str:
 
 def small(device: str, parameters: int, observations: Sequence[spaces.Space[Any]]) -> bool:
     """Tell whether a member's products are so small that one thread does them best."""
-    images = any(Encoding(space).images for space in observations)
+    images = any(ObservationEncoder(space).images for space in observations)
     return torch.device(device).type == "cpu" and parameters <= ONE_THREAD and not images
 
 

@@ -1,0 +1,542 @@
+"""Train states of small networks: members with one architecture are rows of one stack."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import UpdateReport
+from evogrpo.functional.optim import adamw_steps_
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS
+from evogrpo.models.devices import check_allocation
+from evogrpo.models.networks.architecture import NetworkConfig, Parameters, json_bytes, morph
+from evogrpo.models.networks.distributions import Distribution
+from evogrpo.models.networks.layers import FloatArray
+from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network, Shapes, join, split
+
+IntArray = NDArray[np.int64]
+
+ROW_MULTIPLE = 64  # a multiple of the width of vector instructions
+MAX_STACKED_STEP = 1 << 17  # parameters per member up to which one step of a whole stack is faster than one per member
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Items of several members, padded to the same number for each.
+
+    Attributes:
+        rows: `[q]` rows of the members in their stack.
+        index: `[q, w]` item numbers; padding repeats an item of its member.
+        real: `[c]` flat positions in `index` that are not padding; None = all.
+    """
+
+    rows: IntArray
+    index: IntArray
+    real: IntArray | None
+
+    @property
+    def items(self) -> IntArray:
+        """`[c]` item numbers without padding."""
+        flat = self.index.reshape(-1)
+        return flat if self.real is None else flat[self.real]
+
+    @cached_property
+    def items_in_order(self) -> bool:
+        """True if the items without padding are numbered 0, 1, 2 and so on."""
+        items = self.items
+        return bool(np.array_equal(items, np.arange(len(items))))
+
+    @property
+    def in_order(self) -> bool:
+        """True if `index` is 0, 1, 2 and so on, without padding."""
+        return self.real is None and self.items_in_order
+
+    def renumbered(self, numbers: IntArray) -> "Layout":
+        """Return this layout with `numbers[i]` in place of item number i."""
+        return replace(self, index=numbers[self.index])
+
+
+def lay_out(rows: IntArray) -> list[Layout]:
+    """Arrange items by member, padded to the same number for each.
+
+    If padding would more than double the work, only members whose numbers of items differ by a factor of at most two
+    share a layout.
+
+    Args:
+        rows: `[c]` row of each item's member, in any order.
+
+    Returns:
+        Layouts that contain each item once, apart from padding.
+    """
+    if not len(rows):
+        return []
+    order = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows)
+    starts = np.cumsum(counts) - counts
+    members = np.flatnonzero(counts)
+    wasteful = len(members) * counts.max() > 2 * len(rows)
+    sizes = np.log2(counts[members]).astype(np.int64) if wasteful else np.zeros_like(members)
+    layouts = []
+    for size in np.unique(sizes):
+        some = members[sizes == size]
+        width = int(counts[some].max())
+        place = np.arange(width)
+        real = place < counts[some][:, None]
+        index = order[starts[some][:, None] + np.where(real, place, 0)]
+        layouts.append(Layout(rows=some, index=index, real=None if real.all() else np.flatnonzero(real)))
+    return layouts
+
+
+class Stack:
+    """Weights and optimizer state of all members with one architecture, as matrices with one row per member.
+
+    Args:
+        network: The network.
+        distribution: Action distribution of its outputs.
+        config: The architecture; None for a user's module.
+        slots: Slots of the members.
+        tensors: `[q, k]` by name ("weights", "exp_avg", "exp_avg_sq", perhaps "reference").
+
+    Attributes:
+        tensors: `[q, k]` by name, rows padded with zeros.
+        gradient: `[q, k]`, padded in the same way.
+        reads_features: An observation is an array of features, so that `act` can be used.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        distribution: Distribution,
+        config: NetworkConfig | None,
+        slots: Sequence[int],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self.network, self.config, self.slots = network, config, list(slots)
+        self.shapes: Shapes = network.shapes | dict(distribution.free_parameters)
+        self._length = next(iter(tensors.values())).shape[1]
+        # With whole vector registers, the rounding of a row does not depend on the rows after it.
+        self.tensors = {name: pad(matrix, (0, -self._length % ROW_MULTIPLE)) for name, matrix in tensors.items()}
+        self._free = list(distribution.free_parameters)
+        self.gradient = torch.zeros_like(self.tensors["weights"])
+        self._gradients = split(self.gradient, self.shapes)
+        self._views = {name: split(matrix, self.shapes) for name, matrix in self.tensors.items()}
+        self.reads_features = isinstance(network, DefaultNetwork) and network.encoder.is_identity
+
+    def row(self, name: str, row: int) -> Tensor:
+        """Return a view `[k]` of one member's row of a tensor."""
+        return self.tensors[name][row, : self._length]
+
+    def outputs(self, name: str, rows: IntArray, observations: Any) -> Tensor:
+        """Return distribution parameters `[q, w, o]` for observations `[q, w, ...]`, without gradient."""
+        parameters = self._parameters(name, rows)
+        return self._with_free(self.network(parameters, observations), parameters)
+
+    def vjp(self, rows: IntArray, observations: Any) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return outputs under the weights, and a function that adds the gradient of a loss to `gradient`.
+
+        The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see `Network.vjp`.
+        """
+        parameters, all_members = self._parameters("weights", rows), len(rows) == len(self.slots)
+        outputs, add_gradients = self.network.vjp(parameters, observations)
+
+        def backward(grad: Tensor) -> None:
+            part = self.gradient if all_members else torch.zeros_like(self.gradient[: len(rows)])
+            gradients, width = self._gradients if all_members else split(part, self.shapes), outputs.shape[2]
+            add_gradients(grad[..., :width], gradients)
+            for name in self._free:
+                shape = self.shapes[name]
+                count = prod(shape)
+                # The rounding of a product does not depend on the number of members, that of a sum does.
+                ones = grad.new_ones(len(grad), 1, grad.shape[1])
+                total = torch.bmm(ones, grad[..., width : width + count])
+                gradients[name] += total.view(len(grad), *shape)
+                width += count
+            if not all_members:
+                self.gradient[torch.from_numpy(rows).to(part.device)] += part
+
+        return self._with_free(outputs, parameters), backward
+
+    def act(self, name: str, rows: IntArray, features: FloatArray) -> FloatArray:
+        """Return distribution parameters `[q, w, o]` for features `[q, w, f]`, in numpy."""
+        assert isinstance(self.network, DefaultNetwork)  # see reads_features
+        arrays = self._arrays[name]
+        if len(rows) != len(self.slots):
+            arrays = {key: value[rows] for key, value in arrays.items()}
+        outputs = self.network.act(arrays, features)
+        free = [arrays[key].reshape(len(rows), 1, -1) for key in self._free]
+        spread = [np.broadcast_to(values, (*outputs.shape[:2], values.shape[2])) for values in free]
+        return np.concatenate([outputs, *spread], axis=2) if spread else outputs
+
+    def _parameters(self, name: str, rows: IntArray) -> Parameters:
+        """Return the parameters `[q, ...]` of some members: views of all, copies of fewer."""
+        matrix = self.tensors[name]
+        if len(rows) == len(matrix):
+            return self._views[name]
+        return split(matrix[torch.from_numpy(rows).to(matrix.device)], self.shapes)
+
+    def _with_free(self, outputs: Tensor, parameters: Parameters) -> Tensor:
+        free = [parameters[name].flatten(1)[:, None].expand(*outputs.shape[:2], -1) for name in self._free]
+        return torch.cat([outputs, *free], dim=2) if free else outputs
+
+    @cached_property
+    def _arrays(self) -> dict[str, dict[str, FloatArray]]:
+        return {name: {key: value.numpy() for key, value in views.items()} for name, views in self._views.items()}
+
+    @torch.no_grad()
+    def step(
+        self,
+        rows: Sequence[int],
+        steps: Sequence[int],
+        lrs: Sequence[float],
+        max_norms: Sequence[float],
+        settings: Optimizer,
+    ) -> tuple[list[float], list[bool]]:
+        """Clip gradients and take AdamW steps, except where a gradient is not finite; overwrites `gradient`.
+
+        Args:
+            rows: Rows of the members that step.
+            steps: Step number of each, from 1.
+            lrs: Learning rate of each.
+            max_norms: Maximum gradient norm of each.
+            settings: AdamW settings.
+
+        Returns:
+            Gradient norms before clipping, NaN where the gradient or the weights after the step are not finite; and
+            True for each step that was taken.
+        """
+        norms = torch.linalg.vector_norm(self.gradient, dim=1).tolist()
+        taken = {
+            row: (step, lr, min(1.0, bound / (norms[row] + 1e-6)))
+            for row, step, lr, bound in zip(rows, steps, lrs, max_norms, strict=True)
+            if math.isfinite(norms[row])
+        }
+        if self._length <= MAX_STACKED_STEP and taken:
+            self._step_block(range(len(self.slots)), taken, settings)
+        else:
+            for row in taken:
+                self._step_block(range(row, row + 1), taken, settings)
+        finite = self.tensors["weights"].sum(1).isfinite().tolist()
+        stepped = [row in taken for row in rows]
+        return [norms[row] if row in taken and finite[row] else math.nan for row in rows], stepped
+
+    def _step_block(self, block: range, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
+        """Take the steps (number, lr, factor on the gradient) of adjacent rows.
+
+        All rows are computed and those without a step are restored, so that a row's bits do not depend on other steps.
+        """
+        part, idle = slice(block.start, block.stop), [row for row in block if row not in taken]
+        matrices = [self.tensors[name] for name in ("weights", "exp_avg", "exp_avg_sq")]
+        saved = [matrix[idle] for matrix in matrices] if idle else []
+        numbers, lrs, factors = zip(*(taken.get(row, (1, 0.0, 1.0)) for row in block), strict=True)
+        gradients = self.gradient[part]
+        gradients.mul_(torch.tensor(factors, device=gradients.device)[:, None])
+        weights, exp_avg, exp_avg_sq = (matrix[part] for matrix in matrices)
+        adamw_steps_(
+            weights,
+            gradients,
+            exp_avg,
+            exp_avg_sq,
+            numbers,
+            lrs,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        for matrix, values in zip(matrices, saved, strict=False):
+            matrix[idle] = values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainState:
+    """Train state of one member; `config` is None for a user's module."""
+
+    config: NetworkConfig | None
+    tensors: dict[str, Tensor]
+    running_stats: Tensor
+    step: int
+
+
+class StackedTrainStates:
+    """Train states of all members, in one stack per architecture.
+
+    Slots move between stacks when they inherit or change their architecture.
+
+    Args:
+        network_for: Function that builds the network of an architecture.
+        distribution: Action distribution of the networks' outputs.
+        config: Initial architecture of all members; None for a user's module.
+        size: Number of members.
+        optimizer: AdamW settings shared by all members.
+        seed: Root seed of the initial weights, which are the same for all members.
+        own_reference: Each member has its own reference policy.
+        device: Device of the weights.
+        extra_stats: Number of additional running statistics per member, initially 0.
+
+    Attributes:
+        stacks: One stack per architecture.
+        base: The initial weights, as a stack of one row.
+        own_reference: As given.
+        device: As given.
+        version: Incremented whenever the stacks are rebuilt.
+    """
+
+    def __init__(
+        self,
+        network_for: Callable[[NetworkConfig | None], Network],
+        distribution: Distribution,
+        config: NetworkConfig | None,
+        size: int,
+        *,
+        optimizer: Optimizer,
+        seed: int,
+        own_reference: bool,
+        device: torch.device | str,
+        extra_stats: int = 0,
+    ) -> None:
+        self._network_for, self.distribution, self._optimizer = network_for, distribution, optimizer
+        self.own_reference, self.device, self.version = own_reference, torch.device(device), 0
+        network = network_for(config)
+        shapes = network.shapes | dict(distribution.free_parameters)
+        numbers = sum(prod(shape) for shape in shapes.values())
+        # Weights, two moments, gradient and reference of each member; the base and the initial state.
+        copies = size * (5 if own_reference else 4) + 2
+        members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
+        check_allocation(4 * numbers * copies, self.device, members)
+        parameters = network.initial_parameters(seed)
+        for name, shape in distribution.free_parameters.items():
+            parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
+        weights = join(parameters, shapes).to(device)
+        tensors = {"weights": weights, "exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights)}
+        if own_reference:
+            tensors["reference"] = weights
+        stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
+        self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
+        self.base = Stack(network, distribution, config, [0], {"weights": weights[None]})
+        self._stats = stats.repeat(size, 1)
+        self._steps = [0] * size
+        self._rebuild_stacks([self._initial] * size)
+
+    @property
+    def size(self) -> int:
+        """Number of slots."""
+        return len(self._steps)
+
+    @property
+    def running_stats(self) -> Tensor:
+        """`[p, 4]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        return self._stats[:, : len(RUNNING_STATS)]
+
+    @property
+    def extra_stats(self) -> Tensor:
+        """`[p, s]` float64 on the CPU: additional running statistics, changed in place; saved and inherited."""
+        return self._stats[:, len(RUNNING_STATS) :]
+
+    # ---- stacks
+
+    def architecture(self, slot: int) -> NetworkConfig | None:
+        """Return a member's architecture; None for a user's module."""
+        return self.locate(slot)[0].config
+
+    def by_stack(self, slots: IntArray) -> Iterator[tuple[Stack, IntArray, IntArray]]:
+        """Yield each stack that items of these slots are in, the numbers of its items, and the row of each."""
+        if len(self.stacks) == 1:
+            yield self.stacks[0], np.arange(len(slots)), slots
+            return
+        for number, stack in enumerate(self.stacks):
+            items = np.flatnonzero(self._stack_of[slots] == number)
+            if len(items):
+                yield stack, items, self._row_of[slots[items]]
+
+    def locate(self, slot: int) -> tuple[Stack, int]:
+        """Return a member's stack and its row there."""
+        if not 0 <= slot < self.size:
+            raise ValueError(f"slot must be one of 0 to {self.size - 1}, got {slot}")
+        return self.stacks[self._stack_of[slot]], int(self._row_of[slot])
+
+    def _rebuild_stacks(self, states: Sequence[_TrainState]) -> None:
+        """Build the stacks from train states in the order of slots."""
+        by_config: dict[NetworkConfig | None, list[int]] = {}
+        for slot, state in enumerate(states):
+            by_config.setdefault(state.config, []).append(slot)
+        self.stacks: list[Stack] = []
+        self._stack_of = np.zeros(len(states), dtype=np.int64)
+        self._row_of = np.zeros(len(states), dtype=np.int64)
+        for number, (config, slots) in enumerate(by_config.items()):
+            tensors = {
+                name: torch.stack([states[slot].tensors[name] for slot in slots]) for name in self._initial.tensors
+            }
+            self.stacks.append(Stack(self._network_for(config), self.distribution, config, slots, tensors))
+            self._stack_of[slots], self._row_of[slots] = number, np.arange(len(slots))
+        for slot, state in enumerate(states):
+            self._stats[slot] = state.running_stats
+            self._steps[slot] = state.step
+        self.version += 1
+
+    def _replace(self, slot: int, state: _TrainState) -> None:
+        """Rebuild the stacks with another train state in one slot."""
+        self._rebuild_stacks([state if other == slot else self._view(other) for other in range(self.size)])
+
+    def _view(self, slot: int) -> _TrainState:
+        """Return a member's train state; its tensors are views."""
+        stack, row = self.locate(slot)
+        return _TrainState(
+            config=stack.config,
+            tensors={name: stack.row(name, row) for name in stack.tensors},
+            running_stats=self._stats[slot].clone(),
+            step=self._steps[slot],
+        )
+
+    # ---- states
+
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Copy the train state of slot parents[i] to slot i, all at once; None = a fresh initialisation.
+
+        Raises:
+            ValueError: If `parents` does not name one existing slot (or None) per slot.
+        """
+        if len(parents) != self.size or any(p is not None and not 0 <= p < self.size for p in parents):
+            raise ValueError(
+                f"parents must name one of the slots 0 to {self.size - 1} (or None) per slot, got {parents}."
+            )
+        self._rebuild_stacks([self._initial if parent is None else self._view(parent) for parent in parents])
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of `state`."""
+        return *self._initial.tensors, "architecture", "running_stats", "step"
+
+    def state_tensor(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one tensor of a member's train state."""
+        stack, row = self.locate(slot)
+        if name == "architecture":
+            return self._architecture_bytes(stack.config)
+        if name == "step":
+            return torch.tensor(self._steps[slot])
+        return self._stats[slot].clone() if name == "running_stats" else stack.row(name, row).clone()
+
+    def state(self, slot: int) -> dict[str, Tensor]:
+        """Return a copy of a member's train state: weights and moments `[k]`, architecture, statistics, step count."""
+        return {name: self.state_tensor(slot, name) for name in self.state_keys}
+
+    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned into a slot, architecture included.
+
+        Raises:
+            ValueError: If names, shapes or types are wrong; nothing is changed then.
+        """
+        stack, row = self.locate(slot)
+        # 1. Check the names and the architecture.
+        expected = set(self.state_keys)
+        if set(state) != expected:
+            hint = ""
+            if set(state) ^ expected == {"reference"}:
+                hint = ": it was saved with the other one of reference='base' and reference='snapshot'"
+            raise ValueError(f"a train state must have {sorted(expected)}, got {sorted(state)}{hint}.")
+        config, architecture = None, state["architecture"]
+        if self._initial.config is not None:
+            try:
+                config = NetworkConfig.from_tensor(architecture)
+            except ValueError as error:
+                raise ValueError(f"train state 'architecture' is damaged: {error}") from error
+        elif architecture.dtype != torch.uint8 or not torch.equal(architecture, self._architecture_bytes(None)):
+            raise ValueError("train state 'architecture' is not that of this bank's module.")
+        # 2. Check shapes and types.
+        shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
+        weights = ((sum(prod(shape) for shape in shapes.values()),), torch.float32)
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(self._initial.tensors, weights)
+        wanted |= {"running_stats": (tuple(self._stats.shape[1:]), torch.float64), "step": ((), torch.int64)}
+        for name, (shape, dtype) in wanted.items():
+            if tuple(state[name].shape) != shape or state[name].dtype != dtype:
+                raise ValueError(
+                    f"train state {name!r} must be {shape} of {dtype} for this architecture, got "
+                    f"{tuple(state[name].shape)} of {state[name].dtype}: use the spaces that it was saved with."
+                )
+        if state["step"] < 0:
+            raise ValueError(f"train state 'step' must be at least 0, got {int(state['step'])}.")
+        # 3. Load it.
+        new = _TrainState(
+            config=config,
+            tensors={name: state[name].to(self.device) for name in self._initial.tensors},
+            running_stats=state["running_stats"].cpu(),
+            step=int(state["step"]),
+        )
+        if config != stack.config:
+            self._replace(slot, new)
+            return
+        for name, values in new.tensors.items():
+            stack.row(name, row).copy_(values)
+        self._stats[slot] = new.running_stats
+        self._steps[slot] = new.step
+
+    def _architecture_bytes(self, config: NetworkConfig | None) -> Tensor:
+        if config is not None:
+            return json_bytes(config.to_json())
+        assert isinstance(self.base.network, ModuleNetwork)
+        return json_bytes({"module": self.base.network.name})
+
+    def rebuild(self, slot: int, config: NetworkConfig, rng: np.random.Generator) -> None:
+        """Give a member another architecture and keep what it has learnt; see `morph`.
+
+        Raises:
+            ValueError: If the bank's network is a user's module, or the change is not possible.
+        """
+        stack, state = self.locate(slot)[0], self._view(slot)
+        if stack.config is None:
+            raise ValueError("the architecture of a custom module cannot change: leave out actor_network to evolve it.")
+        shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
+        parameters = {name: split(values, stack.shapes) for name, values in state.tensors.items()}
+        changed = {name: join(part, shapes) for name, part in morph(parameters, stack.config, config, rng).items()}
+        self._replace(slot, replace(state, config=config, tensors=changed))
+
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Copy the current weights of these members to their references; ValueError without own references."""
+        for slot in slots:
+            self.mix_reference(slot, 1.0)
+
+    def mix_reference(self, slot: int, mixing: float) -> None:
+        """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
+
+        Source: Learning dynamics of TR-DPO (arXiv:2404.09656), equation 4.
+        """
+        if not self.own_reference:
+            raise ValueError("members need their own references: set reference='snapshot'.")
+        stack, row = self.locate(slot)
+        stack.row("reference", row).lerp_(stack.row("weights", row), mixing)
+
+    # ---- learning
+
+    def step(self, hyperparameters: Mapping[int, Hyperparameters], losses: Sequence[float]) -> dict[int, UpdateReport]:
+        """Clip the gradients in the stacks and take AdamW steps, except where a gradient is not finite.
+
+        Args:
+            hyperparameters: Hyperparameters by slot of the members that step; `lr` and `max_grad_norm` are used.
+            losses: Loss by slot, for the reports.
+
+        Returns:
+            Reports by slot; the norm is NaN if the gradient or the weights after the step are not finite.
+        """
+        settings, reports = self._optimizer, dict[int, UpdateReport]()
+        for stack in self.stacks:
+            slots = [slot for slot in stack.slots if slot in hyperparameters]
+            lrs = [hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in slots]
+            norms, taken = stack.step(
+                [int(self._row_of[slot]) for slot in slots],
+                [self._steps[slot] + 1 for slot in slots],
+                lrs,
+                [hyperparameters[slot].max_grad_norm for slot in slots],
+                settings,
+            )
+            for slot, lr, norm, stepped in zip(slots, lrs, norms, taken, strict=True):
+                self._steps[slot] += int(stepped)
+                reports[slot] = UpdateReport(grad_norm=norm, lr=lr, loss=losses[slot], step=self._steps[slot])
+        return reports
