@@ -20,20 +20,20 @@ COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]
 
 
-def examples_of(
+def select_examples(
     collected: "RolloutBatch", indices: Mapping[int, int], learned: "Mapping[int, LearnReport]", *, step: int, most: int
 ) -> tuple[Example, ...]:
-    """Pick completions of a learning step to look at: each member's first ones, as many of each.
+    """Return the first completions of each member in a learning step, equally many of each.
 
     Args:
-        collected: The step's experience.
-        indices: Who lives in each slot.
-        learned: What was made of it, by slot.
+        collected: The training batch.
+        indices: Member index by slot.
+        learned: Reports of the learning step, by slot.
         step: Number of the step.
-        most: How many in all; every member gets one at least.
+        most: Total number; every member gets at least one.
 
     Returns:
-        Members in slot order, the completions of each in the order in which they were sampled, so groups together.
+        Examples in slot order; those of a member in the order they were sampled, so groups stay together.
     """
     if not collected.questions:
         return ()  # nothing in words
@@ -58,14 +58,6 @@ def examples_of(
                 )
             )
     return tuple(examples)
-
-
-def first_of_each(examples: Sequence[Example]) -> tuple[Example, ...]:
-    """Return the first completion of every member."""
-    first: dict[int, Example] = {}
-    for example in examples:
-        first.setdefault(example.index, example)
-    return tuple(first.values())
 
 
 def _plain(value: Any) -> bool | int | float | str | None:

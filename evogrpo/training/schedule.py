@@ -13,6 +13,7 @@ from evogrpo.warnings import warn
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
+    from evogrpo.training.loop.run_state import RunState
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
@@ -118,6 +119,27 @@ class Schedule:
             return f"max_tokens {self.max_tokens:,} is reached"
         if self.max_seconds is not None and seconds >= self.max_seconds:
             return f"max_seconds {self.max_seconds:g} is reached"
+        return None
+
+    def exceeded_by_next_step(self, run_state: "RunState", *, samples: int, answers: int) -> str | None:
+        """Return the limit that the next learning step and evaluation would exceed, or None.
+
+        Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
+        ends with the learning step that reaches its limit.
+
+        Args:
+            run_state: Counters of the run.
+            samples: Samples of a learning step, all members together.
+            answers: Answers of the evaluation, all members together.
+        """
+        if not (self.count_evaluations and run_state.latest_timesteps):
+            return None
+        evaluation = answers * run_state.latest_timesteps / samples
+        spent = run_state.spent(evaluations=True)
+        steps = {"timesteps": run_state.latest_timesteps, "tokens": run_state.latest_tokens}
+        for name, limit in (("timesteps", self.max_timesteps), ("tokens", self.max_tokens)):
+            if limit is not None and spent[name] + steps[name] + evaluation > limit:
+                return f"stopped at {spent[name]:,} {name}: the next step would exceed max_{name}={limit:,}"
         return None
 
     def check_counted(self, *, plays: bool) -> None:

@@ -182,6 +182,6 @@ def test_a_run_whose_members_have_all_failed_is_not_offered_to_go_on(project, he
     deadly = ("search_space.lr=null", "hyperparameters.lr=1e37", "schedule.generations=2", "task.reward=mine.py:score")
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", *deadly]) == 1
     printed = capsys.readouterr()
-    assert "every member failed, so there is nobody to clone" in printed.err
+    assert "All members failed" in printed.err
     assert "Start a new run with lower learning rates" in printed.err
     assert "evogrpo resume" not in printed.out.partition("run directory")[2]

@@ -34,7 +34,7 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     """What they had learnt is saved; a run whose reward function is mended goes on."""
     leader, other = both(failing, tmp_path / "run")
     assert leader[0] == 1
-    assert "process 1 of 2 failed" in leader[1]
+    assert "Process 1 of 2 failed" in leader[1]
     assert "the verifier is gone" in leader[1]
     assert other[0] == 1
     assert "LookupError: the verifier is gone" in other[1]

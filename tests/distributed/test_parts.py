@@ -32,7 +32,7 @@ def test_a_failure_in_one_process_does_not_leave_the_others_waiting_for_its_part
     store(shared_model(), tmp_path / "base")
     leader, other = launch(2, tmp_path / "logs", failing, str(tmp_path)).ended(60)
     assert (leader[0], other[0]) == (1, 1)
-    assert "rocess 1 of 2 failed" in leader[1]
+    assert "Process 1 of 2 failed" in leader[1]
     assert "the verifier is gone" in leader[1]
     assert "LookupError: the verifier is gone" in other[1]
     assert "ProcessError while" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]

@@ -16,14 +16,14 @@ def run(env, **schedule):
         warnings.simplefilter("always")
         for _ in evolve(tiny_population(2), env, **(BRIEF | schedule)):
             pass
-    return [str(each.message) for each in told if "nothing could be learnt" in str(each.message)], told
+    return [str(each.message) for each in told if "No learning signal" in str(each.message)], told
 
 
 @pytest.mark.parametrize("value", [0.0, 1, -2.5])
 def test_a_constant_reward_is_told_of_once(value):
     messages, told = run(tiny_env(reward_fn=lambda completion, answer, question: value))
     (message,) = messages
-    assert f"from the first 3 learning steps: every sample earned {value:g}, and" in message
+    assert f"the first 3 learning steps: all rewards were {value:g}" in message
     assert "Give partial credit" in message
     assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's own line
 
@@ -33,7 +33,7 @@ def test_a_reward_that_only_questions_decide_is_told_of():
         return float(answer)
 
     ((message,), _) = run(tiny_env(reward_fn=by_question), generations=1)
-    assert "the first 2 learning steps: the rewards of a group were always equal" in message
+    assert "the first 2 learning steps: all rewards within each group were equal" in message
 
 
 def test_rewards_that_differ_once_are_enough():
@@ -61,7 +61,7 @@ def test_a_reward_that_never_applies_is_told_of():
 def test_small_networks_that_always_earn_the_same_are_told_of():
     env = GymnasiumGroups("MountainCar-v0", max_episode_steps=5)
     population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
-    with pytest.warns(UserWarning, match="every sample earned -5"):
+    with pytest.warns(UserWarning, match="all rewards were -5"):
         list(evolve(population, env, **(BRIEF | {"generations": 1, "steps_per_generation": 3})))
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_is_past_its_first_steps(tmp_path):
     def solved(completion, answer, question):
         return 1.0
 
-    with pytest.warns(UserWarning, match="nothing could be learnt from the first 3"):
+    with pytest.warns(UserWarning, match="No learning signal in the first 3"):
         list(evolve(tiny_population(2), tiny_env(reward_fn=solved), run_dir=tmp_path / "run", **BRIEF))
     again = resume(tmp_path / "run", tiny_env(reward_fn=solved), actor_network=shared_model(), generations=4)
     with warnings.catch_warnings():

@@ -262,7 +262,7 @@ def test_wrapped_members_evolve_as_well():
 def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
     env = tiny_env()
     run = evolve(tiny_population(2), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, **SPENDING)
-    with pytest.raises(RuntimeError, match="has a result once it has ended"):
+    with pytest.raises(RuntimeError, match="no result"):
         _ = run.result
     reports = list(run)
     result = run.result

@@ -26,7 +26,7 @@ from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.planner import StrategyError
+from evogrpo.training.loop.trainer import StrategyError
 from tests.cli.project import prepare, write_project
 from tests.forking import started
 from tests.strategies.gaussian_process import GaussianProcess

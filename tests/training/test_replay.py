@@ -145,7 +145,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:nothing could be learnt")
+@pytest.mark.filterwarnings("ignore:No learning signal")
 @pytest.mark.parametrize("own", [{}, {"experience": "shared"}, {"fitness": "both"}, {"fitness": "rollouts"}])
 def test_a_configured_run_of_any_settings_is_replayed_with_the_same_ones(tmp_path, own):
     settings = {name: value for part in SECTIONS.values() for name, value in part.items()}

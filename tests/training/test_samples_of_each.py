@@ -10,7 +10,7 @@ from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
-from evogrpo.training.loop.planner import StrategyError
+from evogrpo.training.loop.trainer import StrategyError
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, final_states, finish, story, tiny_run
 

@@ -93,8 +93,8 @@ def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
     ("make", "message"),
     [
         (lambda env: step_population(1, env), "at least 2 members, got 1: take more, or give experience='own'"),
-        (lambda env: step_population(2, env, normalise_observations=True), "see alike, .*normalise_observations=True"),
-        (lambda env: small(2, env), "Reinforce has a learning rule"),
+        (lambda env: step_population(2, env, normalise_observations=True), "normalise_observations"),
+        (lambda env: small(2, env), "Reinforce"),
     ],
 )
 def test_members_that_cannot_learn_from_each_other_are_refused(make, message):

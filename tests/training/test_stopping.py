@@ -87,9 +87,9 @@ def test_learning_that_is_short_is_not_abandoned(tmp_path):
     stopped = []
 
     class DuringLearning(Stopping):
-        def abandonable(self, deadline):
+        def interruptible(self, deadline):
             stopped.append(run.run_state.step)
-            return super().abandonable(deadline)
+            return super().interruptible(deadline)
 
     run = tiny_run(None)
     run.stages.stopping = DuringLearning()
@@ -172,7 +172,7 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(
 ):
     """Retries of the user's are asked again and again, and where they never end the process does; in a moment here."""
     monkeypatch.setattr(stopping, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(stopping, "TURN_SECONDS", 0.1)
+    monkeypatch.setattr(stopping, "RETRY_SECONDS", 0.1)
     left = [swallows]
 
     def patient(completion, answer, question):
@@ -200,7 +200,7 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(
         assert last["reason"] == f"stopped by {number.name}"
     else:
         assert status == 128 + signal.SIGTERM
-        assert "SIGTERM: ended, as the code under way does not end" in capfd.readouterr().err
+        assert "SIGTERM: process ended" in capfd.readouterr().err
         assert last["event"] != "stopped"
     assert open_run(tmp_path / "run").skipped == ()
 

@@ -1,7 +1,8 @@
-"""Best member of a run: selection, finalists, and its stored state."""
+"""Best member of a run: its state, and the finalists that compete for it."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evogrpo.algorithms.population import Population
@@ -17,41 +18,28 @@ from evogrpo.training.run_dir import RunDir
 
 
 def check_second_set(env: GroupEnvironment, config: FitnessConfig) -> None:
-    """Refuse a second set that leaves too few validation questions for selection.
-
-    Raises:
-        ValueError: With how many there are.
-    """
+    """Raise ValueError if the second set leaves fewer than two validation questions for selection."""
     size = env.size("validation")
     if config.second_set and size - config.second_set < 2:
         raise ValueError(
             f"second_set must leave at least 2 of the {size} validation questions to selection, got "
-            f"{config.second_set}: take fewer, or hold out more (validation_size)"
+            f"{config.second_set}. Lower it, or raise validation_size."
         )
 
 
 def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
-    """Return the positions of the second set: the last questions of the validation split."""
+    """Return the indices of the second set: the last questions of the validation split."""
     size = env.size("validation")
     return tuple(range(size - config.second_set, size))
 
 
-def enlist(run_state: RunState, kept: KeptState, state: object, most: int) -> None:
-    """Keep a generation's best among the finalists, and forget the worst of them if there are too many now."""
-    finalists = run_state.finalists
-    finalists.keep(kept, state)  # type: ignore[arg-type]
-    if len(finalists) > most:
-        worst = min(finalists.seen, key=lambda each: (each.fitness.mean, -each.generation))
-        finalists.drop([worst.key])
-
-
 def winner(finalists: Sequence[KeptState], second: Sequence[Fitness], *, pooled: bool) -> int:
-    """Return the place of the best finalist: by all its answers, or by those on the second set alone.
+    """Return the position of the best finalist.
 
     Args:
-        finalists: With what they earned when they were chosen.
-        second: What they earned on the second set.
-        pooled: Whether both were measured alike, so that they count together, question by question.
+        finalists: Finalists with the fitness by which they were chosen.
+        second: Their fitness on the second set.
+        pooled: Weight both by their numbers of questions; False uses the second set alone.
     """
 
     def worth(place: int) -> float:
@@ -65,13 +53,13 @@ def winner(finalists: Sequence[KeptState], second: Sequence[Fitness], *, pooled:
 
 
 class BestTracker:
-    """Keeps the best member ever.
+    """Best member so far.
 
     Args:
         population: The members.
-        run_state: Where the run stands; its best member and its finalists are set.
-        config: What the best is chosen by: validation questions, where any are asked.
-        run_dir: Where it is saved; None = nowhere.
+        run_state: State of the run; its best member and finalists are updated.
+        config: Measure of fitness. The best is chosen on validation questions if there are any.
+        run_dir: Directory it is saved in; None = it is not saved.
     """
 
     def __init__(
@@ -80,8 +68,8 @@ class BestTracker:
         self._population, self._run_state, self._config, self._run_dir = population, run_state, config, run_dir
         self._by = config.validation_measure if config.uses_validation else config.selection_measure
 
-    def contest(self, measured: Mapping[int, Measured]) -> int:
-        """Let the best of a generation be the best ever if it is, and a finalist; return its slot."""
+    def update(self, measured: Mapping[int, Measured]) -> int:
+        """Compare the best of a generation with the best so far, make it a finalist, and return its slot."""
         standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
         slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
         agent, fitness, run_state = self._population.agents[slot], standing[slot], self._run_state
@@ -95,21 +83,20 @@ class BestTracker:
                 index=agent.index, generation=run_state.generation, fitness=fitness, state=state, digest=digest
             )
         if self._config.second_set:
-            enlist(
-                run_state,
-                KeptState(member=agent.record(), generation=run_state.generation, fitness=fitness),
-                state,
-                self._config.finalists,
-            )
+            finalists = run_state.finalists
+            finalists.keep(KeptState(member=agent.record(), generation=run_state.generation, fitness=fitness), state)
+            if len(finalists) > self._config.finalists:
+                worst = min(finalists.seen, key=lambda each: (each.fitness.mean, -each.generation))
+                finalists.drop([worst.key])
         return slot
 
-    @property
-    def awaits_finals(self) -> bool:
-        """Whether the finalists have not answered the second set yet, after the last generation."""
-        return bool(self._run_state.finalists) and self._run_state.finalists_generation < self._run_state.generation
+    def choose_finalist(self, second: list[Fitness], cost: EvaluationCost) -> FinalistsReport:
+        """Make the best finalist the best member.
 
-    def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalistsReport:
-        """Crown the best of the finalists, by what they earned on the second set."""
+        Args:
+            second: Fitness of the finalists on the second set.
+            cost: Cost of that evaluation.
+        """
         run_state, finalists = self._run_state, self._run_state.finalists.seen
         place = winner(finalists, second, pooled=self._config.uses_validation)
         chosen = finalists[place]
@@ -122,10 +109,9 @@ class BestTracker:
         )
         digest = None
         if self._run_dir is not None:
-            digest = self._run_dir.save_best(
-                as_agent(self._population, best), best.generation, best.fitness, best.second
-            )
-        run_state.best = Best(**{**vars(best), "digest": digest})
+            agent = best_agent(self._population, best)
+            digest = self._run_dir.save_best(agent, best.generation, best.fitness, best.second)
+        run_state.best = replace(best, digest=digest)
         run_state.finalists_generation = run_state.generation
         return FinalistsReport(
             questions=len(second[place].scores),
@@ -145,8 +131,8 @@ class BestTracker:
         )
 
 
-def as_agent(population: Population, best: Best) -> Any:
-    """Return the best member as an agent of its own, which has learnt what it had when it earned its fitness."""
+def best_agent(population: Population, best: Best) -> Any:
+    """Return the best member as an agent of its own, with the train state that earned its fitness."""
     birth = population.lineage.path(best.index)[-1]
     agent = population.agents[0].copy_with_state(best.state, index=best.index)
     agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters

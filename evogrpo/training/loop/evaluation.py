@@ -1,7 +1,7 @@
-"""Fitness of all members at the end of a generation, and warnings about rewards that teach nothing."""
+"""Fitness of all members at the end of a generation, and warnings about missing learning signals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evogrpo.algorithms.population import Population
@@ -12,24 +12,24 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.reporting.step_records import EvaluationCost
-from evogrpo.text import number_text, score_text
+from evogrpo.text import number_text, pluralize, score_text
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
 
 
 class TooFewStartsError(ValueError):
-    """A generation that was cut short says too little of a member."""
+    """A member has too few training rewards to be selected by."""
 
 
-TOO_FEW = "fitness by rollouts needs rewards from at least 2 starts in the last half of a generation's steps"
-REMEDY = "take more samples_per_step, smaller groups or more steps_per_generation, or fitness: validation"
+TOO_FEW = "fitness 'rollouts' needs rewards from at least 2 starts in the last half of a generation's steps"
+REMEDY = "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or fitness='validation'."
 
 
 def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
-    """Return what a member earned in the last half of the generation under way; None with fewer than two starts.
+    """Return a member's training rewards in the last half of the generation under way; None with fewer than two starts.
 
-    Of a generation that a budget has cut short, all steps count where the last half has fewer than two starts.
+    If the last half has fewer than two starts, as in a generation that a budget cut short, all steps count.
     """
     earned, taken = run_state.rollouts[slot], run_state.step_in_generation
     late = _averaged(earned, since=run_state.step - math.ceil(taken / 2))
@@ -37,15 +37,11 @@ def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
 
 
 def check_starts(population: Population, schedule: Schedule, experience: SharedExperience | None) -> None:
-    """Refuse a run in which a member could come to have fewer than two starts to be judged by.
-
-    Raises:
-        ValueError: With what to change.
-    """
+    """Raise ValueError if a member could have fewer than two starts to be selected by."""
     if experience is not None and experience.samplers == "rank":
         raise ValueError(
-            f"{TOO_FEW}, but with samplers 'rank' some members may sample nothing: let samplers be 'equal', or measure "
-            "fitness by validation"
+            f"{TOO_FEW}, but with samplers='rank' some members may sample nothing. Set samplers='equal', or "
+            "fitness='validation'."
         )
     space = population.space.for_samples_per_step(schedule.samples_per_step)
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
@@ -53,13 +49,13 @@ def check_starts(population: Population, schedule: Schedule, experience: SharedE
         sizes.append(int(space["group_size"].bounds[1]))
     starts = schedule.late_starts(max(sizes))
     if starts < 2:
-        raise ValueError(f"{TOO_FEW}, got {starts} in groups of {max(sizes)}: {REMEDY}")
+        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")
 
 
-def first_step(run_state: RunState) -> Fitness | None:
-    """Return what all members together earned in the run's first step, start by start, before they had learnt.
+def first_step_fitness(run_state: RunState) -> Fitness | None:
+    """Return the mean reward of the first step over all members, start by start: the fitness before learning.
 
-    Where that is a single start, every member's score counts by itself.
+    With a single start, every member's score counts by itself.
     """
     found: dict[int, list[float]] = {}
     for scores in run_state.rollouts:
@@ -81,12 +77,12 @@ def _averaged(scores: list[tuple[int, int, float]], *, since: int) -> Fitness | 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one member is worth at the end of a generation.
+    """Fitness of one member at the end of a generation.
 
     Attributes:
-        by: Its fitness by how it was measured; see `evogrpo.evolution.fitness.MEASURES`.
-        questions: How many validation questions it was asked.
-        cost: What that took.
+        by: Fitness by measure; see `evogrpo.evolution.fitness.MEASURES`.
+        questions: Number of validation questions it answered.
+        cost: Cost of these answers.
     """
 
     by: Mapping[str, Fitness] = field(default_factory=dict)
@@ -101,27 +97,33 @@ def measure(
 
     Args:
         population: The members.
-        env: Where they are asked.
-        config: How they are measured.
-        run_state: Where the run stands; what this took is counted.
-        questions: The most validation questions that anybody is asked.
+        env: Environment with the validation questions.
+        config: Measure of fitness.
+        run_state: State of the run; the cost of the evaluation is added.
+        questions: Largest number of validation questions per member.
 
     Raises:
-        TooFewStartsError: If selection goes by training rewards, and a member has too few of them.
+        TooFewStartsError: If selection uses training rewards and a member has too few of them.
     """
+    # 1. Training rewards of every member.
     earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
-        raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
-    slots = _asked(config, rollouts, list(earned))
+        raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} lacks. {REMEDY}")
+    # 2. Validation questions, for all members or for those near the best.
+    slots = list(earned) if config.by == "validation" else []
+    if config.by == "both":
+        slots = candidates(rollouts, config.z, config.candidates)
     began, assessed = population.executor.processes.now(), FitnessResult(fitness={}, tokens={})
     if slots:
         rival = None if run_state.best is None else run_state.best.fitness
         assessed = population.measure_fitness(
             env, "validation", slots=slots, questions=questions, config=config, rival=rival
         )
-    costs = shared_out(assessed.tokens, population.executor.processes.now() - began)
+    # 3. Each member's share of the time goes by its tokens.
+    seconds, total = population.executor.processes.now() - began, max(1, sum(assessed.tokens.values()))
+    costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in assessed.tokens.items()}
     measured = {}
     for slot in earned:
         answers = {config.validation_measure: assessed.fitness[slot]} if slot in slots else {}
@@ -133,26 +135,13 @@ def measure(
         )
     for cost in costs.values():
         run_state.add_evaluation(cost)
-    for agent in population.agents:  # only now: an evaluation that is abandoned has changed nothing
+    for agent in population.agents:  # last, as an interrupted evaluation must change nothing
         agent.fitness = measured[agent.slot].by[config.selection_measure] if agent.slot in measured else None
     return measured
 
 
-def shared_out(tokens: Mapping[int, int], seconds: float) -> dict[int, EvaluationCost]:
-    """Return what each slot's evaluation took: its tokens, and its share of the time by these."""
-    total = max(1, sum(tokens.values()))
-    return {slot: EvaluationCost(tokens=own, seconds=seconds * own / total) for slot, own in tokens.items()}
-
-
-def _asked(config: FitnessConfig, rollouts: Mapping[int, Fitness], healthy: Sequence[int]) -> list[int]:
-    """Return the slots that are asked validation questions."""
-    if config.by == "validation":
-        return list(healthy)
-    return candidates(rollouts, config.z, config.candidates) if config.uses_validation else []
-
-
 def candidates(fitness: Mapping[int, Fitness], z: float, most: int) -> list[int]:
-    """Return the best slots, and those within z standard errors of the best, at most so many; in slot order."""
+    """Return at most `most` slots, the best and those within z standard errors of it, in slot order."""
     ranked = sorted(fitness, key=lambda slot: (-fitness[slot].mean, slot))
     near = [slot for slot in ranked if _within(fitness[ranked[0]], fitness[slot], z)]
     return sorted(near[:most])
@@ -165,47 +154,42 @@ def _within(best: Fitness, other: Fitness, z: float) -> bool:
     return difference <= z * standard_error
 
 
-Z = 4.0
-"""Standard errors that both means must lie apart: it is looked after every generation."""
+GAP = 4.0
+"""Standard errors by which greedy and training rewards must differ; high, as every generation is checked."""
 
 
 class GreedyGapCheck:
-    """Watches how much members earn greedily and in training, and warns once if play must be random to be good."""
+    """Warning for environments in which good play is random, so that greedy evaluation does not show what is learnt."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._warned = False
 
-    def look_at(self, measured: Mapping[int, Measured]) -> None:
-        """Take a generation in, by slot; warn if its best in training earns clearly less with greedy answers."""
+    def update(self, measured: Mapping[int, Measured]) -> None:
+        """Warn once if the best member in training earns clearly less with greedy answers."""
         both = [each.by for each in measured.values() if GREEDY in each.by and ROLLOUTS in each.by]
-        if self._said or not both:
+        if self._warned or not both:
             return
         best = max(both, key=lambda by: by[ROLLOUTS].mean)
-        if clearly_less(best[GREEDY], best[ROLLOUTS]):
-            self._said = True
-            greedy, trained = (score_text(each.mean, each.standard_error) for each in (best[GREEDY], best[ROLLOUTS]))
+        greedy, trained = best[GREEDY], best[ROLLOUTS]
+        if trained.mean - greedy.mean > GAP * math.hypot(greedy.standard_error, trained.standard_error):
+            self._warned = True
             warn(
-                f"the best member in training earns {trained} there, but {greedy} with greedy answers to validation "
-                "questions: where good play is random, greedy fitness is blind to what members learn. Set fitness to "
-                "{sampled: true}, which samples held-out answers as training does"
+                f"The best member earns {score_text(trained.mean, trained.standard_error)} in training, but "
+                f"{score_text(greedy.mean, greedy.standard_error)} with greedy answers to validation questions. If "
+                "good play is random, set fitness to {sampled: true}, which samples validation answers."
             )
 
 
-def clearly_less(one: Fitness, other: Fitness) -> bool:
-    """Tell whether one mean is clearly below another, on other questions."""
-    return other.mean - one.mean > Z * math.hypot(one.standard_error, other.standard_error)
-
-
 STEPS = 3
-"""Learning steps that are looked at."""
+"""Number of first learning steps that are checked for a learning signal."""
 
 
 class LearningSignalCheck:
-    """Watches a run's first learning steps, and warns if nobody could learn from any of them.
+    """Warning for runs whose first learning steps have no learning signal.
 
     Args:
-        steps: Learning steps of the whole run, where that is known: a shorter run is looked at as a whole.
-        taken: Learning steps taken already: a run that goes on is past its first ones, and is not looked at.
+        steps: Learning steps of the whole run, if known: a shorter run is checked as a whole.
+        taken: Learning steps taken already. A resumed run is past its first steps and is not checked.
     """
 
     def __init__(self, steps: int | None, *, taken: int = 0) -> None:
@@ -213,28 +197,23 @@ class LearningSignalCheck:
         self._left = 0 if taken else self._all
         self._rewards: set[float] = set()
 
-    def look_at(self, learned: Mapping[int, LearnReport]) -> None:
-        """Take a learning step in, by slot; warn after the last that is looked at if no advantage was above 0."""
+    def update(self, learned: Mapping[int, LearnReport]) -> None:
+        """Take in the reports of a learning step; warn after the last step that is checked if all advantages were 0."""
         if self._left == 0 or not learned:
             return
         reports = learned.values()
         if any(advantage and not math.isnan(advantage) for report in reports for advantage in report.advantages):
-            self._left = 0  # something can be learnt
+            self._left = 0
             return
         self._rewards |= {report.metrics["reward"] for report in reports if "reward" in report.metrics}
         self._left -= 1
-        if self._left == 0:
-            warn(self._words())
-
-    def _words(self) -> str:
-        steps = "learning step" if self._all == 1 else f"{self._all} learning steps"
-        began = f"nothing could be learnt from the first {steps}"
+        if self._left:
+            return
+        began = f"No learning signal in the first {pluralize(self._all, 'learning step')}"
         if not self._rewards:
-            return f"{began}: no reward applied to any sample; let a reward function return numbers instead of None"
-        every = "the rewards of a group were always equal"
+            warn(f"{began}: no reward applied to any sample. Return numbers instead of None.")
+            return
+        reason = "all rewards within each group were equal"
         if len(self._rewards) == 1:
-            every = f"every sample earned {number_text(next(iter(self._rewards)))}"
-        return (
-            f"{began}: {every}, and members learn from differences within groups. Give partial credit, begin with "
-            "something easier (or harder, if all of it is solved), or raise temperature, group_size or samples_per_step"
-        )
+            reason = f"all rewards were {number_text(next(iter(self._rewards)))}"
+        warn(f"{began}: {reason}. Use partial credit, an easier task, or a larger group_size.")

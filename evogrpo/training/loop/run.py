@@ -13,8 +13,8 @@ from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.loop.best_tracker import as_agent
-from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
+from evogrpo.training.loop.best_tracker import best_agent
+from evogrpo.training.loop.stopping import STOPPED, exit_after_signal, stopping_on_signals
 from evogrpo.training.loop.trainer import Trainer
 
 
@@ -69,7 +69,7 @@ class Run(Iterator[GenerationReport]):
         best, population = self.trainer.run_state.best, self.population
         if best is None:
             raise ValueError("there is no best member yet: it is known from the end of the first generation on")
-        return as_agent(population, best)
+        return best_agent(population, best)
 
     def finish(self, callback: "Callback | None" = None) -> Self:
         """Run to the end of the schedule.
@@ -131,7 +131,7 @@ class Run(Iterator[GenerationReport]):
                 if run_dir is None
                 else f"evogrpo.resume({relative_path(run_dir.path)!r}, ...) goes on"
             )
-            leave(number, f"stopped after learning step {step}; {where}")
+            exit_after_signal(number, f"stopped after learning step {step}; {where}")
         if report is None:
             raise StopIteration
         return report

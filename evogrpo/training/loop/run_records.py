@@ -1,22 +1,82 @@
-"""From a population's state to plain numbers: member reports and metrics."""
+"""Records of a run: what the trainer yields and the journal stores, built from the population and the run state."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.rollout.requests import RolloutBatch
+from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.history import Generation, SlotRecord
 from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.reporting.results import BestMember, Result
-from evogrpo.reporting.step_records import Estimate, EvaluationCost
+from evogrpo.reporting.step_records import Estimate, EvaluationCost, Example, MemberStep, StepReport
+from evogrpo.training.completions import select_examples
 from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_state import Best, RunState
 from evogrpo.training.schedule import Schedule
 
 
-def generation_of(population: Population, run_state: RunState, measured: Mapping[int, Measured]) -> Generation:
-    """Return what strategies see of the generation that has just been evaluated."""
+def step_report(
+    population: Population,
+    run_state: RunState,
+    collected: RolloutBatch,
+    learned: Mapping[int, LearnReport],
+    seconds: float,
+    completions: int,
+) -> tuple[StepReport, Sequence[Example]]:
+    """Count a learning step in the run state; return its report and its completions table.
+
+    Args:
+        population: The members.
+        run_state: State of the run before the step; updated.
+        collected: The training batch.
+        learned: Reports of the learning step, by slot.
+        seconds: Wall-clock time of both.
+        completions: Number of completions in the table.
+    """
+    # 1. Pick completions to show, the first one of each member among them.
+    step, generation = run_state.step, run_state.generation + 1
+    indices = {slot: population.agents[slot].index for slot in learned}
+    table = select_examples(collected, indices, learned, step=step, most=completions)
+    first: dict[int, Example] = {}
+    for example in table:
+        first.setdefault(example.index, example)
+    run_state.examples = tuple(first.values())
+    # 2. Count tokens, time and rewards. JSON has no infinity or NaN, so such metrics become None.
+    tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
+    metrics: dict[int, dict[str, float | None]] = {}
+    for slot, report in learned.items():
+        values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        metrics[slot] = {**collected.scores.metrics, **finite}
+    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
+    run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
+    # 3. The report, with each member's cost: see `learning.metrics.NAMES`.
+    total = max(1, sum(tokens.values()))
+    reports = {}
+    for slot, report in learned.items():
+        cost = {"num_tokens": run_state.slot_tokens[slot], "step_time": seconds * tokens[slot] / total}
+        reports[slot] = MemberStep(
+            index=indices[slot],
+            metrics={**metrics[slot], **cost},
+            samples=len(report.advantages) if report.samples is None else report.samples,
+            failed=report.failed,
+        )
+    return StepReport(
+        step=step,
+        generation=generation,
+        learned=reports,
+        seconds=seconds,
+        tokens=sum(tokens.values()),
+        examples=run_state.examples,
+    ), table
+
+
+def generation_record(population: Population, run_state: RunState, measured: Mapping[int, Measured]) -> Generation:
+    """Return the generation that was just evaluated, as strategies see it."""
     nothing = Measured()
     return Generation(
         number=run_state.generation,
@@ -46,13 +106,13 @@ def generation_of(population: Population, run_state: RunState, measured: Mapping
 def generation_report(
     population: Population, run_state: RunState, measured: Mapping[int, Measured], *, best: int
 ) -> GenerationReport:
-    """Describe a generation that has been evaluated, before anything is planned.
+    """Return the report of a generation that was just evaluated, without its plan.
 
     Args:
         population: The members.
-        run_state: Where the run stands.
-        measured: What members are worth, by slot.
-        best: The slot of the best of them.
+        run_state: State of the run.
+        measured: Fitness of the members, by slot.
+        best: Slot of the best member.
     """
     members = member_reports(population, run_state, measured)
     return GenerationReport(
@@ -74,7 +134,7 @@ def generation_report(
 def member_reports(
     population: Population, run_state: RunState, measured: Mapping[int, Measured]
 ) -> tuple[MemberReport, ...]:
-    """Describe every member at the end of a generation, in slot order; retired ones are left out."""
+    """Return the reports of all members in slot order, without retired ones."""
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
         MemberReport(
@@ -102,8 +162,8 @@ def member_reports(
     )
 
 
-def description_of(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
-    """Return what the journal's first event says of the members and the schedule."""
+def run_description(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
+    """Return the members and the schedule for the journal's first event."""
     tokens = population.members.settings.to_json().get("micro_batch_tokens")  # networks have none
     return {
         "kind": population.members.kind,
@@ -124,12 +184,12 @@ def description_of(population: Population, schedule: Schedule, fitness: FitnessC
 
 
 def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
-    """Describe what the untrained base earned, however measured."""
+    """Return the report of the fitness before training."""
     return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
 
 
 def test_report(index: int, before: Fitness, after: Fitness, *, measure: str, cost: EvaluationCost) -> TestReport:
-    """Compare what the untrained base and a member earned on the same questions, however measured."""
+    """Return the comparison of the untrained base and a member on the same questions."""
     mean, standard_error = paired_difference(after, before)
     return TestReport(
         questions=len(after.scores),
@@ -144,11 +204,11 @@ def test_report(index: int, before: Fitness, after: Fitness, *, measure: str, co
 
 
 def estimate(fitness: Fitness) -> Estimate:
-    """Return a fitness without its single scores."""
+    """Return mean and standard error of a fitness."""
     return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
-def result_of(
+def make_result(
     run_state: RunState,
     *,
     reason: str,
@@ -157,7 +217,7 @@ def result_of(
     test: TestReport | None,
     run_dir: Path | None,
 ) -> Result:
-    """Return what a run came to; see `evogrpo.reporting.results.Result`."""
+    """Return the result of a run; see `evogrpo.reporting.results.Result`."""
     best = run_state.best
     return Result(
         reason=reason,

@@ -1,4 +1,4 @@
-"""Stopping a run in time: it abandons what it is doing, and is left as it was after its last learning step."""
+"""Stop requests of a run, by call or by signal; work is abandoned and the state after the last step is kept."""
 
 import os
 import signal
@@ -16,121 +16,117 @@ from evogrpo.interruption import Interrupted, end_process, interruptible
 STOPPED = "stopped by the user"
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""What asks a run to stop: Ctrl-C, and what schedulers send before they kill."""
+"""Signals that stop a run: Ctrl-C, and those that schedulers send before they kill."""
 
 PATIENCE_SECONDS = 5.0
-"""How long work may take that cannot be interrupted, and how long a user's code may go on before it is broken off."""
+"""Seconds that uninterruptible work may take, and after which user code is broken off."""
 
-TURN_SECONDS, TURNS = 1.0, 4
-"""How long after each other, and how often, it is broken off before the process ends: soon it would be killed."""
+RETRY_SECONDS, RETRIES = 1.0, 4
+"""Interval and number of further attempts to break off user code before the process ends."""
 
 
 class Stopping:
-    """Whether a run has been asked to stop.
+    """Stop request of a run.
 
     Args:
-        processes: Who trains together: a stop that one of them is asked for is one for all.
+        processes: Ranks of the run; a request on one rank stops all of them.
 
     Attributes:
-        reason: Why; None while nobody has asked.
-        signal: The number of the signal that asked; None if it was none.
+        reason: Reason of the stop; None without a request.
+        signal: Number of the signal that requested it; None if none did.
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.reason: str | None = None
         self.signal: int | None = None
-        self._abandonable, self._leaving = False, threading.Lock()
+        self._interruptible, self._leaving = False, threading.Lock()
         self._processes = processes or Processes()
 
     def ask(self, reason: str, number: int | None = None) -> None:
-        """Ask the run to stop, perhaps because a signal of that number came; the first reason counts."""
+        """Request a stop, perhaps because of a signal; the first request counts."""
         if self.reason is None:
             self.reason, self.signal = reason, number
 
     def agreed(self) -> str | None:
-        """Return why the run is to stop, the same in all processes; None if none of them has been asked."""
+        """Return the reason of the stop, the same on all ranks; None without a request. A collective."""
         if self._processes.size == 1:
             return self.reason
         own = None if self.reason is None else (self.reason, self.signal)
         asked = next((each for each in self._processes.all_gather(own) if each is not None), None)
-        if asked is None:  # whoever was asked meanwhile, as by a signal, tells it the next time
+        if asked is None:  # a request since the exchange counts the next time
             return None
         self.reason, self.signal = asked
         return self.reason
 
     def check(self) -> None:
-        """Raise `Interrupted` if the run has been asked to stop, in all processes alike."""
+        """Raise `Interrupted` on all ranks if a stop was requested on any."""
         if self.agreed() is not None:
             raise Interrupted
 
     @contextmanager
-    def abandonable(self, deadline: float) -> Iterator[None]:
-        """Let the block be abandoned half-way: before its end it changes nothing that the caller would not undo.
+    def interruptible(self, deadline: float) -> Iterator[None]:
+        """Make the block interruptible. It must change nothing before its end that the caller cannot undo.
 
         Args:
-            deadline: When it is abandoned if nobody asks before, by `time.monotonic()`.
+            deadline: Time by `time.monotonic()` at which the block is interrupted in any case.
         """
         self.check()
         with interruptible(
             lambda: (
-                self._abandonable
+                self._interruptible
                 and self._processes.interruptible
                 and (self.reason is not None or time.monotonic() > deadline)
             )
         ):
-            self._abandonable = True
+            self._interruptible = True
             try:
                 yield
             finally:
                 with self._leaving:
-                    self._abandonable = False
+                    self._interruptible = False
 
     def settle(self) -> None:
-        """Abandon what is being done no more: it is about to change what nobody would undo, and to end."""
+        """Make the block uninterruptible until its end, as it is about to change what cannot be undone."""
         with self._leaving:
-            self._abandonable = False
+            self._interruptible = False
 
-    def insist(self) -> None:
-        """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
-        if self._abandonable and self.reason is not None and self._processes.interruptible:
+    def break_off(self) -> None:
+        """Raise `Interrupted`, from a signal handler, if a stop was requested and the work is interruptible."""
+        if self._interruptible and self.reason is not None and self._processes.interruptible:
             raise Interrupted
 
     def end_process(self, number: int) -> None:
-        """End the process, from any thread, if what is being done may be abandoned and yet goes on and on.
-
-        Nothing is saved: the newest checkpoint is what the run goes on from.
-        """
+        """End the process from any thread if interruptible work does not end. Nothing more is saved."""
         with self._leaving:
-            if self._abandonable:
-                os.write(2, f"{signal.Signals(number).name}: ended, as the code under way does not end\n".encode())
+            if self._interruptible:
+                os.write(2, f"{signal.Signals(number).name}: process ended, as user code does not return\n".encode())
                 end_process(128 + number)
 
 
 @contextmanager
 def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambda: None) -> Iterator[Sequence[int]]:
-    """Let the first signal ask for a stop, and a Ctrl-C after it abort; yields the signals that came.
+    """Turn the first signal into a stop request, and a later Ctrl-C into an abort; yield the list of received signals.
 
-    A scheduler's signal may come more than once, as launchers pass on what their processes have got already.
+    A scheduler's signal may arrive twice, as launchers forward signals that their processes have also received.
 
-    Code that does not look whether it shall stop, such as a reward function that waits, is broken off a few seconds
-    after the first signal, again and again. Where it catches even that, the process ends before ten seconds are over,
-    unless it was Ctrl-C that asked. Signals that somebody handles already or wants ignored are left alone, and so are
-    all of them outside the main thread, where none arrives.
+    User code that blocks, such as a reward function that waits, is broken off a few seconds after the first signal,
+    repeatedly. If it catches that, the process ends within ten seconds of the signal, except for Ctrl-C. Signals that
+    the program handles or ignores are left alone, and so are all signals outside of the main thread.
 
     Args:
-        stopping: What is asked.
-        announce: Called at the first signal, in the middle of whatever is being done.
+        stopping: Receives the request.
+        announce: Called at the first signal.
 
     Raises:
-        KeyboardInterrupt: Wherever the run is, if it is to abort.
+        KeyboardInterrupt: At the second Ctrl-C.
     """
     received: list[int] = []
-    insisting, over = threading.Event(), threading.Event()
+    breaking_off, over = threading.Event(), threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if insisting.is_set():
-            insisting.clear()
-            stopping.insist()
+        if breaking_off.is_set():
+            breaking_off.clear()
+            stopping.break_off()
             return
         received.append(number)
         if len(received) > 1:
@@ -139,7 +135,7 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
             return
         stopping.ask(stop_reason(number), number)
         announce()
-        threading.Thread(target=_press, args=(stopping, number, insisting, over), daemon=True).start()
+        threading.Thread(target=_break_off, args=(stopping, number, breaking_off, over), daemon=True).start()
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -154,34 +150,34 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
             signal.signal(number, handler)
 
 
-def _press(stopping: Stopping, number: int, insisting: threading.Event, over: threading.Event) -> None:
-    """Break off, from another thread, what does not look whether it shall stop, until it is over."""
+def _break_off(stopping: Stopping, number: int, breaking_off: threading.Event, over: threading.Event) -> None:
+    """Break off blocking user code from another thread until the run has stopped."""
     patience = PATIENCE_SECONDS
-    for _ in range(TURNS):
+    for _ in range(RETRIES):
         if over.wait(patience):
             return
-        insisting.set()
+        breaking_off.set()
         if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
             signal.pthread_kill(threading.main_thread().ident or 0, number)
-        patience = TURN_SECONDS
+        patience = RETRY_SECONDS
     if not over.wait(patience) and number != signal.SIGINT:
         stopping.end_process(number)
 
 
 def stop_reason(number: int) -> str:
-    """Return what the journal says of a run that a signal has stopped."""
+    """Return the reason that the journal gives for a stop by a signal."""
     return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
-def leave(number: int, said: str) -> NoReturn:
-    """Leave the program after a stop by a signal, once everything is saved.
+def exit_after_signal(number: int, message: str) -> NoReturn:
+    """End the program after a stop by a signal.
 
     Raises:
         KeyboardInterrupt: For Ctrl-C, with the message. Python ends with status 130 unless the caller catches it.
         SystemExit: For any other signal, with status 128 + `number`: the run has not finished.
     """
     if number == signal.SIGINT:
-        raise KeyboardInterrupt(said)
+        raise KeyboardInterrupt(message)
     if is_rank_zero():
-        sys.stderr.write(f"{said}\n")
+        sys.stderr.write(f"{message}\n")
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
+"""Trainer: collect, learn, evaluate, select and record; a run can be stopped anywhere and resumed exactly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,8 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.plan import Plan
+from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
 from evogrpo.reporting.records import GenerationReport, Report, TestReport
@@ -26,21 +27,20 @@ from evogrpo.training.loop.evaluation import (
     LearningSignalCheck,
     TooFewStartsError,
     check_starts,
-    first_step,
+    first_step_fitness,
 )
-from evogrpo.training.loop.limits import OutOfTime
-from evogrpo.training.loop.planner import Planner, StrategyError, check_shared
-from evogrpo.training.loop.run_logger import RunLogger, close_step
+from evogrpo.training.loop.run_logger import RunLogger
 from evogrpo.training.loop.run_records import (
     baseline_report,
-    description_of,
-    generation_of,
+    generation_record,
     generation_report,
-    result_of,
+    make_result,
+    run_description,
+    step_report,
     test_report,
 )
 from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.loop.stages import Stages
+from evogrpo.training.loop.stages import OutOfTime, Stages
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
@@ -48,28 +48,39 @@ from evogrpo.warnings import warn
 
 
 class AllFailedError(RuntimeError):
-    """Every member failed, so there is nobody to clone."""
+    """All members failed."""
+
+
+class StrategyError(RuntimeError):
+    """A strategy raised an error, or its plan cannot be applied."""
 
 
 class Trainer:
-    """A run, step by step.
+    """Training loop of a population.
 
     Args:
         population: The members; changed in place.
-        env: Where they act.
-        schedule: How long and at what cost.
-        strategy: The rule of selection and mutation.
-        fitness: How fitness is measured; by the default settings if None.
-        run_dir: Where records go; None = nowhere.
-        run_state: Where the run stands; a fresh start by default.
+        env: Environment they act in.
+        schedule: Length and limits of the run.
+        strategy: Rule of selection and mutation.
+        fitness: Measure of fitness; the default settings if None.
+        run_dir: Directory for records; None = keep no records.
+        run_state: State of a resumed run; a new one by default.
         description: Further facts for the journal's first event, such as task and model.
-        changed_data: How the environment differs from the one that the run began in, for the journal.
-        experience: How members learn from each other's samples; None = each from its own.
+        changed_data: Differences between this environment and the one the run began in, for the journal.
+        experience: Rule for learning from samples of other members; None = each from its own.
 
     Attributes:
-        acting: What the members do.
+        population: As given.
+        env: As given.
+        strategy: As given.
+        fitness: As given.
+        run_state: Counters, best member and history.
         changed_data: As given.
         experience: As given.
+        stages: Stages of the run: collect, learn, evaluate, test.
+        shared_run_dir: Directory for records, on every rank.
+        run_dir: Directory that this rank writes to; None on ranks other than 0.
     """
 
     def __init__(
@@ -86,6 +97,7 @@ class Trainer:
         changed_data: Sequence[str] = (),
         experience: SharedExperience | None = None,
     ) -> None:
+        # 1. Check that population, environment, schedule and strategy fit together.
         if not isinstance(population, Population):
             raise ValueError(
                 f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
@@ -93,228 +105,314 @@ class Trainer:
         population.check(env)
         schedule.check_held_out(env)
         if experience is not None:
-            check_shared(population)
-        self.population, self.env = population, env
-        self.strategy, self.fitness = strategy, fitness or FitnessConfig()
-        self.run_state = run_state or RunState(members=len(population))
+            _check_shared_experience(population)
         schedule.check_counted(plays=population.plays)
-        self.experience = experience
+        self.fitness = fitness or FitnessConfig()
         if self.fitness.selection_measure == ROLLOUTS:
             check_starts(population, schedule, experience)
-        self.stages = Stages(population, env, schedule, self.run_state, self.fitness, experience)
         check_second_set(env, self.fitness)
+        # 2. Assemble the parts of the loop.
+        self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
+        self.run_state = run_state or RunState(members=len(population))
+        self.stages = Stages(population, env, schedule, self.run_state, self.fitness, experience)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
-        self._book = RunLogger(run_dir, self.stages, strategy, self._data, experience)
-        self._crown = BestTracker(population, self.run_state, self.fitness, self.run_dir)
-        self._given_up = False
-        self._planning = Planner(population, strategy, schedule, self.run_state, experience)
         self._description = description or {}
-        self._ended: str | None = None
-        self._complete = False
-        self._tested: TestReport | None = None
+        self._logger = RunLogger(run_dir, self.stages, strategy, self._data, experience)
+        self.shared_run_dir, self.run_dir = run_dir, self._logger.run_dir
+        self._best_tracker = BestTracker(population, self.run_state, self.fitness, self.run_dir)
+        self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
-        every = generations and generations * schedule.steps_per_generation
-        self._blindness = GreedyGapCheck()
-        self._equal_rewards = LearningSignalCheck(every, taken=self.run_state.step)
+        steps = generations and generations * schedule.steps_per_generation
+        self._learning_signal = LearningSignalCheck(steps, taken=self.run_state.step)
+        self._set_budgets(None, None)
+        # 3. State of the loop itself.
+        self._ended: str | None = None
+        self._complete = self._given_up = False
+        self._tested: TestReport | None = None
         check_strategy(strategy)
         if run_state is None:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
-            self._book.create()
-
-    @property
-    def run_dir(self) -> RunDir | None:
-        """Where this process writes records; None = nowhere."""
-        return self._book.folder
-
-    @property
-    def shared_run_dir(self) -> RunDir | None:
-        """Where records of the run are, in all processes alike; None = nowhere."""
-        return self._book.known
+            self._logger.create()
 
     @property
     def schedule(self) -> Schedule:
-        """How long and at what cost: as given, but for what `Acting.schedule` says."""
+        """The schedule, perhaps with fewer validation questions; see `Stages`."""
         return self.stages.schedule
 
     @property
     def stopping(self) -> Stopping:
-        """Whether a stop has been asked for, and why."""
+        """Stop requests."""
         return self.stages.stopping
 
     def stop(self, reason: str = STOPPED) -> None:
-        """Stop now: what is being done is abandoned, and the run is left as it was after its last learning step.
+        """Stop now: abandon the work under way and keep the state after the last learning step.
 
-        With a run directory that state is saved, so the run resumes exactly. May be called from another thread.
+        With a run directory this state is saved, and the run resumes exactly. May be called from another thread.
         """
         self.stopping.ask(reason)
 
     def reports(self) -> Iterator[Report]:
-        """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
+        """Run to the end of the schedule; yield a report after every step, every generation and the test."""
         clock = self.stages.clock
         clock.start()
         try:
-            for report in self._reports():
+            for report in self._run():
                 clock.tick()
                 yield report
                 clock.start()
         except Interrupted:
             clock.tick()
             self._ended = self.stopping.reason or STOPPED
-            self._book.save(self._ended)
+            self._logger.save(self._ended)
         except SystemExit as error:
             raise_exit_error(error)
         finally:
-            self._book.close()
+            self._logger.close()
 
-    def _reports(self) -> Iterator[Report]:
+    def _run(self) -> Iterator[Report]:
+        # 1. Record the start, or that the run was resumed.
         self._open()
+        # 2. Train generation by generation.
         while not self.finished():
             self.stopping.check()
-            self._planning.catch_up()
+            if self.run_state.unplanned:  # stopped between an evaluation and its plan
+                self._apply(self._plan())
             yield from self._steps()
             if self.run_state.step_in_generation:
                 yield from self._evaluation()
-        if self.stages.clock.left() <= 0:  # perhaps only since the last checkpoint
-            self.stages.clock.end()
+        if self.stages.clock.left() <= 0:  # the limit may have passed since the last checkpoint
+            self.stages.clock.expire()
         self.stopping.check()
-        if self._crown.awaits_finals:
+        # 3. Choose the best member among the finalists, then test it.
+        if self.run_state.finalists and self.run_state.finalists_generation < self.run_state.generation:
             self._finals()
         if self.schedule.test_questions != 0 and self.run_state.best is not None:
             yield from self._test()
+        # 4. Record the end.
         self.stages.clock.tick()
         self._ended, self._complete = self.ended(), True
-        if self.stages.clock.is_up or self._given_up:
-            self._book.save()
+        if self.stages.clock.expired or self._given_up:
+            self._logger.save()
             if not self.run_state.step:
                 warn(
-                    "not one learning step fitted into max_seconds: give it more, or take fewer members or a smaller "
-                    f"samples_per_step, now {len(self.population)} and {self.run_state.samples_per_step}"
+                    "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
+                    f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
                 )
-        self._book.event("stopped", reason=self._ended)
+        self._logger.event("stopped", reason=self._ended)
 
     def _steps(self) -> Iterator[StepReport]:
-        """Take the learning steps of the generation under way, or as many as there is time for."""
-        run_state, clock = self.run_state, self.stages.clock
-        while run_state.step_in_generation < run_state.steps_per_generation:
-            so_far = run_state.spent(evaluations=self.schedule.count_evaluations)
-            spent = self.schedule.spent(**so_far, seconds=run_state.seconds)
-            # A first best member is worth another step where training rewards say too little yet.
-            ready = run_state.step_in_generation and (run_state.best or self.stages.can_evaluate())
-            if ready and (spent or self.stages.overstepped()):
+        """Take the learning steps of the generation under way, as far as limits allow."""
+        state, stages, clock = self.run_state, self.stages, self.stages.clock
+        while state.step_in_generation < state.steps_per_generation:
+            spent = self.schedule.spent(
+                **state.spent(evaluations=self.schedule.count_evaluations), seconds=state.seconds
+            )
+            # Without a best member, steps go on until training rewards suffice for an evaluation.
+            can_stop = state.step_in_generation and (state.best or stages.can_evaluate())
+            if can_stop and (spent or stages.exceeded_limit()):
                 return
-            if run_state.step and not clock.step_fits(self.stages.closing()):
-                clock.end()
+            if state.step and clock.left() - stages.reserved_seconds() - clock.closing_seconds < clock.step_seconds:
+                clock.expire()
                 return
-            began = self.stages.clock.now()
+            began = clock.now()
             try:
-                collected = self._collect()
-                learned = self.stages.learn(collected, collecting=self.stages.clock.now() - began)
-            except OutOfTime:  # what was sampled is dropped
-                clock.end()
+                collected = self._collect()  # 1. Sample and score.
+                reports = stages.learn(collected, collecting=clock.now() - began)  # 2. Learn.
+            except OutOfTime:
+                clock.expire()
                 return
-            report = self._close_step(collected, learned, began)
-            clock.took_step(self.stages.clock.now() - began)  # not what whoever has the report does with it
+            report = self._record_step(collected, reports, began)  # 3. Record.
+            clock.step_seconds = clock.now() - began  # without the time that the caller takes for the report
             yield report
-            self._book.save_between()
+            self._logger.save_within_generation()
             self.stopping.check()
 
+    def _collect(self) -> RolloutBatch:
+        """Sample one training batch; on an error, save what was learnt so far."""
+        self._require_healthy()
+        try:
+            return self.stages.collect()
+        except (Exception, SystemExit) as error:
+            # Most often the user's reward function raised. The state is that after the last step, so it can be resumed.
+            self._logger.save(f"{type(error).__name__} while collecting step {self.run_state.step}")
+            raise
+
+    def _record_step(self, collected: RolloutBatch, reports: Mapping[int, LearnReport], began: float) -> StepReport:
+        """Count a learning step and record it."""
+        self.stages.clock.tick()
+        seconds, most = self.stages.clock.now() - began, self._logger.completions
+        report, completions = step_report(self.population, self.run_state, collected, reports, seconds, most)
+        if report.step == 0 and not self.fitness.uses_validation:
+            self.run_state.baseline = first_step_fitness(self.run_state)
+            if self.run_state.baseline is not None:
+                baseline = baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost())
+                self._logger.event(baseline.event, **baseline.to_json())
+        self._logger.step(report, completions)
+        self._learning_signal.update(reports)
+        return report
+
     def _evaluation(self) -> Iterator[GenerationReport]:
-        """Close the generation under way, unless time runs out before everybody was evaluated."""
+        """Close the generation under way, unless time runs out before all members are evaluated."""
         clock, began = self.stages.clock, self.stages.clock.now()
         try:
             report = self._close_generation()
         except OutOfTime:
-            clock.end()
+            clock.expire()
             self._give_up("no time was left")
         except TooFewStartsError:
             if self.run_state.step_in_generation >= self.run_state.steps_per_generation:
                 raise
-            self._give_up("the budget ended before everybody had played from two starts")
+            self._give_up("the budget ended before every member had played from two starts")
         else:
-            clock.took_closing(self.stages.clock.now() - began - self.stages.evaluation_seconds)
+            clock.closing_seconds = clock.now() - began - self.stages.evaluation_seconds
             yield report
 
-    def _give_up(self, why: str) -> None:
-        """End the run amid a generation, without its evaluation."""
+    def _give_up(self, reason: str) -> None:
+        """End the run within a generation, without its evaluation."""
         self._given_up = True
-        steps = self.run_state.step_in_generation
-        warn(f"what the last {pluralize(steps, 'learning step')} taught was not evaluated, as {why}")
+        steps = pluralize(self.run_state.step_in_generation, "learning step")
+        warn(f"The last {steps} were not evaluated: {reason}.")
+
+    def _close_generation(self) -> GenerationReport:
+        """Evaluate, plan, record and checkpoint."""
+        state, population = self.run_state, self.population
+        # 1. Measure fitness.
+        self._require_healthy()
+        try:
+            measured = self.stages.evaluate()
+        except (Exception, SystemExit) as error:
+            self._logger.save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
+            raise
+        self.stages.clock.tick()
+        self._greedy_gap.update(measured)
+        state.generation += 1
+        report = generation_report(population, state, measured, best=self._best_tracker.update(measured))
+        state.step_in_generation = 0
+        state.unplanned = True
+        state.history.append(generation_record(population, state, measured))
+        # 2. Plan the next generation.
+        try:
+            plan = None if self.finished() else self._plan()
+        except StrategyError:
+            self._logger.event(report.event, **report.to_json())
+            state.start_generation()
+            self._logger.save(f"the strategy failed after generation {state.generation}")
+            raise
+        # 3. Record, then clone and mutate.
+        report = replace(report, plan=plan)
+        self._logger.generation(report)
+        state.start_generation()
+        if plan is not None:
+            self._apply(plan)
+        self._logger.save()
+        return report
+
+    def _plan(self) -> Plan:
+        """Ask the strategy for a plan; on an error, restore the state of the strategy."""
+        remembered = self.strategy.state()
+        try:
+            plan = self.population.plan(self.strategy, self.run_state.history)
+            if self.experience is None:
+                idle = [slot for slot, count in enumerate(plan.samples or ()) if not count and slot not in plan.vacant]
+                if idle:
+                    raise ValueError(
+                        f"samples must be positive in every occupied slot, got {plan.samples} with 0 in slots {idle}. "
+                        "Set experience='shared' to let members learn from others' samples."
+                    )
+            elif self.experience.samplers == "rank":
+                plan = samples_by_rank(plan, self.population.history(self.run_state.history))
+        except (Exception, SystemExit) as error:
+            self.strategy.load_state(remembered)
+            name = type(self.strategy).__name__
+            raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
+        return plan
+
+    def _apply(self, plan: Plan) -> None:
+        """Clone and mutate members, and set the budgets of the next generation."""
+        state = self.run_state
+        self.population.apply(plan)
+        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        state.samples = None if plan.samples is None else list(plan.samples)
+        for agent, count in zip(self.population.agents, plan.samples or (), strict=False):
+            state.block = max(state.block, count // agent.hyperparameters.group_size)
+        state.unplanned = False
+
+    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
+        """Set the budgets of the next generations; None = as before, at first as scheduled."""
+        state, schedule = self.run_state, self.schedule
+        state.samples_per_step = samples_per_step or state.samples_per_step or schedule.samples_per_step
+        state.steps_per_generation = steps_per_generation or state.steps_per_generation or schedule.steps_per_generation
+        # The block never shrinks, even when the members with the smallest groups are gone: it fixes the question order.
+        needed = replace(schedule, samples_per_step=state.samples_per_step).block(self.population)
+        state.block = max(state.block, needed)
 
     def __iter__(self) -> Iterator[GenerationReport]:
-        """Run to the end of the schedule, yielding the generations' reports only."""
-        return filter(_closes_a_generation, self.reports())
+        """Run to the end of the schedule; yield the reports of generations only."""
+        return filter(_is_generation, self.reports())
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end, or was stopped: then it has a result."""
+        """True if the run has ended or was stopped: then it has a result."""
         return self._ended is not None
 
     @property
     def result(self) -> Result:
-        """What the run came to.
+        """Result of the run.
 
         Raises:
             RuntimeError: If it has not ended.
         """
         if self._ended is None:
             raise RuntimeError(
-                "a run has a result once it has ended, and this one has not: iterate over it to its end, or call its "
-                "stop() in the loop"
+                "The run has not ended, so it has no result. Iterate over it to its end, or call stop()."
             )
-        return result_of(
+        return make_result(
             self.run_state,
             reason=self._ended,
             complete=self._complete,
-            timesteps=self._timesteps,
+            timesteps=self.run_state.timesteps if self.population.plays else None,
             test=self._tested,
             run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
 
-    @property
-    def _timesteps(self) -> int | None:
-        return self.run_state.timesteps if self.population.plays else None
-
-    # ---- the parts of a run
-
     def _open(self) -> None:
-        """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
-        run_state = self.run_state
-        before, run_state.threads = run_state.threads, torch.get_num_threads()
-        if run_state.begun:
-            if before != run_state.threads:
+        """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
+        state = self.run_state
+        before, state.threads = state.threads, torch.get_num_threads()
+        if state.begun:
+            if before != state.threads:
                 warn(
-                    f"The run began with {pluralize(before, 'thread')} and goes on with {run_state.threads}, so "
-                    f"results are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
+                    f"The run began with {pluralize(before, 'thread')} and goes on with {state.threads}, so results "
+                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            threads = {"threads": run_state.threads} if before != run_state.threads else {}
-            if not self._book.begun:
-                self._begin()
-            self._book.event("resumed", generation=run_state.generation, step=run_state.step, **threads, **changed)
+            threads = {"threads": state.threads} if before != state.threads else {}
+            if self.run_dir is not None and not self.run_dir.described:
+                self._record_run()
+            self._logger.event("resumed", generation=state.generation, step=state.step, **threads, **changed)
             return
-        self._book.save()
-        self._begin()
-        if not self.fitness.uses_validation:  # the first learning step will tell
+        self._logger.save()
+        self._record_run()
+        if not self.fitness.uses_validation:  # the baseline is then the mean reward of the first learning step
             return
         try:
-            run_state.baseline = self.stages.baseline()
+            state.baseline = self.stages.baseline()
         except OutOfTime:
-            self.stages.clock.end()
+            self.stages.clock.expire()
             return
         self.stages.clock.tick()
-        self._book.report(
-            baseline_report(run_state.baseline, measure=self.fitness.validation_measure, cost=run_state.evaluation)
-        )
-        self._book.save()
+        report = baseline_report(state.baseline, measure=self.fitness.validation_measure, cost=state.evaluation)
+        self._logger.event(report.event, **report.to_json())
+        self._logger.save()
 
-    def _begin(self) -> None:
+    def _record_run(self) -> None:
         """Write the event that describes the run."""
-        self._book.event(
+        self._logger.event(
             "run",
             **self._description,
-            **description_of(self.population, self.schedule, self.fitness),
+            **run_description(self.population, self.schedule, self.fitness),
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
@@ -322,130 +420,89 @@ class Trainer:
         )
 
     def finished(self) -> bool:
-        """Tell whether no further generation is to be started; the test split may still wait for its answers."""
-        run_state = self.run_state
+        """Return True if no further generation will start; the test may still follow."""
+        state = self.run_state
         if self._given_up:
             return True
-        if self.stages.clock.is_up:
-            return not run_state.step_in_generation
-        if self.finished_untrained():
+        if self.stages.clock.expired:
+            return not state.step_in_generation
+        if self._finished_untrained():
             return True
-        if run_state.generation == 0 or run_state.step_in_generation:
+        if state.generation == 0 or state.step_in_generation:
             return False
         return self.ended() is not None
 
-    def finished_untrained(self) -> bool:
-        """Tell whether the target was reached before training."""
+    def _finished_untrained(self) -> bool:
+        """Return True if the target fitness was reached before training."""
         target, baseline = self.schedule.target_fitness, self.run_state.baseline
         return self.run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
 
     def ended(self) -> str | None:
-        """Return in words which limit of the schedule has been reached; None if none has."""
-        run_state = self.run_state
-        untrained = run_state.baseline if run_state.step == 0 else None
-        fitness = untrained if run_state.best is None else run_state.best.fitness
+        """Return the limit of the schedule that was reached, in words; None if none was."""
+        state = self.run_state
+        untrained = state.baseline if state.step == 0 else None
+        fitness = untrained if state.best is None else state.best.fitness
         reached = self.schedule.ended_by(
-            **run_state.spent(evaluations=self.schedule.count_evaluations),
-            generation=run_state.generation,
-            seconds=max(run_state.seconds, run_state.out_of_time),
+            **state.spent(evaluations=self.schedule.count_evaluations),
+            generation=state.generation,
+            seconds=max(state.seconds, state.out_of_time),
             fitness=None if fitness is None else fitness.mean,
         )
-        if reached is not None and self.finished_untrained():
+        if reached is not None and self._finished_untrained():
             return f"{reached} before training"
-        return self.stages.overstepped() if reached is None else reached
-
-    def _collect(self) -> RolloutBatch:
-        """Let the members act; if that fails, what they have learnt so far is kept."""
-        self._require_healthy()
-        try:
-            return self.stages.collect()
-        except (Exception, SystemExit) as error:
-            # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
-            # reward function raised, and the run goes on once it is mended.
-            self._book.save(f"{type(error).__name__} while collecting step {self.run_state.step}")
-            raise
-
-    def _close_step(self, collected: RolloutBatch, learned: Mapping[int, LearnReport], began: float) -> StepReport:
-        """Count a learning step and record it."""
-        self.stages.clock.tick()
-        seconds, most = self.stages.clock.now() - began, self._book.completions
-        closed = close_step(self.population, self.run_state, collected, learned, seconds, most)
-        if closed.report.step == 0 and not self.fitness.uses_validation:
-            self.run_state.baseline = first_step(self.run_state)
-            if self.run_state.baseline is not None:
-                self._book.report(baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
-        self._book.step(closed)
-        self._equal_rewards.look_at(learned)
-        return closed.report
-
-    def _close_generation(self) -> GenerationReport:
-        """Evaluate, plan, record and checkpoint."""
-        run_state, population = self.run_state, self.population
-        self._require_healthy()
-        try:
-            measured = self.stages.evaluate()
-        except (Exception, SystemExit) as error:
-            self._book.save(f"{type(error).__name__} while evaluating generation {run_state.generation + 1}")
-            raise
-        self.stages.clock.tick()
-        self._blindness.look_at(measured)
-        run_state.generation += 1
-        report = generation_report(population, run_state, measured, best=self._crown.contest(measured))
-        run_state.step_in_generation = 0
-        run_state.unplanned = True
-        run_state.history.append(generation_of(population, run_state, measured))
-        try:
-            plan = None if self.finished() else self._planning.plan()
-        except StrategyError:
-            self._book.report(report)
-            run_state.start_generation()
-            self._book.save(f"the strategy failed after generation {run_state.generation}")
-            raise
-        report = replace(report, plan=plan)
-        self._book.generation(report)
-        run_state.start_generation()
-        if plan is not None:
-            self._planning.carry_out(plan)
-        self._book.save()
-        return report
+        return self.stages.exceeded_limit() if reached is None else reached
 
     def _require_healthy(self) -> None:
-        """Stop the run if no member is left that others could be cloned from."""
+        """Stop the run if all members have failed, as none is left to clone."""
         if not self.population.healthy:
             members = [agent for agent in self.population.agents if not agent.retired]
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
-            self._book.event("stopped", reason=f"every member failed ({reasons})")
+            self._logger.event("stopped", reason=f"all members failed ({reasons})")
             raise AllFailedError(
-                f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
-                "with lower learning rates or temperatures, or with a network of your own that gives numbers for "
-                "whatever it sees: resuming this one would only repeat it"
+                f"All members failed ({reasons}). Start a new run with a lower lr, max_grad_norm or temperature, or "
+                "with a network that returns finite numbers."
             )
 
     def _finals(self) -> None:
-        """Let the finalists answer the second set, if there is time, and crown the best of them."""
+        """Evaluate the finalists on the second set, if there is time, and keep the best of them."""
         finalists = self.run_state.finalists
         try:
-            second, cost = self.stages.final([finalists.state(each.key) for each in finalists.seen])
+            second, cost = self.stages.evaluate_finalists([finalists.state(each.key) for each in finalists.seen])
         except OutOfTime:
-            warn("the second set is left out, as no time was left for it: give max_seconds more")
+            warn("The second set is left out, as no time was left. Raise max_seconds.")
             return
-        report = self._crown.decide(second, cost)
-        self._book.event(report.event, **report.to_json())
-        self._book.save()
+        report = self._best_tracker.choose_finalist(second, cost)
+        self._logger.event(report.event, **report.to_json())
+        self._logger.save()
 
     def _test(self) -> Iterator[TestReport]:
-        """Let the best member ever and the base answer the test split, if there is time."""
+        """Test the best member and the untrained base, if there is time."""
         best = self.run_state.best
-        assert best is not None  # the caller asks for it
+        assert best is not None  # checked by the caller
         try:
-            before, after, cost = self.stages.compare(best.state)
+            before, after, cost = self.stages.test(best.state)
         except OutOfTime:
-            warn("the test is left out, as no time was left for it: give max_seconds more")
+            warn("The test is left out, as no time was left. Raise max_seconds.")
             return
         self._tested = test_report(best.index, before, after, measure=self.fitness.validation_measure, cost=cost)
-        self._book.test(self._tested)
+        self._logger.event(self._tested.event, **self._tested.to_json())
         yield self._tested
 
 
-def _closes_a_generation(report: Report) -> TypeGuard[GenerationReport]:
+def _is_generation(report: Report) -> TypeGuard[GenerationReport]:
     return isinstance(report, GenerationReport)
+
+
+def _check_shared_experience(population: Population) -> None:
+    """Raise ValueError if members cannot learn from each other's samples."""
+    SharedExperience.check_size(len(population))
+    if getattr(population.members.settings, "normalise_observations", False):
+        raise ValueError(
+            "normalise_observations must be False with shared experience, as each member would normalise by its own "
+            "statistics. Set it to False, or experience='own'."
+        )
+    if "objective" in population.algorithm.unused_options:
+        raise ValueError(
+            f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. Set "
+            "experience='own'."
+        )

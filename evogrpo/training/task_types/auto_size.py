@@ -15,7 +15,7 @@ from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.loop.planner import sources_of
+from evogrpo.training.loop.stages import sample_sources
 from evogrpo.training.memory import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
@@ -137,7 +137,7 @@ def _measured_step(
     with suppress(Interrupted), progress_listener(hear), interruptible(lambda: time.monotonic() - began > at_most):
         collected = population.collect(env, step=0, samples_per_step=samples, block=config.schedule.block(population))
         shared = config.experience if len(population) > 1 else None
-        sources = None if shared is None else sources_of(shared, population, collected)
+        sources = None if shared is None else sample_sources(shared, population, collected)
         population.learn(collected.experience, step=0, sources=sources, shared=shared)
         taken = time.monotonic() - began
         length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
