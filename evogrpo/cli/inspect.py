@@ -80,7 +80,7 @@ def video(args: argparse.Namespace) -> int:
 
         config = load_config(args.run_dir / CONFIG_FILE)
         try:
-            recorded = task_type_of(config.task).film(config, args.run_dir / "best", folder, args.episodes)
+            recorded = task_type_of(config.task).record(config, args.run_dir / "best", folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
     for each in recorded:

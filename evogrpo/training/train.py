@@ -28,7 +28,7 @@ from evogrpo.training.memory import check_memory
 from evogrpo.training.presets import packaged_values, with_own_limits, with_sections
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.networks import PreparedNetworks, prepared_in
+from evogrpo.training.task_types.networks import PreparedNetworks, prepare_in
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 
@@ -110,7 +110,7 @@ def train(
     refuse_unknown("argument of train", settings, _KNOWN)
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
-    prepared = prepared_in(config, _environment(env, config, settings))
+    prepared = prepare_in(config, _environment(env, config, settings))
     need = prepared.forecast().need
     if need is not None:
         check_memory(need, allowed=skip_memory_check)

@@ -12,7 +12,7 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.launch import start
-from evogrpo.training.task_types.networks import prepared_in
+from evogrpo.training.task_types.networks import prepare_in
 from evogrpo.training.task_types.registry import task_type_of
 from tests.envs import probes
 from tests.training.test_time_limit import Clock, costly
@@ -70,7 +70,7 @@ FULL = (8, 32, 64, 256)
     ],
 )
 def test_a_step_is_measured_and_sizes_leave_time_for_a_hundred(clock, seconds, expected):
-    prepared = prepared_in(configured(seconds), costly(clock))
+    prepared = prepare_in(configured(seconds), costly(clock))
     assert sizes(prepared.config) == expected
     assert not prepared.config.auto
     said = {1.0: "though not even one learning step is expected to fit", 60.0: "so that about 30 learning steps"}
@@ -85,7 +85,7 @@ def test_measuring_takes_a_small_part_of_the_time(clock):
     env = costly(clock, steps=200)
     for seconds in (20.0, 100.0, 1000.0):
         before = clock.now
-        prepared_in(configured(seconds), env)
+        prepare_in(configured(seconds), env)
         assert clock.now - before <= min(0.05 * seconds, 10.0) + 0.011
 
 
@@ -107,14 +107,14 @@ def test_episodes_are_expected_to_become_longer(clock):
 
     # 256 episodes take 3.1 s now, and 15.4 s at the geometric mean of 4 and 100 steps.
     env = GymnasiumGroups(Short, max_episode_steps=100)
-    assert sizes(prepared_in(configured(15.5 * 100), env).config) == FULL
-    assert sizes(prepared_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
+    assert sizes(prepare_in(configured(15.5 * 100), env).config) == FULL
+    assert sizes(prepare_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
 
 
 def test_where_not_even_one_group_fits_groups_are_smaller(clock):
     small = {"hyperparameters": {"group_size": "auto"}, "schedule": {"validation_questions": 4}}
     for seconds, group in ((250.0, 8), (50.0, 8), (30.0, 4), (13.0, 2)):
-        prepared = prepared_in(configured(seconds, **small), costly(clock, steps=100, seconds=0.0025))
+        prepared = prepare_in(configured(seconds, **small), costly(clock, steps=100, seconds=0.0025))
         assert prepared.config.hyperparameters.group_size == prepared.config.schedule.samples_per_step == group
         steps = min(100, int(seconds / (group * 100 * 0.0025)))
         said = prepared.facts()["sizes"]
@@ -124,30 +124,30 @@ def test_where_not_even_one_group_fits_groups_are_smaller(clock):
 
 def test_where_nothing_can_be_measured_in_time_the_smallest_sizes_are_taken(clock):
     small = {"hyperparameters": {"group_size": "auto"}}
-    prepared = prepared_in(configured(6.0, **small), costly(clock, steps=100, seconds=0.0025))
+    prepared = prepare_in(configured(6.0, **small), costly(clock, steps=100, seconds=0.0025))
     assert sizes(prepared.config)[:2] == (1, 2)
 
 
 def test_what_is_given_stays(clock):
     config = configured(450.0, population={"size": 3}, schedule={"test_questions": 5})
-    prepared = prepared_in(config, costly(clock))
+    prepared = prepare_in(config, costly(clock))
     assert sizes(prepared.config) == (3, 8, 32, 5)
     assert "member" not in prepared.facts()["sizes"]
     given = configured(450.0, population={"size": 3}, schedule=dict.fromkeys(AUTO["schedule"], 16))
     assert given.auto == frozenset()
-    assert "sizes" not in prepared_in(given, costly(clock)).facts()
+    assert "sizes" not in prepare_in(given, costly(clock)).facts()
 
 
 def test_open_sizes_are_no_more_than_is_held_out(clock, tmp_path):
-    prepared = prepared_in(configured(), costly(clock, validation_size=20, test_size=30))
+    prepared = prepare_in(configured(), costly(clock, validation_size=20, test_size=30))
     assert sizes(prepared.config) == (8, 32, 20, 30)
     with pytest.raises(ValueError, match="validation split must hold at least 2 starts, got 1"):
-        start(prepared_in(configured(), costly(clock, validation_size=1)), tmp_path / "run")
+        start(prepare_in(configured(), costly(clock, validation_size=1)), tmp_path / "run")
 
 
 def test_groups_stay_whole(clock):
     config = configured(450.0, hyperparameters={"group_size": 12})
-    assert prepared_in(config, costly(clock)).config.schedule.samples_per_step == 12
+    assert prepare_in(config, costly(clock)).config.schedule.samples_per_step == 12
 
 
 def test_images_are_as_many_as_memory_holds(monkeypatch):
@@ -169,7 +169,7 @@ def test_images_are_as_many_as_memory_holds(monkeypatch):
         monkeypatch.setattr(
             "evogrpo.training.task_types.auto_size.device_memory", lambda device, there=there: (there, "memory")
         )
-        prepared = prepared_in(configured(), env)
+        prepared = prepare_in(configured(), env)
         assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)
         assert ("half of the memory" in prepared.facts()["sizes"]) == (members < 8 or samples < 32)
         assert there < 1e9 or prepared.forecast().need.size <= there / 2
@@ -205,7 +205,7 @@ def test_auto_is_a_size_and_nothing_else():
 
 @pytest.mark.parametrize("learn_from", ["leader", "all"])
 def test_sizes_are_chosen_for_members_that_learn_from_each_other(clock, learn_from):
-    prepared = prepared_in(configured(3500.0, experience={"learn_from": learn_from}), costly(clock))
+    prepared = prepare_in(configured(3500.0, experience={"learn_from": learn_from}), costly(clock))
     size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
     assert size > 1
     most = (2 if learn_from == "leader" else size) * samples

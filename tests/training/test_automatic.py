@@ -14,7 +14,7 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.training.configuration.automatic import RunSizes, with_sizes
+from evogrpo.training.configuration.automatic import SIZES, with_sizes
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.tiny_models import tiny_model
@@ -144,7 +144,7 @@ def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
     values = {**PLAY, "population": {"size": "auto"}, "schedule": {"generations": 1, "samples_per_step": "auto"}}
     config = parse_config(values)
     for samples, evolves in ((32, True), (8, True), (4, False)):
-        sizes = RunSizes(members=2, group_size=4, samples_per_step=samples, validation_questions=4, test_questions=4)
+        sizes = dict.fromkeys(SIZES, 4) | {"population.size": 2, "schedule.samples_per_step": samples}
         fixed = dataclasses.replace(config, hyperparameters=Hyperparameters(group_size=4))
         assert ("group_size" in with_sizes(fixed, sizes).search_space) == evolves
 

@@ -118,9 +118,7 @@ def test_what_follows_is_the_same_up_to_rounding(tmp_path):
 
 def test_when_every_member_breaks_the_run_ends_with_the_reasons(tmp_path):
     run = with_rates(tmp_path / "run", [DEADLY, DEADLY])
-    with pytest.raises(
-        RuntimeError, match=r"All members failed.*member 0: .*member 1: "
-    ):
+    with pytest.raises(RuntimeError, match=r"All members failed.*member 0: .*member 1: "):
         finish(run)
     (stopped,) = events(tmp_path / "run", "stopped")
     assert "all members failed" in stopped["reason"]

@@ -92,7 +92,7 @@ def test_held_out_questions_are_as_many_as_a_share_of_the_time_answers(clock):
     assert validation == int(0.15 * 40 / (3 * 0.25 * 1.25)) == 6
     assert any(f"on {validation} validation questions: all 64" in words for words in said)
     assert few.result.test.questions < 256
-    assert any(f"the test has {few.result.test.questions} questions instead of 256" in words for words in said)
+    assert any(f"The test uses {few.result.test.questions} of 256 questions" in words for words in said)
     assert {len(agent.fitness.scores) for agent in few.population.agents} == {validation}
     assert len(few.trainer.run_state.baseline.scores) == validation
 

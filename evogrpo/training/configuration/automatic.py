@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from evogrpo.config.default_space import drop_single_group_size
@@ -27,25 +27,6 @@ SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key i
 
 SAMPLES_OF_A_SEARCH = 16
 """Of every member per learning step, where a search shares them and nobody says how many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSizes:
-    """How much a run does at a time.
-
-    Attributes:
-        members: Of the population.
-        group_size: Episodes from one start.
-        samples_per_step: Episodes of every member per learning step.
-        validation_questions: Held-out starts that members are compared by.
-        test_questions: Those of the test.
-    """
-
-    members: int
-    group_size: int
-    samples_per_step: int
-    validation_questions: int
-    test_questions: int
 
 
 def without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
@@ -125,29 +106,24 @@ def searched_by(space: HyperparameterConfig, first: Hyperparameters, schedule: S
     return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
-def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
-    """Return a configuration with the sizes that it left open; those that it gives stay.
+def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
+    """Return a configuration with its `auto` sizes set; sizes that it gives stay.
+
+    Args:
+        config: The configuration.
+        sizes: Size by full name, such as "population.size".
 
     Raises:
-        ValueError: If these do not go with its hyperparameters.
+        ValueError: If they do not fit its hyperparameters.
     """
-    chosen = {
-        "population.size": sizes.members,
-        "hyperparameters.group_size": sizes.group_size,
-        "schedule.samples_per_step": sizes.samples_per_step,
-        "schedule.validation_questions": sizes.validation_questions,
-        "schedule.test_questions": sizes.test_questions,
-    }
     sections: dict[str, dict[str, Any]] = {section: {} for section in OPEN}
     for name in config.auto & SIZES:
         section, _, key = name.partition(".")
-        sections[section][key] = chosen[name]
-    samples = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step)
+        sections[section][key] = sizes[name]
+    samples, space = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step), config.search_space
     return replace(
         config,
-        search_space=drop_single_group_size(config.search_space, samples)
-        if IMPLIED in config.auto
-        else config.search_space,
+        search_space=drop_single_group_size(space, samples) if IMPLIED in config.auto else space,
         hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),

@@ -1,10 +1,9 @@
-"""Sizes that a configuration leaves open: the largest that fit into memory, and by one measured step into the time."""
+"""Automatic sizes: the largest that fit into memory and, by one measured step, into the time limit."""
 
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
@@ -13,42 +12,28 @@ from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
-from evogrpo.training.configuration.automatic import RunSizes, with_sizes
+from evogrpo.training.configuration.automatic import with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.loop.stages import sample_sources
 from evogrpo.training.memory import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
-"""Members, and groups of each in a learning step, the largest first."""
+"""Members, and groups per member and learning step, largest first."""
 
 SMALLER_GROUPS = (4, 2)
-"""Group sizes of a single member without time for whole groups, if their size is left open."""
+"""Group sizes to try for a single member if a whole group takes too long and group_size is auto."""
 
 HELD_OUT, LEAST_HELD_OUT = (2, 8), 32
-"""Starts that members are compared by, and starts of the test, for each episode of a member's learning step; and the
-fewest: by too few the luckiest member is taken for the best."""
+"""Validation and test starts per training episode, and the fewest: with too few, luck decides which member is best."""
 
 STEPS, STEPS_OF_ONE = 100, 20
-"""Learning steps that must fit into a time limit, with several members and with one."""
+"""Learning steps that must fit into the time limit, with several members and with one."""
 
 TRIAL_SHARE, TRIAL_SECONDS = 0.05, 10.0
-"""Largest part of a time limit, and most seconds, that the measured step may take."""
+"""Largest share of the time limit, and most seconds, for the measured step."""
 
 MEMORY_SHARE = 0.5
-"""Largest part of the memory that a run of chosen sizes may need."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizedConfig:
-    """A configuration that leaves nothing open.
-
-    Attributes:
-        config: The configuration.
-        remark: What was chosen and why, in words; None where nothing was left open.
-    """
-
-    config: AnyConfig
-    remark: str | None
+"""Largest share of the memory that a run of automatic sizes may need."""
 
 
 def choose_sizes(
@@ -58,21 +43,21 @@ def choose_sizes(
     longest: int | None,
     members: Callable[[AnyConfig], Population],
     need: Callable[[AnyConfig], Need],
-) -> SizedConfig:
-    """Choose the sizes that a configuration leaves open.
+) -> tuple[AnyConfig, str | None]:
+    """Return the configuration with its `auto` sizes set, and a text on them; None if there are none.
 
     Args:
         config: The configuration.
-        env: Where members act.
+        env: The environment.
         longest: Most steps of an episode; None = unknown.
-        members: Makes the members of a configuration, to measure with.
-        need: Estimates the memory of one.
+        members: Makes members of a configuration, to measure with.
+        need: Estimates the memory of a configuration.
 
     Raises:
         ValueError: If no size goes with its hyperparameters.
     """
     if not config.auto:
-        return SizedConfig(config=config, remark=None)
+        return config, None
     group = config.hyperparameters.group_size
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
     choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
@@ -95,19 +80,19 @@ def choose_sizes(
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
             fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
             why = f"{fits} into {duration_text(limit)}"
-    return SizedConfig(config=chosen, remark=_remark(chosen, config, why))
+    return chosen, _sizes_text(chosen, config, why)
 
 
-def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> RunSizes:
+def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> dict[str, int]:
     validation, test = HELD_OUT
     samples = groups * group_size
-    return RunSizes(
-        members=members,
-        group_size=group_size,
-        samples_per_step=samples,
-        validation_questions=max(2, min(max(LEAST_HELD_OUT, validation * samples), env.size("validation"))),
-        test_questions=max(2, min(test * samples, env.size("test"))),  # fewer are refused where all sizes are known
-    )
+    return {
+        "population.size": members,
+        "hyperparameters.group_size": group_size,
+        "schedule.samples_per_step": samples,
+        "schedule.validation_questions": max(2, min(max(LEAST_HELD_OUT, validation * samples), env.size("validation"))),
+        "schedule.test_questions": max(2, min(test * samples, env.size("test"))),  # at least 2, as a schedule requires
+    }
 
 
 def _least_steps(config: AnyConfig) -> int:
@@ -121,11 +106,10 @@ def _work(config: AnyConfig) -> int:
 def _measured_step(
     config: AnyConfig, env: GroupEnvironment, population: Population, *, longest: int | None, at_most: float
 ) -> float:
-    """Return the expected seconds of a learning step: one is taken, and what it teaches is thrown away.
+    """Return the expected seconds of a learning step, measured on members that are then discarded.
 
-    A step that is not over after `at_most` seconds is extrapolated from the part that was played; infinity if that is
-    none. Members that learn mostly play longer episodes: the expected length is the geometric mean of the measured and
-    the longest one, if there is one.
+    A step that takes longer than `at_most` seconds is extrapolated from the part that was played. As members that learn
+    often play longer episodes, the expected length is the geometric mean of the measured and the longest one.
     """
     began, samples = time.monotonic(), config.schedule.samples_per_step
     played = [(0.0, 0.0)]  # part and seconds
@@ -146,7 +130,7 @@ def _measured_step(
     return seconds / part if part else math.inf
 
 
-def _remark(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
+def _sizes_text(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
     schedule = chosen.schedule
     texts = {
         "population.size": pluralize(chosen.population.size, "member"),

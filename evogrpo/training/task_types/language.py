@@ -1,4 +1,4 @@
-"""Runs of language models that answer questions: members are LoRA adapters on one frozen base."""
+"""Task type of language models on prompts: members are LoRA adapters on one frozen base model."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -49,7 +49,7 @@ LanguageConfig = Config[QuestionTask, LanguageAgent]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLanguage:
-    """Everything about a run of language models that can be had without loading weights.
+    """Prepared run of language models, without loaded weights.
 
     Attributes:
         config: The configuration, its precision settled.
@@ -76,7 +76,7 @@ class PreparedLanguage:
     trained: LoraTargets
 
     def facts(self) -> dict[str, str]:
-        """Name the model, the task and the members."""
+        """Return facts about model, task and members."""
         config = self.config
         told = self.trained.summary(self.outline.model)
         return {
@@ -88,7 +88,7 @@ class PreparedLanguage:
         }
 
     def forecast(self) -> LanguageForecast:
-        """Do the arithmetic of the run."""
+        """Compute the costs of the run."""
         return forecast_of(self.config, self.env, self.trial, self.outline.model, self.trained.targets, self.device)
 
     def population(self) -> Population:
@@ -120,7 +120,7 @@ class PreparedLanguage:
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
 
     def _in_parts(self) -> str:
-        """Say how many processes hold the base together, where that was asked for."""
+        """Return a note on the sharding of the base model, if it was requested."""
         wanted, parts = self.config.base_parts, shard_count(self.config.base_parts)
         if wanted == 1:
             return ""
@@ -131,7 +131,7 @@ class PreparedLanguage:
 
     @property
     def _pad_token_id(self) -> int:
-        """The tokenizer's padding token; for one that has none, its end of sequence, as padding is masked anyway."""
+        """The tokenizer's padding token, or its end of sequence, as padding is masked anyway."""
         tokenizer = self.outline.tokenizer
         chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return int(chosen or 0)
@@ -156,7 +156,7 @@ class LanguageTask:
     word = "language"
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
     agent = LanguageAgent
-    model = "smollm2-135m"
+    model: str | None = "smollm2-135m"
     objective = Objective()
     hyperparameters: Mapping[str, Any] = {}
     ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
@@ -165,7 +165,7 @@ class LanguageTask:
     chooses_sizes = False
 
     def check(self, config: LanguageConfig) -> None:
-        """Refuse limits on what only members that play take."""
+        """Raise ValueError for limits on environment steps."""
         config.schedule.check_counted(plays=False)
 
     def prepare(self, config: LanguageConfig) -> PreparedLanguage:
@@ -229,12 +229,12 @@ class LanguageTask:
         )
         return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
 
-    def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
-        """Refuse: members write."""
-        raise ValueError("this is a run of language models: there is nothing to see")
+    def record(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
+        """Raise ValueError, as language models have no videos."""
+        raise ValueError("Language models have no videos.")
 
     def uses(self, best: Path) -> dict[str, str]:
-        """Return how the best member answers, with its base given where that is known to come from a folder."""
+        """Return the expression by which the best member answers; a base model from a folder is loaded explicitly."""
         given = ""
         with suppress(CheckpointError):  # whatever has become of its folder
             source = str(read_record(best, kind="agent")["shared"]["source"])
@@ -243,5 +243,5 @@ class LanguageTask:
         return {"use it": f"evogrpo.GRPO.load({str(best)!r}{given}).generate(prompts)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return how to export the adapter."""
+        """Return the command that exports the adapter."""
         return {"export adapter": ("export", run_dir, "FOLDER")}

@@ -1,19 +1,15 @@
-"""Runs of members that act for several agents of a parallel PettingZoo environment, a small network per policy."""
+"""Task type of small networks for the agents of a parallel PettingZoo environment, one per policy."""
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from gymnasium import spaces
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.algorithms.policies.stacked_policy import PolicyDescription
 from evogrpo.algorithms.population import Population
-from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
@@ -23,36 +19,33 @@ from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import ParallelTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
-from evogrpo.training.load_run import StoredRun
-from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import (
+    PolicyTask,
+    PreparedPolicies,
     device_of,
     memory_row,
+    network_memory,
     normalised_text,
     parameters_of,
-    playing_need,
-    refuse_words,
-    small,
     words_of_policies,
 )
 from evogrpo.training.task_types.task_type import founder_options
-from evogrpo.training.video import Recorded, record_video
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeamForecast:
-    """The numbers of a run of several agents; upper bounds where episodes may end early or evolution may choose.
+class MultiAgentForecast:
+    """Costs of a multi-agent run; upper bounds where episodes may end early or values may evolve.
 
     Attributes:
-        rounds: How often what happens.
+        rounds: Numbers of groups, steps and evaluations.
         episode_steps: Most steps of a joint episode.
         joint_steps: Most joint steps of one learning step, all members.
         transitions: Most actions of single agents in one learning step, all members.
-        optimizer_steps: Most per learning step and member, by policy.
-        parameters: Of one member's networks as they start.
-        need: The memory that the run takes at most.
+        optimizer_steps: Most optimizer steps per learning step and member, by policy.
+        parameters: Parameters of one founder.
+        need: Peak memory.
     """
 
     rounds: Rounds
@@ -64,7 +57,7 @@ class TeamForecast:
     need: Need
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
-        """Return the numbers in words."""
+        """Return the rows of the plan."""
         optimizer = ", ".join(f"at most {most} of {policy}" for policy, most in self.optimizer_steps.items())
         return {
             "samples": samples_row(config, "joint episodes"),
@@ -79,39 +72,24 @@ class TeamForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedTeam:
-    """Everything about a run of several agents but the networks themselves.
+class PreparedMultiAgent(PreparedPolicies):
+    """Prepared multi-agent run.
 
     Attributes:
-        config: The configuration.
-        env: Where members act.
-        mapping: Which policy acts for which agent.
-        device: Where members will live.
-        parameters: Of one member's networks, as they start.
-        words: What these are made of.
+        env: The environment.
+        mapping: Agents of each policy.
     """
 
-    loads_weights: ClassVar[bool] = False
-
-    config: Config[ParallelTask, NetworkAgent]
     env: PettingZooGroups
     mapping: PolicyMapping
-    device: str
-    parameters: int
-    words: PolicyDescription
 
     @property
     def one_thread(self) -> bool:
-        """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
-        return small(self.device, self.parameters, [spec.observation_space for spec in self.mapping.specs.values()])
-
-    @property
-    def networks_evolve(self) -> bool:
-        """Whether members' architectures change as well as their hyperparameters."""
-        return self.config.agent.evolve_network is not None
+        """True if one thread is faster than several."""
+        return self.small([spec.observation_space for spec in self.mapping.specs.values()])
 
     def facts(self) -> dict[str, str]:
-        """Name the environment, its agents, the policies with their spaces, and the members."""
+        """Return facts about environment, agents, policies and members."""
         config, env, specs = self.config, self.env, self.mapping.specs
         env.warn_opposed_rewards(team_credit=config.task.credit == "team")
         cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
@@ -134,13 +112,13 @@ class PreparedTeam:
             "actions": self.words.actions,
         }
 
-    def forecast(self) -> TeamForecast:
-        """Do the arithmetic of the run, for the agents that are known beforehand."""
+    def forecast(self) -> MultiAgentForecast:
+        """Compute the costs of the run for the agents that are known in advance."""
         config, longest, specs = self.config, self.env.max_episode_steps, self.mapping.specs
         steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
         rounds = Rounds.of(config, self.env)
-        return TeamForecast(
+        return MultiAgentForecast(
             rounds=rounds,
             episode_steps=longest,
             joint_steps=steps * config.population.size,
@@ -149,7 +127,7 @@ class PreparedTeam:
                 policy: epochs * math.ceil(steps * len(spec.agents) / smallest) for policy, spec in specs.items()
             },
             parameters=self.parameters,
-            need=playing_need(
+            need=network_memory(
                 self.env.observation_spaces.values(),
                 longest=longest,
                 members=config.population.size,
@@ -164,34 +142,20 @@ class PreparedTeam:
         """Make the founders."""
         return _members(self.config, self.env, self.config.population.size, self.device)
 
-    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
-        """Make the members of a stored run."""
-        return saved.restore(device=self.device)
 
-
-class MultiAgentTask:
-    """See `evogrpo.training.task_types.task_type.TaskType`."""
+class MultiAgentTask(PolicyTask):
+    """Task type of multi-agent runs; see `TaskType`."""
 
     word = "joint"
     tasks: Sequence[type[ParallelTask]] = (ParallelTask,)
-    agent = NetworkAgent
-    model = None
-    objective = STEPWISE
-    hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
-    ranges: Mapping[str, RLParameter] = NETWORK_RANGES
-    rows_are_samples = False
-    completions = 0
     chooses_sizes = False
+    algorithm = MultiAgentGRPO
 
-    def check(self, config: Config[ParallelTask, NetworkAgent]) -> None:
-        """Refuse what belongs to language models."""
-        refuse_words(config)
-
-    def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedTeam:
+    def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedMultiAgent:
         """Check a configuration against the agents, their spaces and the device."""
         task, env = config.task, config.task.environment(seed=config.task_seed)
-        example: Any = _members(config, env, processes().size, "cpu").executor.members  # one in each process
-        return PreparedTeam(
+        example: Any = _members(config, env, processes().size, "cpu").executor.members  # one per rank
+        return PreparedMultiAgent(
             config=config,
             env=env,
             mapping=map_policies(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
@@ -202,7 +166,7 @@ class MultiAgentTask:
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        return playing_need(
+        return network_memory(
             env.observation_spaces.values(),
             longest=env.max_episode_steps,
             members=len(population),
@@ -212,22 +176,9 @@ class MultiAgentTask:
             others=max_sources(experience, len(population)),
         )
 
-    def film(
-        self, config: Config[ParallelTask, NetworkAgent], best: Path, folder: Path, episodes: int
-    ) -> tuple[Recorded, ...]:
-        """Record the best member from the first test starts."""
-        with closing(config.task.environment(seed=config.task_seed)) as env:
-            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
-            agent = MultiAgentGRPO.load(best)
-            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
-
     def uses(self, best: Path) -> dict[str, str]:
-        """Return how the best member acts."""
+        """Return the expression by which the best member acts."""
         return {"use it": f"evogrpo.MultiAgentGRPO.load({str(best)!r}).get_action(observations, training=False)"}
-
-    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return how to watch the best member."""
-        return {"watch it": ("video", run_dir)}
 
 
 def _members(config: Config[ParallelTask, NetworkAgent], env: PettingZooGroups, size: int, device: str) -> Population:

@@ -1,4 +1,4 @@
-"""Runs of small networks in a Gymnasium environment."""
+"""Task type of small networks in a Gymnasium environment."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -33,15 +34,15 @@ from evogrpo.training.task_types.auto_size import choose_sizes
 from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import Recorded, record_video
 
-HELD = 3.5
-"""How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
-step. Measured with images of 64 and 120 pixels a side; evaluations do without the last."""
-BESIDES = 64  # bytes of an action, its log-probability, reward and place
-TAUGHT = 250  # bytes of an action that another member learns from: its place, advantage and coefficients; measured
+COPIES = 3.5
+"""Copies of observations at the peak: as seen, by episode, by action, and by optimizer step. Measured with images of 64
+and 120 pixels a side; evaluations lack the last copy."""
+ACTION_BYTES = 64  # an action, its log-probability, reward and position
+SHARED_ACTION_BYTES = 250  # an action that another member learns from; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
 
-def playing_need(
+def network_memory(
     observations: Iterable[spaces.Space[Any]],
     *,
     longest: int,
@@ -51,28 +52,31 @@ def playing_need(
     parameters: int,
     others: int = 0,
 ) -> Need:
-    """Estimate the most memory that a run of small networks takes.
+    """Estimate the peak memory of a run of small networks.
 
     Args:
-        observations: What each acting agent sees in a step.
+        observations: Observation space of each acting agent.
         longest: Most steps of an episode.
-        members: How many there are.
-        samples: Episodes of each in a learning step.
-        validation: Episodes of each in an evaluation.
-        parameters: Of one of them.
-        others: From how many others' samples each of them learns as well.
+        members: Number of members.
+        samples: Episodes per member and learning step.
+        validation: Episodes per member and evaluation.
+        parameters: Parameters per member.
+        others: Number of other members whose samples each member also learns from.
     """
-    spaces_seen = list(observations)
-    seen = sum(map(bytes_of, spaces_seen))
-    share = largest_share(members)
-    borrowed = others * share * samples * longest * len(spaces_seen) * TAUGHT
-    # Those that come from members in other processes are not played here.
-    episodes = share * max(HELD * samples, (HELD - 1) * validation) + (HELD - 1) * samples * min(
-        others, members - share
+    observation_spaces = list(observations)
+    observation_bytes = sum(
+        np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
+        for space in observation_spaces
+        for leaf in leaf_spaces(space)
     )
+    share = largest_share(members)
+    shared = others * share * samples * longest * len(observation_spaces) * SHARED_ACTION_BYTES
+    # Episodes of members on other ranks are received, not played.
+    received = (COPIES - 1) * samples * min(others, members - share)
+    episodes = share * max(COPIES * samples, (COPIES - 1) * validation) + received
     # Weights, a gradient, two moments, and the copy of the best.
     return Need(
-        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * share * parameters + borrowed,
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 5 * 4 * share * parameters + shared,
         device="cpu",
         savings=SAVINGS,
         processes=sharing("cpu"),
@@ -80,40 +84,29 @@ def playing_need(
 
 
 def memory_row(need: Need) -> str:
-    """Write the estimate."""
+    """Return the row of the plan."""
     return (
-        f"at most {gigabytes(need.size)} (an estimate, where all episodes are as long as can be): what is seen in a "
-        "learning step or an evaluation, a few times over; Python and its libraries come on top"
+        f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the observations of a "
+        "learning step or an evaluation; Python and its libraries come on top"
     )
 
 
-def bytes_of(space: spaces.Space[Any]) -> int:
-    """Return the bytes of what lies in a space."""
-    return sum(_leaf_bytes(leaf) for leaf in leaf_spaces(space))
-
-
-def _leaf_bytes(leaf: spaces.Space[Any]) -> int:
-    dtype = leaf.dtype
-    assert dtype is not None  # of every space that members can see
-    return int(dtype.itemsize) * math.prod(leaf.shape or ())
-
-
 ONE_THREAD = 1 << 15
-"""Parameters of a member up to which a second thread gains little: measured for 8 members, 9 % at 4,500 and 5 % at
-17,000 (two layers of 64 and 128), but 25 % at 67,000."""
+"""Parameters of a member up to which one thread is used. A second thread gains, with 8 members, 9 % at 4,500 parameters,
+5 % at 17,000 and 25 % at 67,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkForecast:
-    """The numbers of a run of small networks; upper bounds where episodes may end early or evolution may choose.
+    """Costs of a run of small networks; upper bounds where episodes may end early or values may evolve.
 
     Attributes:
-        rounds: How often what happens.
+        rounds: Numbers of groups, steps and evaluations.
         episode_steps: Most steps of an episode.
-        environment_steps: Most of one learning step, all members.
-        optimizer_steps: Most per learning step and member.
-        parameters: Of one member's network as it starts.
-        need: The memory that the run takes at most.
+        environment_steps: Most environment steps of one learning step, all members.
+        optimizer_steps: Most optimizer steps per learning step and member.
+        parameters: Parameters of one founder.
+        need: Peak memory.
     """
 
     rounds: Rounds
@@ -124,7 +117,7 @@ class NetworkForecast:
     need: Need
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
-        """Return the numbers in words."""
+        """Return the rows of the plan."""
         longest, steps, most = self.episode_steps, self.environment_steps, self.optimizer_steps
         return {
             "samples": samples_row(config, "episodes"),
@@ -138,39 +131,57 @@ class NetworkForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedNetworks:
-    """Everything about a run of small networks but the networks themselves.
+class PreparedPolicies:
+    """Prepared run of small networks, for one agent or several.
 
     Attributes:
         config: The configuration.
-        env: Where members act.
-        device: Where they will live.
-        parameters: Of one member's network, as it starts.
-        words: What that is made of.
-        sizes: Which sizes were chosen and why, in words; None where the configuration gives all.
+        device: Device of the members.
+        parameters: Parameters of one founder.
+        words: Description of its networks.
     """
 
     loads_weights: ClassVar[bool] = False
 
-    config: Config[EnvironmentTask, NetworkAgent]
-    env: GymnasiumGroups
+    config: AnyConfig
     device: str
     parameters: int
     words: PolicyDescription
+
+    def small(self, observations: Iterable[spaces.Space[Any]]) -> bool:
+        """Return True if the networks are so small that one thread is fastest."""
+        images = any(ObservationEncoder(space).images for space in observations)
+        return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD and not images
+
+    @property
+    def networks_evolve(self) -> bool:
+        """True if evolution also changes architectures."""
+        return self.config.agent.evolve_network is not None
+
+    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
+        """Restore the members of a stored run."""
+        return saved.restore(device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedNetworks(PreparedPolicies):
+    """Prepared run of small networks in a Gymnasium environment.
+
+    Attributes:
+        env: The environment.
+        sizes: Text on sizes that were chosen; None if the configuration gives all.
+    """
+
+    env: GymnasiumGroups
     sizes: str | None
 
     @property
     def one_thread(self) -> bool:
-        """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
-        return small(self.device, self.parameters, [self.env.observation_space])
-
-    @property
-    def networks_evolve(self) -> bool:
-        """Whether members' architectures change as well as their hyperparameters."""
-        return self.config.agent.evolve_network is not None
+        """True if one thread is faster than several."""
+        return self.small([self.env.observation_space])
 
     def facts(self) -> dict[str, str]:
-        """Name the environment and the members."""
+        """Return facts about environment and members."""
         config, env = self.config, self.env
         each = "episode" if env.recreate_env else "lane"
         native = "vectorised natively" if env.native else f"one environment per {each}"
@@ -190,7 +201,7 @@ class PreparedNetworks:
         }
 
     def forecast(self) -> NetworkForecast:
-        """Do the arithmetic of the run."""
+        """Compute the costs of the run."""
         config, longest = self.config, self.env.max_episode_steps
         steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
@@ -210,32 +221,54 @@ class PreparedNetworks:
         """Make the founders."""
         return _members(self.config, self.env, self.config.population.size, self.device)
 
-    def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
-        """Make the members of a stored run."""
-        return saved.restore(device=self.device)
 
+class PolicyTask:
+    """Common part of the task types of small networks."""
 
-class NetworkTask:
-    """See `evogrpo.training.task_types.task_type.TaskType`."""
-
-    word = "networks"
-    tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
-    agent = NetworkAgent
-    model = None
+    agent: type[NetworkAgent] = NetworkAgent
+    model: str | None = None
     objective = STEPWISE
     hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
     ranges: Mapping[str, RLParameter] = NETWORK_RANGES
     rows_are_samples = False
     completions = 0
-    chooses_sizes = True
+    algorithm: ClassVar[Any]
 
-    def check(self, config: Config[EnvironmentTask, NetworkAgent]) -> None:
-        """Refuse what belongs to language models."""
-        refuse_words(config)
+    def check(self, config: AnyConfig) -> None:
+        """Raise ValueError for settings of language models."""
+        key, none = f"where task.{config.task.key} is given", "small networks have no base model"
+        if config.model is not None:
+            raise ValueError(f"model must be left out {key}, got {config.model!r}")
+        if config.base_parts != 1:
+            raise ValueError(f"base_parts must be left out {key}, as {none}, got {config.base_parts}")
+        if config.precision != "auto":
+            raise ValueError(f"precision must be left out {key}, as {none}, got {config.precision!r}")
+        if config.logging.completions:
+            raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
+
+    def record(self, config: AnyConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
+        """Record videos of the best member on the first test episodes."""
+        with closing(config.task.environment(seed=config.task_seed)) as env:
+            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
+            agent = self.algorithm.load(best)
+            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
+
+    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
+        """Return the command that shows the best member."""
+        return {"watch it": ("video", run_dir)}
+
+
+class NetworkTask(PolicyTask):
+    """Task type of small networks in a Gymnasium environment; see `TaskType`."""
+
+    word = "networks"
+    tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
+    chooses_sizes = True
+    algorithm = GRPO
 
     def prepare(self, config: Config[EnvironmentTask, NetworkAgent]) -> PreparedNetworks:
         """Check a configuration against the environment and the device."""
-        return prepared_in(config, config.task.environment(seed=config.task_seed))
+        return prepare_in(config, config.task.environment(seed=config.task_seed))
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
@@ -243,34 +276,21 @@ class NetworkTask:
             schedule, env, len(population), parameters_of(population.executor.members.banks.state(0)), experience
         )
 
-    def film(
-        self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
-    ) -> tuple[Recorded, ...]:
-        """Record the best member from the first test starts."""
-        with closing(config.task.environment(seed=config.task_seed)) as env:
-            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
-            agent = GRPO.load(best)
-            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
-
     def uses(self, best: Path) -> dict[str, str]:
-        """Return how the best member acts."""
+        """Return the expression by which the best member acts."""
         return {"use it": f"evogrpo.GRPO.load({str(best)!r}).predict(observation)"}
 
-    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return how to watch the best member."""
-        return {"watch it": ("video", run_dir)}
 
-
-def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
-    """Check a configuration against the device and an environment, whatever its task names; choose what it leaves open.
+def prepare_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
+    """Check a configuration against the device and an environment, and choose the sizes it leaves open.
 
     Raises:
         ValueError: If something does not fit.
     """
     device = device_of(config)
-    example: Any = _members(config, env, processes().size, "cpu").executor.members  # one in each process
+    example: Any = _members(config, env, processes().size, "cpu").executor.members  # one per rank
     parameters = parameters_of(example.banks.state(0))
-    sized = choose_sizes(
+    sized, sizes = choose_sizes(
         config,
         env,
         longest=None if env.uses_default_limit else env.max_episode_steps,
@@ -278,19 +298,19 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         need=lambda sized: _need(sized.schedule, env, sized.population.size, parameters, sized.experience),
     )
     return PreparedNetworks(
-        config=sized.config,
+        config=sized,
         env=env,
         device=device,
         parameters=parameters,
         words=words_of_policies(example.policies),
-        sizes=sized.remark,
+        sizes=sizes,
     )
 
 
 def _need(
     schedule: Schedule, env: GymnasiumGroups, members: int, parameters: int, experience: SharedExperience | None
 ) -> Need:
-    return playing_need(
+    return network_memory(
         [env.observation_space],
         longest=env.max_episode_steps,
         members=members,
@@ -312,58 +332,28 @@ def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups
     )
 
 
-# ---- what one network per policy has in common with one network
-
-
 def parameters_of(state: Mapping[str, torch.Tensor]) -> int:
-    """Return the parameters of all of a member's networks."""
+    """Return the number of parameters of all networks of a member."""
     return sum(part.numel() for name, part in state.items() if name.rpartition("/")[2] == "weights")
 
 
-def refuse_words(config: AnyConfig) -> None:
-    """Refuse with a ValueError a model, its precision and completions, where members play."""
-    if config.model is not None:
-        raise ValueError(f"model must be left out where task.{config.task.key} is given, got {config.model!r}")
-    if config.base_parts != 1:
-        raise ValueError(
-            f"base_parts must be left out where task.{config.task.key} is given, as small networks have no base, got "
-            f"{config.base_parts}"
-        )
-    if config.precision != "auto":
-        raise ValueError(
-            f"precision must be left out where task.{config.task.key} is given, as small networks are in float32, got "
-            f"{config.precision!r}"
-        )
-    if config.logging.completions:
-        raise ValueError(
-            f"logging.completions must be 0 where task.{config.task.key} is given, as there are none, got "
-            f"{config.logging.completions}"
-        )
-
-
 def device_of(config: AnyConfig) -> str:
-    """Return where small networks learn: the CPU unless the configuration says so; see `choose_device`."""
+    """Return the device of small networks: the CPU unless the configuration names one."""
     return "cpu" if config.device is None else choose_device(config.device)
 
 
-def small(device: str, parameters: int, observations: Sequence[spaces.Space[Any]]) -> bool:
-    """Tell whether a member's products are so small that one thread does them best."""
-    images = any(ObservationEncoder(space).images for space in observations)
-    return torch.device(device).type == "cpu" and parameters <= ONE_THREAD and not images
-
-
 def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyDescription:
-    """Say what the networks of a member are made of: once where its policies are alike, else policy by policy."""
+    """Return the description of a member's networks: once if all policies are alike, else by policy."""
     own = {name: policy.words for name, policy in policies.items()}
 
-    def told(part: str) -> str:
+    def text(part: str) -> str:
         words = {name: getattr(each, part) for name, each in own.items()}
         alike = len(set(words.values())) == 1
         return next(iter(words.values())) if alike else "; ".join(f"{name}: {each}" for name, each in words.items())
 
-    return PolicyDescription(observations=told("observations"), network=told("network"), actions=told("actions"))
+    return PolicyDescription(observations=text("observations"), network=text("network"), actions=text("actions"))
 
 
 def normalised_text(agent: NetworkAgent) -> str:
-    """Say that observations are normalised, if they are."""
+    """Return a note if observations are normalised."""
     return ", normalised" if agent.normalise_observations else ""

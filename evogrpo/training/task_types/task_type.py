@@ -1,4 +1,4 @@
-"""TaskType protocol: what a kind of run provides to the trainer."""
+"""TaskType protocol: the parts of a run that depend on the members, from configuration to population."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,20 +20,20 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 
 
-def choose_device(wanted: str | None) -> str:
-    """Return the device to use: the one asked for if it is there, else a GPU if there is one.
+def choose_device(device: str | None) -> str:
+    """Return the given device, or by default a GPU if there is one.
 
     Raises:
         ValueError: If the device does not exist here.
     """
-    if wanted is None:
+    if device is None:
         return local_gpu() if torch.cuda.is_available() else "cpu"
-    check_device(wanted)
-    return local_gpu() if wanted == "cuda" else wanted
+    check_device(device)
+    return local_gpu() if device == "cuda" else device
 
 
 def founder_options(config: AnyConfig) -> dict[str, Any]:
-    """Return the arguments of `GRPO.population` and its like that every configuration gives."""
+    """Return the arguments of `GRPO.population` that every configuration has."""
     return {
         "samples_per_step": config.schedule.samples_per_step,
         "spread": config.population.spread,
@@ -45,28 +45,28 @@ def founder_options(config: AnyConfig) -> dict[str, Any]:
 
 
 class Environment(GroupEnvironment, Protocol):
-    """Where the members of a prepared run act."""
+    """Environment of a prepared run."""
 
     def close(self) -> None:
-        """Give up processes and windows."""
+        """Close processes and windows."""
         ...
 
 
 class Forecast(Protocol):
-    """What a run will do and cost, in numbers."""
+    """Costs of a run, computed before it starts."""
 
     @property
     def need(self) -> Need | None:
-        """The memory that the run takes at its peak; None where that cannot be told."""
+        """Peak memory; None if unknown."""
         ...
 
     def rows(self, config: AnyConfig) -> Mapping[str, str]:
-        """Return the numbers in words, by what they are about."""
+        """Return the rows of the plan: label -> text."""
         ...
 
 
 class PreparedRun(Protocol):
-    """A configuration checked against the machine, the task and the members, before anything expensive."""
+    """Run whose configuration was checked against the machine, the task and the members."""
 
     @property
     def config(self) -> AnyConfig:
@@ -75,128 +75,102 @@ class PreparedRun(Protocol):
 
     @property
     def env(self) -> Environment:
-        """Where members act."""
+        """The environment."""
         ...
 
     @property
     def one_thread(self) -> bool:
-        """Whether the products are so small that further threads of torch mostly wait."""
+        """True if matrix products are so small that one thread is faster than several."""
         ...
 
     @property
     def networks_evolve(self) -> bool:
-        """Whether members' architectures change as well as their hyperparameters."""
+        """True if evolution also changes architectures."""
         ...
 
     @property
     def loads_weights(self) -> bool:
-        """Whether making the founders loads a base model, which takes longer than saying what a run would be."""
+        """True if making the founders loads a base model."""
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """Return who is going to learn what, in words, by what they are about."""
+        """Return facts about members and task: label -> text."""
         ...
 
     def forecast(self) -> Forecast:
-        """Do the arithmetic of the run."""
+        """Compute the costs of the run."""
         ...
 
     def population(self) -> Population:
-        """Make the founders; raises ValueError if a base model's weights cannot be loaded."""
+        """Make the founders; raise ValueError if the base model cannot be loaded."""
         ...
 
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
-        """Bring back the members of a stored run; raises ValueError if it does not belong to this configuration."""
+        """Restore the members of a stored run; raise ValueError if it does not fit this configuration."""
         ...
 
 
 class TaskType(Protocol[TaskT, AgentT]):
-    """One kind of run: everything above the members that depends on what they are."""
+    """Type of run: everything above the members that depends on what they are.
 
-    @property
-    def word(self) -> str:
-        """What journals and checkpoints call it; names its words in `evogrpo.reporting.results`."""
-        ...
+    Attributes:
+        word: Name in journals and checkpoints; see `evogrpo.reporting.results`.
+        tasks: Task sections of this type.
+        agent: Agent section.
+        model: Default base model; None if members have none.
+        objective: Defaults of an objective given in part.
+        hyperparameters: Defaults of the first member that differ from those of `Hyperparameters`.
+        ranges: Default range of every hyperparameter for evolution.
+        rows_are_samples: Members learn from whole samples; False = from single transitions.
+        completions: Default number of completions written per learning step.
+        chooses_sizes: Sizes of population, batches and held-out splits may be `auto`.
+    """
 
-    @property
-    def tasks(self) -> Sequence[type[TaskT]]:
-        """The task sections that are of this kind."""
-        ...
-
-    @property
-    def agent(self) -> type[AgentT]:
-        """The agent section."""
-        ...
-
-    @property
-    def model(self) -> str | None:
-        """The base model of a configuration that names none; None where members have none."""
-        ...
-
-    @property
-    def objective(self) -> Objective:
-        """What an objective given in part leaves as it is."""
-        ...
-
-    @property
-    def hyperparameters(self) -> Mapping[str, Any]:
-        """The first member's, where they are not the defaults of `Hyperparameters`."""
-        ...
-
-    @property
-    def ranges(self) -> Mapping[str, RLParameter]:
-        """Between which values evolution looks for a hyperparameter that is left open, for every one."""
-        ...
-
-    @property
-    def rows_are_samples(self) -> bool:
-        """Whether members learn from whole samples; False where from single transitions of them."""
-        ...
-
-    @property
-    def completions(self) -> int:
-        """How many completions of a learning step are written unless the configuration says so."""
-        ...
-
-    @property
-    def chooses_sizes(self) -> bool:
-        """Whether `auto` may stand for how many members, samples and held-out questions there are."""
-        ...
+    word: str
+    tasks: Sequence[type[TaskT]]
+    agent: type[AgentT]
+    model: str | None
+    objective: Objective
+    hyperparameters: Mapping[str, Any]
+    ranges: Mapping[str, RLParameter]
+    rows_are_samples: bool
+    completions: int
+    chooses_sizes: bool
 
     def check(self, config: Config[TaskT, AgentT]) -> None:
-        """Refuse with a ValueError sections that do not go together."""
+        """Raise ValueError if sections do not fit together."""
         ...
 
     def prepare(self, config: Config[TaskT, AgentT]) -> PreparedRun:
         """Check a configuration against the device, the members and the task.
 
         Raises:
-            ValueError: If one of them does not fit, with what to do.
+            ValueError: If one of them does not fit.
         """
         ...
 
     def need(
         self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
     ) -> Need | None:
-        """Estimate the memory of a run that nobody has configured; None where it cannot be told."""
+        """Estimate the memory of a run without a configuration; None if unknown."""
         ...
 
-    def film(self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int) -> Sequence[Recorded]:
-        """Record the best member, kept in `best`, from the first test starts.
+    def record(self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int) -> Sequence[Recorded]:
+        """Record videos of the best member, stored in `best`, on the first test episodes.
 
         Raises:
-            ValueError: If there is nothing to see.
+            ValueError: If members are language models.
         """
         ...
 
     def uses(self, best: Path) -> Mapping[str, str]:
-        """Return what can be done with the best member in Python: what for -> the expression."""
+        """Return Python expressions that use the best member: purpose -> expression."""
         ...
 
     def commands(self, run_dir: Path) -> Mapping[str, Sequence[str | Path]]:
-        """Return what can be done with the best member on the command line: what for -> the command's words."""
+        """Return commands that use the best member: purpose -> arguments."""
         ...
 
 
 AnyTaskType = TaskType[Any, Any]
-"""A kind of run, whichever."""
+"""Task type with any sections."""
