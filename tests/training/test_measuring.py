@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
-from evogrpo.algorithms.rollout.evaluation import answered, measure_fitness
+from evogrpo.algorithms.rollout.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.history import KeptState
@@ -78,25 +78,27 @@ def kind(request):
 
 def test_sampled_answers_depend_on_member_and_question_alone(kind):
     members, env = kind
-    whole, spent = answered(members, env, validation(range(6), (0, 1, 2), answers=3))
-    again, _ = answered(members, env, validation((4, 1), (2,), answers=3))
+    whole, spent = evaluate_questions(members, env, validation(range(6), (0, 1, 2), answers=3))
+    again, _ = evaluate_questions(members, env, validation((4, 1), (2,), answers=3))
     np.testing.assert_array_equal(again[0], whole[2, [4, 1]])
-    parts = [answered(members, env, validation((number,), (0, 1, 2), answers=3)) for number in range(6)]
+    parts = [evaluate_questions(members, env, validation((number,), (0, 1, 2), answers=3)) for number in range(6)]
     assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
 
 
 def test_members_that_are_alike_answer_alike_so_that_luck_cancels(kind):
     members, env = kind
     members.banks.inherit([1, 1, 1])
-    rewards, tokens = answered(members, env, validation((0, 1, 2, 3), (0, 1, 2), answers=4))
+    rewards, tokens = evaluate_questions(members, env, validation((0, 1, 2, 3), (0, 1, 2), answers=4))
     assert (rewards == rewards[0]).all()
     assert len(set(tokens)) == 1
 
 
 def test_sampled_answers_are_draws_of_the_policy_not_its_likeliest_ones():
     members, env = networks()
-    greedy, _ = answered(members, env, validation((0, 1, 2, 3), (0,)))
-    few, many = (answered(members, env, validation((0, 1, 2, 3), (0,), answers=count))[0] for count in (1, 40))
+    greedy, _ = evaluate_questions(members, env, validation((0, 1, 2, 3), (0,)))
+    few, many = (
+        evaluate_questions(members, env, validation((0, 1, 2, 3), (0,), answers=count))[0] for count in (1, 40)
+    )
     assert not np.array_equal(few, many)
     assert not np.array_equal(few, greedy)
     # An untrained policy falls after about twenty steps, whichever way it begins.
@@ -105,7 +107,7 @@ def test_sampled_answers_are_draws_of_the_policy_not_its_likeliest_ones():
 
 def test_steps_of_evaluations_are_those_that_were_played():
     members, env = networks()
-    rewards, steps = answered(members, env, validation((0, 1, 2), (2, 0), answers=2))
+    rewards, steps = evaluate_questions(members, env, validation((0, 1, 2), (2, 0), answers=2))
     assert steps == tuple((2 * rewards).sum(axis=1).astype(int))  # CartPole rewards every step with 1
 
 
@@ -125,7 +127,7 @@ def test_tokens_of_evaluations_are_prompts_once_and_answers():
             pass
 
     members.sample_with(Listening())
-    _, tokens = answered(members, env, asked)
+    _, tokens = evaluate_questions(members, env, asked)
     lengths = heard[0].present.sum(1).reshape(2, 6).sum(1).tolist()
     assert list(tokens) == [length + sum(map(len, opened.prompts)) for length in lengths]
 
@@ -407,7 +409,7 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     assert {(each.index, each.generation) for each in report.finalists} == expected
     agent, answers = best_agent(run.population, run.run_state.best), 1 if way.get("sampled") else None
     asked = EvaluationRequest(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
-    again = answered(agent.members, env, asked)[0][0]
+    again = evaluate_questions(agent.members, env, asked)[0][0]
     assert run.result.best.second.mean == pytest.approx(again.mean())
     assert (run.result.best.index, run.result.best.generation) == (report.index, report.generation)
     summary = summarise(read_journal(tmp_path / "run" / "journal.jsonl"))

@@ -92,7 +92,7 @@ def memory_row(need: Need) -> str:
 
 
 ONE_THREAD = 1 << 15
-"""Parameters of a member up to which one thread is used. A second thread gains, with 8 members, 9 % at 4,500 parameters,
+"""Parameters of a member up to which one thread is used. A second one gains, for 8 members, 9 % at 4,500 parameters,
 5 % at 17,000 and 25 % at 67,000."""
 
 
