@@ -1,4 +1,4 @@
-"""Starting a run from Python, and opening one again."""
+"""`evolve` and `resume`: start a run from Python, or continue one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,39 +52,38 @@ def evolve(
     skip_memory_check: bool = False,
     **schedule: Any,
 ) -> Run:
-    """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
+    """Train a population generation by generation.
 
     Each generation trains every member for `steps_per_generation` learning steps on the same questions, measures
-    fitness on the validation split, and lets the strategy plan who is copied and mutated. After the last generation
-    the best member ever and the untrained base answer the test split.
+    fitness on the validation split, and clones and mutates members as the strategy plans. After the last generation
+    the best member and the untrained base are evaluated on the test split.
 
     Args:
         population: The members; changed in place.
-        env: Where they act.
-        strategy: The rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
-            "narrowing"; `Tournament()` by default. With a `run_dir`, one of your own must
-            be of a class that a module other than the program itself defines, so that the run can be resumed.
-        experience: "own" lets every member learn from its own samples; "shared", or a `SharedExperience` with settings,
+        env: Environment they act in.
+        strategy: Rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
+            "narrowing"; `Tournament()` by default. With a `run_dir`, a custom class must be defined in an importable
+            module other than the program itself, so that the run can be resumed.
+        experience: "own" = every member learns from its own samples; "shared", or a `SharedExperience` with settings =
             from those of others as well.
-        fitness: How fitness is measured: "validation", "rollouts" or "both", or a mapping of the settings of
+        fitness: Measure of fitness: "validation", "rollouts" or "both", or a mapping of the settings of
             `evogrpo.evolution.FitnessConfig`.
-        run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
+        run_dir: Directory for journal, checkpoints, the best member and TensorBoard logs; None = keep no records.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
-        checkpoint_steps: Likewise.
-        completions: Likewise.
-        completions_format: Likewise.
-        progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if
-            stdout is a terminal, and in a notebook.
-        skip_memory_check: Go on although more memory is estimated to be needed than is there.
+        checkpoint_steps: See `LoggingConfig`.
+        completions: See `LoggingConfig`.
+        completions_format: See `LoggingConfig`.
+        progress: Show a live display; None = only on a terminal and in a notebook.
+        skip_memory_check: Start although the estimated memory exceeds the available memory.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Returns:
-        The run, to be iterated over: one `GenerationReport` per generation. At its end `result` holds the test, before
-        and after, and where everything lies; `stop()` ends it early.
+        The run, to be iterated over: one `GenerationReport` per generation. At its end `result` holds the test before
+        and after training, and the run directory. `stop()` ends it early.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, the run directory is no place for a run, more memory is
-            needed than is there, or a reward function does not serve for a made-up completion.
+        ValueError: If a setting is unknown or out of range, the run directory cannot be used, there is too little
+            memory, or a reward function fails on a trial completion.
     """
     if isinstance(env, Population):
         raise ValueError("evolve takes the population first: evolve(population, env, ...).")
@@ -127,30 +126,26 @@ def resume(
     skip_memory_check: bool = False,
     **limits: Any,
 ) -> Run:
-    """Open a run that `evolve` began, where its newest complete checkpoint left it.
+    """Continue a run from its newest complete checkpoint.
 
-    `for generation in resume(...)` then goes on as if the run had never stopped; the members are its
-    `population`.
+    `for generation in resume(...)` continues as if the run had never stopped. Its members are in `population`.
 
     Args:
-        run_dir: The run's folder.
-        env: Where members act; it must be built as it was for the run: the same questions, prompts, rewards and
-            arguments.
-        actor_network: The base model the run was trained on; for small networks only a module of your own.
-        strategy: For a strategy of your own its class, or one with the same settings: a name that is found in a
-            checkpoint is never imported.
-        algorithm: For agents of a class of your own that class, for the same reason.
-        allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
-            and after cannot be compared then.
-        progress: Whether the run is shown while it goes on; see `evolve`.
-        skip_memory_check: Likewise.
+        run_dir: Directory of the run.
+        env: Environment, with the same questions, prompts, rewards and arguments as before.
+        actor_network: Base model of the run; for small networks only a custom module.
+        strategy: Class or instance of a custom strategy, as names found in a checkpoint are never imported.
+        algorithm: Class of custom agents, for the same reason.
+        allow_changed_data: Continue although the environment differs. Journal and report list the differences; fitness
+            before and after cannot be compared.
+        progress: Show a live display; see `evolve`.
+        skip_memory_check: See `evolve`.
         limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
             target_fitness, test_questions.
 
     Raises:
-        CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.
-        ValueError: If a limit is unknown or out of range, the strategy or the algorithm is missing or another one, or
-            the environment is another one.
+        CheckpointError: If there is no complete checkpoint, or the base model differs.
+        ValueError: If a limit is unknown or out of range, or strategy, algorithm or environment differ or are missing.
     """
     refuse_unknown("limit of a resumed run", limits, [*LIMITS, *_RESUME])
     if not isinstance(run_dir, str | Path):
@@ -158,7 +153,7 @@ def resume(
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:
-        warn(f"skipped what cannot be used: {error}")
+        warn(f"Skipped an unusable checkpoint: {error}")
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
@@ -188,9 +183,9 @@ def _check_memory(
     *,
     allowed: bool,
 ) -> None:
-    """Refuse with a ValueError a run that needs more memory than there is."""
+    """Raise ValueError if the run needs more memory than there is."""
     if not isinstance(population, Population) or population.members.kind not in TASK_TYPES:
-        return  # `Trainer` refuses the one, and nobody here knows the other
+        return  # `Trainer` raises for the first; memory of custom members is unknown
     population.check(env)
     need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
     if need is not None:

@@ -1,4 +1,4 @@
-"""What a run will do, computed before it starts: the arithmetic of a dry run that all kinds of runs share."""
+"""Costs of a run, computed before it starts: the part that all task types share."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from evogrpo.training.configuration.sections import AnyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How often what happens, whoever learns.
+    """Numbers of groups, learning steps and evaluations.
 
     Attributes:
-        groups: Starts per learning step and member, by each group size that a member can come to have.
-        learning_steps: In all; None when something else than a number of generations ends it.
-        evaluated: Completions, or episodes, from held-out starts in the run; None likewise.
-        validation: Held-out starts of one evaluation of a member.
+        groups: Groups per learning step and member, for each possible group size.
+        learning_steps: Learning steps of the run; None if no number of generations is given.
+        evaluated: Completions or episodes on held-out starts; None if no number of generations is given.
+        validation: Validation starts per evaluation of a member.
     """
 
     groups: dict[int, int]
@@ -26,7 +26,7 @@ class Rounds:
 
     @classmethod
     def of(cls, config: AnyConfig, env: GroupEnvironment) -> "Rounds":
-        """Count them."""
+        """Compute the numbers of a configured run."""
         schedule, size = config.schedule, config.population.size
         validation = limited(env.size("validation"), schedule.validation_questions)
         test = limited(env.size("test"), schedule.test_questions)
@@ -39,14 +39,14 @@ class Rounds:
         )
 
     def groups_row(self) -> str:
-        """Say what groups a step may consist of."""
+        """Return the row on groups."""
         groups = ", ".join(f"{pluralize(count, 'group')} of {group}" for group, count in self.groups.items())
         return f"{groups} per member and learning step"
 
     def steps_row(self, config: AnyConfig, held_out: str) -> str:
-        """Say how many learning steps there are, and how much is evaluated, of what."""
+        """Return the row on learning steps and evaluations."""
         if self.learning_steps is None or self.evaluated is None:
-            return "until what the schedule allows is spent"
+            return "until a limit of the schedule is reached"
         schedule = config.schedule
         generations = pluralize(schedule.generations or 0, "generation")
         return (
@@ -56,28 +56,32 @@ class Rounds:
 
 
 def samples_row(config: AnyConfig, samples: str) -> str:
-    """Say how many completions, or episodes, a learning step takes."""
+    """Return the row on completions or episodes per learning step."""
     size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
-    refills = f"; groups whose rewards are all equal are sampled anew {times}" if most else ""
+    refills = f"; groups whose rewards are all equal are resampled {times}" if most else ""
     each_learns = "" if config.experience is None else _learnt_from(config.experience, size, each)
     return f"{each} {samples} per member and learning step, {size * each} in all{each_learns}{refills}"
 
 
 def _learnt_from(experience: SharedExperience, size: int, each: int) -> str:
-    """Say whose samples a member learns from, and how many these are at most."""
-    whose = {"leader": "its own and the leader's", "better": "its own and those of better ones", "all": "those of all"}
+    """Return a note on shared experience."""
+    sources = {
+        "leader": "its own and the leader's",
+        "better": "its own and better members'",
+        "all": "those of all",
+    }
     most = size * each if experience.samplers == "rank" else (1 + max_sources(experience, size)) * each
-    return f"; each learns from {whose[experience.learn_from]}, {most} at most"
+    return f"; each learns from {sources[experience.learn_from]}, {most} at most"
 
 
 def sizes_text(env: GroupEnvironment) -> str:
-    """Return how many starts each split has."""
+    """Return the sizes of all splits as text."""
     return ", ".join(f"{split} {count_text(env.size(split))}" for split in SPLITS)
 
 
 def possible(config: AnyConfig, name: str) -> list[int]:
-    """Return the values that an integer hyperparameter can come to have: its start, and its ladder or bounds."""
+    """Return the possible values of an integer hyperparameter: its start, and its ladder or bounds."""
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
@@ -86,5 +90,5 @@ def possible(config: AnyConfig, name: str) -> list[int]:
 
 
 def limited(available: int, limit: int | None) -> int:
-    """Return how many starts of a split are used: all of them, or the first so many."""
+    """Return the number of starts of a split that are used."""
     return available if limit is None else min(limit, available)

@@ -1,4 +1,4 @@
-"""From a configuration to a run, and from a run's folder back to one: what a start and a resumption have in common."""
+"""Launch of a configured run: run directory, start and resume."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ from evogrpo.warnings import warn
 
 
 def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
-    """Yield `runs/name`, `runs/name-2` and so on: those that hold nothing yet."""
+    """Yield those of `runs/name`, `runs/name-2`, ... that are empty."""
     for number in itertools.count(1):
         path = folder / (name if number == 1 else f"{name}-{number}")
         if not path.exists() or (path.is_dir() and is_unused(path)):
@@ -42,14 +42,14 @@ def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
 
 @contextmanager
 def claimed(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
-    """Claim a folder for a new run; if nothing is written into it, it is gone afterwards.
+    """Lock a directory for a new run; remove it afterwards if nothing was written.
 
     Args:
-        name: Of the run: it takes the first folder that `free_run_dirs` yields and nobody else has claimed.
-        wanted: The folder, if the caller names one; it may exist.
+        name: Name of the run; the first unlocked directory of `free_run_dirs` is used.
+        wanted: Directory, if the caller gives one; it may exist.
 
     Raises:
-        ValueError: If the folder that was named holds a run, or another process is about to write one into it.
+        ValueError: If the given directory holds a run or is locked by another process.
     """
     candidates = free_run_dirs(name) if wanted is None else [wanted]
     for folder in candidates:
@@ -59,7 +59,7 @@ def claimed(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = DirectoryLock(folder)
         except ValueError:
-            if wanted is None and folder.is_dir():  # another process was faster
+            if wanted is None and folder.is_dir():  # another process locked it first
                 continue
             raise
         if wanted is not None or is_unused(folder):
@@ -75,12 +75,10 @@ def claimed(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
 
 
 def rehearse(prepared: PreparedRun) -> None:
-    """Refuse what `start` would refuse, and warn of what it would warn of; nothing is written.
-
-    Only what takes a base model's weights is left out.
+    """Run the checks of `start` without writing anything or loading the weights of a base model.
 
     Raises:
-        ValueError: As `start`, and in its words.
+        ValueError: As `start`.
     """
     config = prepared.config
     check_resumable(config.strategy)
@@ -102,10 +100,10 @@ def rehearse(prepared: PreparedRun) -> None:
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
-    """Make the population, over its base model if it has one, and open the run's folder.
+    """Make the population and create the run directory.
 
     Raises:
-        ValueError: If the weights cannot be loaded, or the folder already holds a run.
+        ValueError: If the weights cannot be loaded, or the directory already holds a run.
     """
     config = prepared.config
     folder = RunDir(run_dir, config.logging, config=config.to_json())
@@ -117,17 +115,17 @@ def start(prepared: PreparedRun, run_dir: Path) -> Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumable:
-    """A stored run that can go on.
+    """Stored run that can be resumed.
 
     Attributes:
-        config: Its configuration, with what the caller changed.
-        schedule: Its schedule, likewise.
-        generation: Generations evaluated in the checkpoint that it goes on from.
-        step: Learning steps taken there.
-        skipped: Why each newer checkpoint, or the best member, cannot be used.
-        ignored: What was changed in the stored configuration to no effect, in words.
-        cut_off: Whether its last process ended without a word: it was killed, or ended behind Python's back.
-        ended: If nothing is left to do under this schedule, which limit says so; else None.
+        config: Its configuration, with overrides.
+        schedule: Its schedule, with overrides.
+        generation: Generations evaluated in the checkpoint.
+        step: Learning steps taken in the checkpoint.
+        skipped: Errors of newer checkpoints, or of the best member, that cannot be used.
+        ignored: Texts on changes of the stored configuration without effect.
+        cut_off: Its last process was killed.
+        ended: Limit that is reached already, in words; None if the run can continue.
     """
 
     config: AnyConfig
@@ -190,13 +188,13 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:
-    """Restore the newest complete checkpoint of a run, over its base model if it has one.
+    """Restore the newest complete checkpoint of a run.
 
     Args:
-        prepared: Its configuration, checked.
-        resumable: What is left to do.
-        run_dir: The run's folder.
-        allow_changed_data: Go on although questions, rewards or environment are not those that the run began with.
+        prepared: Its prepared configuration.
+        resumable: Its stored state.
+        run_dir: Directory of the run.
+        allow_changed_data: Continue although questions, rewards or environment differ from those at the start.
 
     Raises:
         ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
@@ -237,7 +235,7 @@ def _make_trainer(
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Tell limits of the schedule, already typed, from changes to the configuration."""
+    """Split overrides into typed limits of the schedule and changes of the configuration."""
     limits: dict[str, Any] = {}
     rest: list[str] = []
     for text in overrides:
@@ -251,8 +249,8 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
             raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
         else:
             raise ValueError(
-                f"a resumed run may change {', '.join(LIMITS)}, model, device and base_parts, got {'.'.join(keys)!r}: "
-                "anything else would make it another run; start that with `evogrpo train`"
+                f"A resumed run may only change {', '.join(LIMITS)}, model, device and base_parts, got "
+                f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
             )
     return limits, rest
 
@@ -263,7 +261,7 @@ def _last_event(run_dir: Path) -> str | None:
 
 
 def _tested(run_dir: Path) -> bool:
-    """Tell whether the run has answered the test split since it last went on."""
+    """Return True if the run was tested since it was last resumed."""
     if not (run_dir / JOURNAL).exists():  # killed after the founders were saved and before the first event
         return False
     events = [event["event"] for event in read_journal(run_dir / JOURNAL)]

@@ -1,4 +1,4 @@
-"""The memory that a run needs, and the memory that is there."""
+"""Memory that a run needs, compared with the available memory."""
 
 import socket
 from collections import Counter
@@ -13,13 +13,13 @@ from evogrpo.models.devices import device_memory
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a run takes at its peak, estimated before it starts.
+    """Estimated peak memory of a run.
 
     Attributes:
-        size: Bytes.
-        device: Where.
-        savings: What to lower for it to be less.
-        processes: How many need that much of the same device, together with this one.
+        size: Bytes per process.
+        device: Device of the memory.
+        savings: Settings that reduce it, for messages.
+        processes: Number of processes that need this much of the same device.
     """
 
     size: int
@@ -29,27 +29,27 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes that all processes on the device take."""
+        """Bytes of all processes on the device."""
         return self.processes * self.size
 
     def with_kept(self, size: int) -> Self:
-        """Return what it takes if earlier learner states of so many bytes are kept, which lie in the CPU's memory."""
+        """Return the memory with earlier train states of so many bytes, which are kept in CPU memory."""
         return self if self.device != "cpu" else replace(self, size=self.size + size)
 
 
 def kept_size(strategy: Strategy, members: int, state: int) -> int:
-    """Return the bytes of the learner states that a strategy may keep: those of as many members as there are.
+    """Return the bytes of the train states that a strategy may keep: at most one per member.
 
     Args:
-        strategy: One that keeps states says so by a true attribute `backtrack`.
-        members: How many there are.
-        state: Bytes of what one has learnt.
+        strategy: Keeps states if its attribute `backtrack` is True.
+        members: Number of members.
+        state: Bytes of one train state.
     """
     return members * state if getattr(strategy, "backtrack", False) is True else 0
 
 
 def largest_share(members: int) -> int:
-    """Return the number of members of the process that holds most, at least 1."""
+    """Return the largest number of members of any rank, at least 1."""
     return max(1, len(Placement(members, processes().size, 0).shares[0]))
 
 
@@ -69,40 +69,40 @@ def state_size(parameters: int) -> int:
 
 
 def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:
-    """Compare what a run needs with what is there.
+    """Compare the memory that a run needs with the available memory.
 
     Args:
         need: The estimate.
-        allowed: Whether to go on all the same.
-        remedy: How the caller is told to do so.
+        allowed: Do not raise.
+        remedy: Option that sets `allowed`, for the message.
 
     Returns:
-        What was found, in words.
+        The available memory, in words.
 
     Raises:
-        ValueError: If the run needs more than there is, unless that is allowed.
+        ValueError: If the run needs more memory than is available, unless `allowed`.
     """
     there, what = device_memory(need.device)
     if there is None:
-        return f"how much {what} there is cannot be told"
+        return f"the amount of {what} is unknown"
     found = f"{gigabytes(there)} of {what}"
     if need.total > there and not allowed:
         together = need.processes > 1
         each = f" ({need.processes} processes, each with its own base and members)" if together else ""
         raise ValueError(
-            f"the run needs about {gigabytes(need.total)}{each}, but there are only {found}: lower {need.savings}, "
-            f"{'start fewer processes, ' if together else ''}or give {remedy} if the estimate is too high"
+            f"The run needs about {gigabytes(need.total)}{each}, but only {found} is available. Lower {need.savings}, "
+            f"{'start fewer processes, ' if together else ''}or set {remedy} if the estimate is too high."
         )
     return found
 
 
 def gigabytes(size: float) -> str:
-    """Write a number of bytes, such as `12.3 GB`."""
+    """Return a number of bytes as text, such as `12.3 GB`."""
     return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"
 
 
 def bytes_text(size: int) -> str:
-    """Write a number of bytes in the unit that suits it, such as `12.3 MB`."""
+    """Return a number of bytes as text with a suitable unit, such as `12.3 MB`."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

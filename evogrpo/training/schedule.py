@@ -1,4 +1,4 @@
-"""How long a run lasts and what it spends: checked before anything expensive starts."""
+"""Schedule: length and limits of a run."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,32 +16,31 @@ if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.training.loop.run_state import RunState
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
-"""The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
+"""Fields of `Schedule` that a resumed run may change."""
 
 MOST_STEPS = 1_000_000
-"""The most generations, and the most learning steps of one: more is a slip, and would look like a hang."""
+"""Most generations of a run, and most learning steps of a generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The arithmetic and the end of a run.
+    """Length and limits of a run.
 
-    A run ends at the first of its limits; a limit reached inside a generation ends that generation early, with its
-    evaluation. `max_seconds` holds for everything: what is under way when only the closing evaluation and the test fit
-    any more is dropped, and where held-out questions would take too much of the time, fewer are asked. Both are said.
+    A run ends at the first of its limits. A limit reached within a generation ends that generation early, with its
+    evaluation. `max_seconds` includes evaluations and the test: a step is abandoned when only these still fit, and
+    fewer held-out questions are used where all of them would take too long. Both cases issue a warning.
 
     Attributes:
         generations: Generations in all, resumed ones included; None = until another limit.
         steps_per_generation: Learning steps before each evaluation and selection, until a plan changes it.
-        samples_per_step: Completions of every member per learning step, likewise.
+        samples_per_step: Completions per member and learning step, until a plan changes it.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
-        max_timesteps: Most steps in the environment, all members' together. A learning step is played to its end, so a
-            run takes up to one more than that. Not for language models.
-        max_tokens: Most tokens, all members and updates together.
-        count_evaluations: Whether these two count what evaluations take as well, all but the test at the run's end. No
-            learning step is begun then that is expected to overstep them with the evaluation after it, by what the
-            latest step took.
+        max_timesteps: Most environment steps of all members together. The last learning step is completed, so a run may
+            exceed this by one step. Not for language models.
+        max_tokens: Most tokens of all members, updates included.
+        count_evaluations: `max_timesteps` and `max_tokens` also count evaluations, except for the test. No learning
+            step then starts that would exceed them together with its evaluation, judged by the latest step.
         max_seconds: Most wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """
@@ -59,7 +58,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
-            raise ValueError("a run needs an end: give generations, max_timesteps, max_tokens or max_seconds")
+            raise ValueError("A run needs a limit: set generations, max_timesteps, max_tokens or max_seconds.")
         self._whole("generations", 1, MOST_STEPS, optional=True)
         self._whole("steps_per_generation", 1, MOST_STEPS)
         self._whole("max_timesteps", 1, optional=True)
@@ -75,18 +74,16 @@ class Schedule:
             raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
         self._whole("samples_per_step", 2, MOST_SAMPLES)
         if flag("count_evaluations", self.count_evaluations) and self.max_tokens is None and self.max_timesteps is None:
-            raise ValueError(
-                "count_evaluations is about max_tokens and max_timesteps, got neither: give one, or leave it out"
-            )
+            raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 
     def _whole(self, name: str, least: int, most: int = MOST_COUNTED, *, optional: bool = False) -> None:
-        """Refuse what is no whole number of at least `least`, and make it a plain one."""
+        """Validate an integer field and convert it to a plain int."""
         value = getattr(self, name)
         if value is not None or not optional:
             object.__setattr__(self, name, whole_between(name, value, least, most))
 
     def late_starts(self, group_size: int) -> int:
-        """Return from how many starts a member has rewards in the last half of a generation's learning steps."""
+        """Return the number of starts of a member in the last half of a generation's learning steps."""
         return self.samples_per_step // group_size * math.ceil(self.steps_per_generation / 2)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,14 +93,14 @@ class Schedule:
     def ended_by(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
     ) -> str | None:
-        """Return in words which limit a run has reached, None if none.
+        """Return the limit that a run has reached, in words; None if none.
 
         Args:
             generation: Generations evaluated.
-            timesteps: Played so far.
-            tokens: Spent so far.
-            seconds: Likewise.
-            fitness: The best so far, or that before training; None before the first evaluation.
+            timesteps: Environment steps so far.
+            tokens: Tokens so far.
+            seconds: Seconds so far.
+            fitness: Best fitness so far, or that before training; None before the first evaluation.
         """
         if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
             return f"fitness {fitness:.4g} reaches target_fitness {self.target_fitness:g}"
@@ -112,7 +109,7 @@ class Schedule:
         return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
-        """Return in words which limit on cost is spent, None if none: one that ends a generation early."""
+        """Return the limit on cost that is reached, in words; None if none. It ends a generation early."""
         if self.max_timesteps is not None and timesteps >= self.max_timesteps:
             return f"max_timesteps {self.max_timesteps:,} is reached"
         if self.max_tokens is not None and tokens >= self.max_tokens:
@@ -143,10 +140,10 @@ class Schedule:
         return None
 
     def check_counted(self, *, plays: bool) -> None:
-        """Refuse a limit on environment steps for language models.
+        """Raise ValueError for a limit on environment steps with language models.
 
         Args:
-            plays: Whether members take steps in an environment.
+            plays: Members take steps in an environment.
         """
         if self.max_timesteps is not None and not plays:
             raise ValueError(
@@ -154,12 +151,10 @@ class Schedule:
             )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:
-        """Refuse an environment that holds out too little to tell members apart by, or to test on.
-
-        Where it holds out less than is asked for, all of it is used, and that is said.
+        """Check the sizes of the held-out splits; warn if a split has fewer questions than the schedule uses.
 
         Raises:
-            ValueError: If fewer than two starts are held out where fitness is measured.
+            ValueError: If a split that is used has fewer than two starts.
         """
         held_out: tuple[tuple[Split, int | None, str], ...] = (
             ("validation", self.validation_questions, ""),
@@ -172,10 +167,10 @@ class Schedule:
                     f"Hold out more ({split}_size){instead}"
                 )
             if wanted is not None and wanted > size:
-                warn(f"{split}_questions asks for {wanted}, and the {split} split holds {size}: these are used")
+                warn(f"{split}_questions={wanted}, but the {split} split has {size}: all of them are used.")
 
     def block(self, population: "Population") -> int:
-        """Return the most prompts that any member can use in a step, whatever evolution does.
+        """Return the most prompts that any member, current or evolved, can use in a step.
 
         Raises:
             ValueError: If a group size that a member has, or could come to have, does not divide samples_per_step.

@@ -154,7 +154,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_named(project, here, uninter
     capsys.readouterr()
     assert main(["resume", "run", "generations=3"]) == 0
     printed = capsys.readouterr()
-    assert "skipped what cannot be used" in printed.err
+    assert "Skipped an unusable checkpoint" in printed.err
     assert "generation-0002" in printed.err
     assert "resuming run after generation 1" in printed.out
     assert story(here / "run")[-1] == uninterrupted[-1]
@@ -164,7 +164,7 @@ def test_what_would_make_it_another_run_is_refused(project, here, capsys):
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
     for override in ("hyperparameters.lr=1", "samples_per_step=32", "schedule.steps_per_generation=9"):
         assert main(["resume", "run", override]) == 2
-        assert "a resumed run may change generations" in capsys.readouterr().err
+        assert "A resumed run may only change generations" in capsys.readouterr().err
 
 
 def test_resuming_with_another_model_is_refused(project, here, capsys):

@@ -216,7 +216,7 @@ def test_a_group_size_must_divide_the_samples():
 
 
 def test_a_run_needs_an_end():
-    with pytest.raises(ValueError, match="schedule: a run needs an end"):
+    with pytest.raises(ValueError, match="schedule: A run needs a limit"):
         parse_config({"model": "m", "task": {"name": "two_digit_sums"}, "schedule": {"samples_per_step": 16}})
 
 

@@ -197,7 +197,7 @@ def test_what_is_meant_otherwise_is_answered_before_anything_is_played(arguments
 def test_no_member_is_the_best_before_the_first_generation():
     env = cart_pole()
     run = evolve(step_population(2, env), env, generations=1, samples_per_step=8)
-    with pytest.raises(ValueError, match="there is no best member yet"):
+    with pytest.raises(ValueError, match="no best member"):
         _ = run.best
 
 

@@ -13,8 +13,8 @@ from tests.tiny_training import tiny_env, tiny_population
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({}, "a run needs an end"),
-        ({"target_fitness": 0.5}, "a run needs an end"),
+        ({}, "A run needs a limit"),
+        ({"target_fitness": 0.5}, "A run needs a limit"),
         ({"generations": 0}, "generations must be at least 1, got 0"),
         ({"generations": 1, "steps_per_generation": 0}, "steps_per_generation must be at least 1"),
         ({"max_timesteps": 0}, "max_timesteps must be at least 1"),
@@ -122,7 +122,7 @@ def test_one_held_out_start_is_refused_before_anything_is_trained(split, remedy)
 
 def test_more_questions_than_are_held_out_are_remarked_upon_where_somebody_asked_for_them():
     env = cart_pole(validation_size=4, test_size=2)
-    with pytest.warns(UserWarning, match="validation_questions asks for 5, and the validation split holds 4: "):
+    with pytest.warns(UserWarning, match="validation_questions=5, but the validation split has 4: "):
         evolve(step_population(2, env), env, generations=1, validation_questions=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

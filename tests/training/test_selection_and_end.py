@@ -145,7 +145,7 @@ def test_a_folder_with_a_run_is_never_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({}, "a run needs an end"),
+        ({}, "A run needs a limit"),
         ({"generations": 1, "samples_per_step": 6}, "group_size"),
         ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
     ],

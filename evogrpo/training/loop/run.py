@@ -1,4 +1,4 @@
-"""A run as Python iterates over it."""
+"""Run: iterator over the generations of a trainer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,18 +19,18 @@ from evogrpo.training.loop.trainer import Trainer
 
 
 class Run(Iterator[GenerationReport]):
-    """A run: iterating over it trains, and yields a report after every generation.
+    """Run of a trainer: iterating over it trains, and yields a report after every generation.
 
-    A loop that was left goes on where it was. Ctrl-C, SIGTERM and the like stop the run and end the program, in all
-    processes, once everything is saved; signals that the program handles itself are left to it.
+    A loop that was left continues where it was. Ctrl-C, SIGTERM and similar signals save the run and end the program,
+    on all ranks. Signals that the program handles itself are left to it.
 
     Args:
-        evolution: The run, step by step.
-        display: Shows it while the run has control, never while the loop's body has it; None = nothing is shown.
-        one_thread: Whether torch computes in one thread while the run has control; see `single_threaded`.
+        trainer: The training loop.
+        display: Live display while the run has control; None = no display.
+        one_thread: Use one thread of torch while the run has control; see `single_threaded`.
 
     Attributes:
-        evolution: As given.
+        trainer: As given.
     """
 
     def __init__(self, trainer: Trainer, display: RunDisplay | None = None, *, one_thread: bool = False) -> None:
@@ -49,7 +49,7 @@ class Run(Iterator[GenerationReport]):
 
     @property
     def result(self) -> Result:
-        """What the run came to: the test before and after, the best member, and where everything lies.
+        """Result of the run: the test before and after training, the best member, and the run directory.
 
         Raises:
             RuntimeError: If it has not ended.
@@ -58,7 +58,7 @@ class Run(Iterator[GenerationReport]):
 
     @property
     def best(self) -> Any:
-        """The best member so far, as an agent of its own that has learnt what it had when it earned its fitness.
+        """Best member so far, as an agent of its own with the train state that earned its fitness.
 
         `best.predict(observation)` acts, `best.save_checkpoint(folder)` saves it, and its class's `load(folder)` brings
         it back.
@@ -68,14 +68,14 @@ class Run(Iterator[GenerationReport]):
         """
         best, population = self.trainer.run_state.best, self.population
         if best is None:
-            raise ValueError("there is no best member yet: it is known from the end of the first generation on")
+            raise ValueError("There is no best member before the end of the first generation.")
         return best_agent(population, best)
 
     def finish(self, callback: "Callback | None" = None) -> Self:
         """Run to the end of the schedule.
 
         Args:
-            callback: Called with the run after every generation; where it returns False, the run is stopped.
+            callback: Called with the run after every generation; if it returns False, the run is stopped.
 
         Returns:
             The run itself.
@@ -86,10 +86,10 @@ class Run(Iterator[GenerationReport]):
         return self
 
     def learn(self, total_timesteps: int, callback: "Callback | None" = None) -> Self:
-        """Go on with a run that has ended, for so many more steps in the environment, as if it had not ended.
+        """Continue a run that has ended, for more steps in the environment.
 
         Args:
-            total_timesteps: How many more, of all members together; they take the place of the limits that it had.
+            total_timesteps: Further steps of all members together; they replace the limits of the run.
             callback: As for `finish`.
 
         Returns:
@@ -99,31 +99,31 @@ class Run(Iterator[GenerationReport]):
             ValueError: If the members are language models, which take no steps.
         """
         whole_between("total_timesteps", total_timesteps, 1)
-        self.trainer = _prolonged(self.trainer, total_timesteps)
+        self.trainer = _extended(self.trainer, total_timesteps)
         self._display = None if self._display is None else self._display.of(self.trainer)
         self._reports = self.trainer.reports()
         return self.finish(callback)
 
     def stop(self, reason: str = STOPPED) -> None:
-        """End the run now; see `Trainer.stop`."""
+        """Stop the run now; see `Trainer.stop`."""
         self.trainer.stop(reason)
 
     def __next__(self) -> GenerationReport:
         """Run to the end of the next generation, and return its report.
 
         Raises:
-            StopIteration: If the schedule has come to its end, or the run was stopped.
+            StopIteration: If the run has finished or was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
-            SystemExit: After SIGTERM, SIGHUP or SIGUSR1, likewise; with status 0.
+            SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128 + signal.
         """
-        # Outermost: what is shown takes time as well, and an interrupt may come while it is put up or taken away.
+        # Outermost, as a signal may arrive while the display starts or stops.
         with intercept_exits(), stopping_on_signals(self.trainer.stopping) as received:
             report = self._advance()
-            if received:  # perhaps too late for what has just ended
+            if received:  # the signal may have arrived after the generation ended
                 self._advance()
         if self._display is not None and self.trainer.over:
             self._display.say_end()
-        number = received[0] if received else self.trainer.stopping.signal  # which another process may have got
+        number = received[0] if received else self.trainer.stopping.signal  # perhaps of another rank
         if number is not None:
             run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
             where = (
@@ -137,7 +137,7 @@ class Run(Iterator[GenerationReport]):
         return report
 
     def _advance(self) -> GenerationReport | None:
-        """Run to the end of the next generation, if there is one, and show what happens on the way."""
+        """Run to the end of the next generation, if there is one, and show its progress."""
         with single_threaded(enabled=self._one_thread), self._display or nullcontext():
             for report in self._reports:
                 if self._display is not None:
@@ -148,11 +148,11 @@ class Run(Iterator[GenerationReport]):
 
 
 Callback = Callable[[Run], object]
-"""What is called with a run after every generation: it may look at everything, and returns False to stop the run."""
+"""Function called with the run after every generation; returns False to stop the run."""
 
 
-def _prolonged(trainer: Trainer, timesteps: int) -> Trainer:
-    """Return a run for so many more steps in the environment, which take the place of its other limits."""
+def _extended(trainer: Trainer, timesteps: int) -> Trainer:
+    """Return a trainer that continues for more steps in the environment, which replace its other limits."""
     ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
     limits: dict[str, Any] = {**ends, "max_timesteps": trainer.run_state.timesteps + timesteps}
     return Trainer(

@@ -1,4 +1,4 @@
-"""Where a run stands: everything a checkpoint must hold besides the members themselves."""
+"""State of a run: everything that a checkpoint holds besides the members themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ from evogrpo.training.schedule import MOST_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best member ever, as it was when it earned its fitness.
+    """Best member so far, as it was when it earned its fitness.
 
     Attributes:
-        index: Who it was.
-        generation: When.
-        fitness: What it earned.
-        state: Its learner state.
-        digest: Of the folder it was saved in; None where nothing is recorded.
-        second: What it earned on the second set; None before the finalists are evaluated.
+        index: Index of the member.
+        generation: Generation in which it earned its fitness.
+        fitness: Its fitness.
+        state: Its train state.
+        digest: Digest of its saved folder; None without a run directory.
+        second: Its fitness on the second set; None before the finals.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Best:
     second: Fitness | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint knows of it, beside the folder of its own that it is stored in."""
+        """Return the values that a checkpoint stores; the state itself is in a separate folder."""
         return {
             "index": self.index,
             "generation": self.generation,
@@ -47,13 +47,13 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBest:
-    """What a checkpoint of a run knows of the best member, which lies in a folder of its own.
+    """Values of the best member that a checkpoint stores.
 
     Attributes:
-        index: Who it was.
-        generation: When it earned its fitness.
-        fitness: The mean of that.
-        digest: Of the folder.
+        index: Index of the member.
+        generation: Generation in which it earned its fitness.
+        fitness: Mean fitness.
+        digest: Digest of its saved folder.
     """
 
     index: int
@@ -63,30 +63,30 @@ class KnownBest:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self | None:
-        """Read it from a checkpoint's record; None where there was none yet."""
+        """Read the values from a checkpoint's record; None if there was no best member yet."""
         known = record["best"]
         return None if known is None else cls(**declared_fields(cls, known))
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """Counters and sums of a run.
+    """Counters, sums and results of a run.
 
     Attributes:
         members: Number of members.
         generation: Generations evaluated.
         step: Learning steps taken.
         step_in_generation: Learning steps of the generation under way.
-        samples_per_step: Completions of every member per learning step, now; 0 before the run began.
-        steps_per_generation: Learning steps before an evaluation, now; likewise.
-        samples: How many samples each slot collects instead; None = samples_per_step each.
-        block: Length of a step's block of starts, which never shrinks; likewise.
-        unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
-        threads: Threads that torch computes with, which decide how sums round; 0 before the run began.
+        samples_per_step: Current completions per member and learning step; 0 before the run began.
+        steps_per_generation: Current learning steps per generation; 0 before the run began.
+        samples: Samples per slot instead of `samples_per_step`; None = equal numbers.
+        block: Length of a step's block of starts, which never shrinks; 0 before the run began.
+        unplanned: The last generation was evaluated, but its plan was not applied.
+        threads: Threads of torch, which affect rounding; 0 before the run began.
         seconds: Wall-clock time spent, over all parts of the run.
         out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
-        slot_tokens: Tokens of each slot since the run began, whoever lived there.
+        slot_tokens: Tokens of each slot since the run began.
         timesteps: Tokens of all members that were sampled to learn from; for small networks steps in the environment.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
@@ -95,13 +95,13 @@ class RunState:
         latest_timesteps: Those of them that were sampled.
         evaluation_tokens: Tokens (or environment steps) that evaluations took so far, the untrained base's included.
         evaluation_seconds: Their wall-clock time.
-        rollouts: What each slot earned in the generation under way: step, place of the start in that step's block, and
-            the mean raw reward of the group.
-        finalists: The best of generations, as they were then, for the second set; none where there is none.
-        finalists_generation: After which generation the finalists have answered it; 0 = not yet.
+        rollouts: Rewards of each slot in the generation under way: step, position of the start in that step's block,
+            and mean raw reward of the group.
+        finalists: Best members of generations, for the second set.
+        finalists_generation: Generation after which the finalists were evaluated on the second set; 0 = not yet.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
-        best: The best member ever; None before the first evaluation.
+        best: Best member so far; None before the first evaluation.
         history: Every generation that was evaluated.
     """
 
@@ -142,16 +142,16 @@ class RunState:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was measured or learnt yet."""
+        """True once the baseline was measured or a step was taken."""
         return self.baseline is not None or self.step > 0
 
     @property
     def evaluation(self) -> EvaluationCost:
-        """What evaluations took so far."""
+        """Cost of all evaluations so far."""
         return EvaluationCost(tokens=self.evaluation_tokens, seconds=self.evaluation_seconds)
 
     def add_evaluation(self, cost: EvaluationCost) -> None:
-        """Count an evaluation."""
+        """Add the cost of an evaluation."""
         self.evaluation_tokens += cost.tokens
         self.evaluation_seconds += cost.seconds
 
@@ -161,7 +161,7 @@ class RunState:
         return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
 
     def start_generation(self) -> None:
-        """Forget the sums of the generation that has ended."""
+        """Reset the sums of a generation."""
         self.step_in_generation = 0
         self.member_tokens = [0] * self.members
         self.member_seconds = [0.0] * self.members
@@ -177,14 +177,14 @@ class RunState:
         timesteps: Mapping[int, int],
         earned: Mapping[int, Mapping[int, float]],
     ) -> None:
-        """Count one learning step; its time is shared out among members by their tokens.
+        """Count one learning step; members share its time in proportion to their tokens.
 
         Args:
             seconds: Wall-clock time.
-            tokens: Processed, by slot.
-            metrics: By slot.
-            timesteps: Those of the tokens that were sampled, by slot; of those who sampled.
-            earned: Mean raw reward of each group, by slot and place of its start in the step's block.
+            tokens: Tokens processed, by slot.
+            metrics: Metrics, by slot.
+            timesteps: Tokens sampled, by slot.
+            earned: Mean raw reward of each group, by slot and position of its start in the step's block.
         """
         for slot, groups in earned.items():
             self.rollouts[slot] += [(self.step, place, score) for place, score in groups.items()]
@@ -206,7 +206,7 @@ class RunState:
                     sums[name] = (so_far + value, count + 1)
 
     def mean_metrics(self, slot: int) -> dict[str, float | None]:
-        """Return the means of a slot's metrics over the generation under way."""
+        """Return the mean metrics of a slot in the generation under way."""
         return {name: total / count for name, (total, count) in self.metrics[slot].items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -233,11 +233,7 @@ class RunState:
         return run_state
 
     def check_stored(self) -> None:
-        """Refuse counts that cannot be, or that are not of all slots.
-
-        Raises:
-            ValueError: If there are any.
-        """
+        """Raise ValueError for counts that are impossible or do not match the number of slots."""
         whole_between("members", self.members, 1, MOST_SAMPLES)
         for name in (
             "generation",

@@ -1,1 +1,1 @@
-"""What differs between kinds of runs, one file per kind: configuration, checks, founders, arithmetic and words."""
+"""Task types: language models, small networks and multi-agent runs."""

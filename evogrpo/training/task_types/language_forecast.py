@@ -1,12 +1,12 @@
-"""What a run of language models will do and cost: tokens, optimizer steps, parameters and memory."""
+"""Costs of a run of language models: tokens, optimizer steps, parameters and memory."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.envs.text.datasets import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.evolution.shared_experience import max_sources
@@ -31,14 +31,14 @@ NO_REWARD = "none (right where it does not apply, else look for a forgotten retu
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """An estimate of the peak memory, in bytes, part by part.
+    """Estimated peak memory in bytes, by part.
 
     Attributes:
-        base: The frozen base model's weights, as far as one process holds them.
-        members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
+        base: Weights of the frozen base model on one rank.
+        members: Adapters and AdamW moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
-        sampling: Keys and values, held as they grow and copied as they are extended.
-        kept: Earlier learner states that members may go back to; they lie in the CPU's memory.
+        sampling: KV cache, with the copy made when it grows.
+        kept: Earlier train states for backtracking, in CPU memory.
     """
 
     base: int
@@ -49,16 +49,16 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Base and members stay; learning and sampling take turns."""
+        """Total; learning and sampling alternate, so the larger counts."""
         return self.base + self.members + max(self.learning, self.sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageForecast:
-    """The numbers of a run of language models; upper bounds where completions may end early or evolution may choose.
+    """Costs of a run of language models; upper bounds where completions may end early or values may evolve.
 
     Attributes:
-        rounds: How often what happens.
+        rounds: Numbers of groups, steps and evaluations.
         optimizer_steps: Fewest and most per learning step and member.
         longest_prompt: Of the training questions, in tokens.
         longest_completion: In tokens.
@@ -89,12 +89,12 @@ class LanguageForecast:
 
     @property
     def need(self) -> Need:
-        """The memory that the run takes."""
+        """Peak memory."""
         own = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
         return own.with_kept(self.memory.kept)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
-        """Return the numbers in words."""
+        """Return the rows of the plan."""
         fewest, most = self.optimizer_steps
         tokens = f"at most {count_text(self.tokens_per_step)} a learning step"
         if self.tokens is not None:
@@ -128,12 +128,12 @@ def forecast_of(
     targets: Sequence[Target],
     device: str,
 ) -> LanguageForecast:
-    """Do the arithmetic of a run.
+    """Compute the costs of a run.
 
     Args:
         config: The configuration.
-        env: Where members act.
-        trial: What was tried of it.
+        env: The environment.
+        trial: Result of its preflight.
         outline: The base model, without its weights.
         targets: The modules that adapters change.
         device: Where members will live.
@@ -197,11 +197,11 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     completions = config.schedule.samples_per_step * config.agent.max_output_tokens
     epochs = max(possible(config, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
-    # Groups that teach nothing may be sampled anew, all of them at worst.
+    # Dynamic sampling may resample all groups.
     sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
-    # A group cut in two by the end of an optimizer step runs its prompt twice.
+    # A group that is split between two optimizer steps runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
-    if config.experience is not None:  # and one pass over others' samples tells how near they are
+    if config.experience is not None:  # plus one pass over others' samples for their effective sample size
         others = max_sources(config.experience, config.population.size)
         updates += others * (updates + (groups * longest + completions if config.experience.min_ess else 0))
     reference = (
@@ -224,26 +224,10 @@ def held_bytes(outline: PreTrainedModel, precision: str | None, compute: int, pa
     return parameters_per_rank(outline, parts) * compute
 
 
-class Sizes(Protocol):
-    """What of members' settings decides on memory."""
-
-    @property
-    def max_output_tokens(self) -> int:
-        """The most that they write."""
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """The most that they learn from at a time; None = the default of the device."""
-
-    @property
-    def reduce_memory_peak(self) -> bool:
-        """Whether logits are computed in chunks of a few hundred tokens."""
-
-
 def peak_memory(
     model: PreTrainedModel,
     *,
-    agent: Sizes,
+    agent: LanguageAgent | LanguageSettings,
     members: int,
     samples: int,
     validation: int,
@@ -260,10 +244,10 @@ def peak_memory(
 
     Args:
         model: The base, with or without weights.
-        agent: What members are told.
-        members: How many there are.
-        samples: Completions that a member learns from in a step.
-        validation: Those that it writes in an evaluation.
+        agent: Settings of the members.
+        members: Number of members.
+        samples: Completions per member and learning step.
+        validation: Completions per member and evaluation.
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
         precision: Bytes of a number in the precision that the base computes in.

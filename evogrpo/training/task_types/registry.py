@@ -1,4 +1,4 @@
-"""Every kind of run, by the word that journals and checkpoints use, and by the task section of a configuration."""
+"""Registry of task types, by their name in journals and by the task section of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,12 +17,12 @@ _KIND_OF: Mapping[type[TaskSection], AnyTaskType] = {task: kind for kind in TASK
 
 
 def task_type_of(task: TaskSection) -> AnyTaskType:
-    """Return the kind of run that a task asks for."""
+    """Return the type of a task section."""
     return _KIND_OF[type(task)]
 
 
 def parse_task(values: object, where: str = "task") -> TaskSection:
-    """Build a task from its section, whose kind shows in the key that names it.
+    """Build the task section; its type follows from the key that is set.
 
     Raises:
         ValueError: If the section names no task or several, or a key or a value is refused.
