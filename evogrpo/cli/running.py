@@ -84,7 +84,7 @@ def resume_run(args: argparse.Namespace) -> int:
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
     for error in resumable.skipped:
-        say_warning(f"skipped what cannot be used: {error}")
+        say_warning(f"Skipped an unusable checkpoint: {error}")
     for remark in resumable.ignored:
         say_warning(remark)
     if resumable.ended is not None:

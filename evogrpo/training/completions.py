@@ -1,4 +1,4 @@
-"""The completions table: what members wrote in a learning step, what it earned and what was made of it."""
+"""Completions tables: completions of each learning step with their rewards and advantages."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def select_examples(
         Examples in slot order; those of a member in the order they were sampled, so groups stay together.
     """
     if not collected.questions:
-        return ()  # nothing in words
+        return ()  # not a task in words
     share, rest = divmod(max(most, len(indices)), len(indices))
     slots = collected.member_ids.tolist()
     prompt_ids = collected.start_ids.tolist()
@@ -61,7 +61,7 @@ def select_examples(
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
-    """Return what a reward function logged as a table can hold it: a number, a text or nothing."""
+    """Convert a value that a reward function logged to a number, a text or None."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -73,16 +73,16 @@ def _number(value: float) -> float | None:
 
 
 class CompletionsLog:
-    """Writes the completions table of every learning step to a file of its own.
+    """Writer of completions tables, one file per learning step.
 
-    The columns: step, index (of the member), prompt (the question alone), completion, reward (in all), advantage
-    (mean over the completion's actions), truncated, rewards/<function> before its weight, and what reward functions
-    have logged by `log_extra`. What is missing is null.
+    Columns: step, index (of the member), prompt (the question alone), completion, reward (total), advantage (mean over
+    the completion's actions), truncated, rewards/<function> before its weight, and values logged by `log_extra`. null =
+    missing.
 
     Args:
-        folder: Where the files go; made when the first is written.
-        most: Completions per step in all; 0 = write nothing.
-        form: "jsonl", with every character beyond ASCII escaped, or "parquet"; one that `check_completions` lets pass.
+        folder: Folder of the files; created with the first one.
+        most: Completions per step; 0 = write nothing.
+        form: "jsonl", with non-ASCII characters escaped, or "parquet".
     """
 
     def __init__(self, folder: Path, *, most: int = 16, form: CompletionsFormat = "jsonl") -> None:
@@ -90,7 +90,7 @@ class CompletionsLog:
         self._folder, self._form = folder, form
 
     def write(self, step: int, examples: Sequence[Example]) -> None:
-        """Write one step's table, in one piece; a step that is done again overwrites its own."""
+        """Write the table of one step atomically; a repeated step overwrites its own."""
         if not self.most or not examples:
             return
         make_folder(self._folder)
@@ -100,12 +100,7 @@ class CompletionsLog:
 
 
 def check_completions(most: int, form: str) -> int:
-    """Return the number, or raise ValueError if it or the form is refused, or the form needs a package that is missing.
-
-    Args:
-        most: How many completions of a step are written.
-        form: One of `CompletionsFormat`.
-    """
+    """Return the validated number of completions; raise ValueError for a bad number, format or missing package."""
     number = whole_between("completions", most, 0)
     if form not in get_args(CompletionsFormat):
         raise ValueError(f"completions_format must be one of {', '.join(get_args(CompletionsFormat))}, got {form!r}")
@@ -125,7 +120,7 @@ def _row(example: Example) -> dict[str, Any]:
 
 
 def _jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    # ASCII only: control characters of a completion do nothing to the terminal in which somebody looks at the file.
+    # ASCII only, so that control characters of a completion cannot affect a terminal that shows the file.
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).replace("\x7f", "\\u007f").encode()
 
 

@@ -1,4 +1,4 @@
-"""A run read back from its folder: its newest checkpoint and its best member, if they are its own and whole."""
+"""Load a run: its newest complete checkpoint and its best member."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ from evogrpo.training.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """A run read back from its folder.
+    """Run loaded from its directory.
 
     Attributes:
-        tensors: Of all members.
-        record: Everything else.
+        tensors: Tensors of all members.
+        record: All other values of the checkpoint.
         best: Tensors and record of the best member; None before the first evaluation.
-        folder: The checkpoint it was read from.
-        skipped: Why each newer checkpoint could not be used, newest first.
+        folder: Folder of the checkpoint.
+        skipped: Errors of newer checkpoints that cannot be used, newest first.
         lock: The right to write into the run's folder, if it was opened to go on.
     """
 
@@ -64,14 +64,14 @@ class StoredRun:
 
     @property
     def base(self) -> Mapping[str, Any]:
-        """What is recorded about the base model: its source and fingerprint among others."""
+        """Record of the base model, such as source and fingerprint."""
         shared: Mapping[str, Any] = self.record["population"]["shared"]
         return shared
 
     def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
-        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_fingerprint`.
+        """Return the differences from the environment the run began in; see `check_fingerprint`.
 
-        Before anything was measured, nothing could be compared with it.
+        Empty if nothing was measured yet.
         """
         if self.record["progress"]["baseline"] is None:
             return ()
@@ -79,31 +79,31 @@ class StoredRun:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule the run had."""
+        """Schedule of the run."""
         return Schedule(**self.record["schedule"])
 
     @property
     def fitness(self) -> FitnessConfig:
-        """How the run measured fitness."""
+        """Measure of fitness."""
         return FitnessConfig(**self.record["fitness"])
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
-        """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
+        """Return the strategy in its state at the checkpoint; see `restored_strategy`."""
         with checkpoint_errors(self.folder):
             return restored_strategy(self.record["strategy"], self.record["strategy_state"], given)
 
     @property
     def experience(self) -> SharedExperience | None:
-        """How its members learn from each other's samples; None = each from its own."""
+        """Rule for learning from samples of other members; None = each from its own."""
         return shared_experience(self.record["experience"])
 
     @property
     def logging(self) -> LoggingConfig:
-        """What the run keeps."""
+        """Records that the run keeps."""
         return LoggingConfig.from_json(self.record["records"])
 
     def run_dir(self, path: str | Path) -> RunDir:
-        """Return the run's folder, which keeps what it kept from the beginning."""
+        """Return the run directory, with the same records as before."""
         return RunDir(path, self.logging, lock=self.lock, run_id=self.run_id)
 
     @property
@@ -118,11 +118,11 @@ class StoredRun:
         device: str | None = None,
         algorithm: type[Agent] | None = None,
     ) -> tuple[Population, RunState]:
-        """Build the population and the progress over the base model; small networks need none.
+        """Restore the population, over its base model if it has one, and the run state.
 
         Raises:
-            CheckpointError: If it is another base model, or the record does not fit together.
-            ValueError: If the agents' class is the user's own and was not given, or another one was.
+            CheckpointError: If the base model differs, or the record is inconsistent.
+            ValueError: If the class of custom agents is missing or differs.
         """
         kind = algorithm_class(self.base["kind"], self.record["algorithm"], algorithm)
         stored = self.record["population"]
@@ -145,17 +145,15 @@ class StoredRun:
 
 
 def open_run(path: str | Path, *, go_on: bool = False) -> StoredRun:
-    """Read the newest complete state of a run.
-
-    Where several processes go on with it, one of them claims it, and the others read what it has left there.
+    """Load the newest complete checkpoint of a run. With several ranks, rank 0 locks the directory first.
 
     Args:
         path: The run directory.
-        go_on: Claim the folder, and sweep up what a kill left in it.
+        go_on: Lock the directory for writing, and remove incomplete files of a killed process.
 
     Raises:
-        CheckpointError: If there is no run, or none of its checkpoints is complete and its own.
-        ValueError: If it is to go on, and another process has claimed it.
+        CheckpointError: If there is no run, or no complete checkpoint.
+        ValueError: If another process has locked the directory.
     """
     path = Path(path).absolute()
     crew, found = processes(), []
@@ -171,7 +169,7 @@ def open_run(path: str | Path, *, go_on: bool = False) -> StoredRun:
 
 
 def _opened(folder: Path, *, go_on: bool) -> StoredRun:
-    """Read a run in this process; see `open_run`."""
+    """Load a run in this process; see `open_run`."""
     lock = DirectoryLock(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
     if lock is not None:
         _sweep(folder)
@@ -183,12 +181,12 @@ def _opened(folder: Path, *, go_on: bool) -> StoredRun:
     latest = latest_checkpoint(folder, check)
     if latest.folder is None or latest.generation is None:
         reasons = "".join(f" {error}" for error in latest.skipped)
-        raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
+        raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
     tensors, record = read_checkpoint(latest.folder)
     skipped = list(latest.skipped)
     try:
         best = _best_of(folder, record)
-    except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
+    except CheckpointError as error:  # the members are complete, so the run continues without it
         best = None
         skipped.append(error)
         if lock is not None:
@@ -202,7 +200,7 @@ def _opened(folder: Path, *, go_on: bool) -> StoredRun:
 
 
 def _journal_run_id(folder: Path) -> str | None:
-    """Return the identity of the run that the journal tells of; None if it tells of none."""
+    """Return the run id in the journal, or None."""
     if not (folder / JOURNAL).is_file():
         return None
     runs = [event for event in read_journal(folder / JOURNAL) if event["event"] == "run"]
@@ -211,22 +209,22 @@ def _journal_run_id(folder: Path) -> str | None:
 
 
 def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
-    """Refuse a checkpoint of another run, or one that lies under another number than it was written for."""
+    """Raise CheckpointError for a checkpoint of another run or another generation."""
     record = read_record(checkpoint)
     if expected is not None and record["run_id"] != expected:
         raise CheckpointError(
-            f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
+            f"{checkpoint} belongs to another run than the journal. Move it back to its own run directory."
         )
     with checkpoint_errors(checkpoint):
         progress = RunState.from_json(record["progress"])
         own = checkpoint_number(progress.generation, progress.step_in_generation)
         _check_settings(record)
     if own != number:
-        raise CheckpointError(f"{checkpoint} was written as generation {own}: give it its own name again")
+        raise CheckpointError(f"{checkpoint} was written as generation {own}. Rename it back.")
 
 
 def _check_settings(record: Mapping[str, Any]) -> None:
-    """Read, once and before anything is built, what the properties of `StoredRun` read."""
+    """Check all settings of a checkpoint before anything is built."""
     if (kind := record["population"]["shared"]["kind"]) not in POLICY_SETS:
         raise unknown_name_error("kind of members", kind, POLICY_SETS)
     Schedule(**record["schedule"])
@@ -239,7 +237,7 @@ def _check_settings(record: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plain:
-    """Plain values that a checkpoint holds of its run."""
+    """Plain values of a checkpoint."""
 
     run_id: str
     population: Mapping[str, Any]
@@ -251,7 +249,7 @@ class _Plain:
 
 
 def _read_best(tensors: Mapping[str, Tensor], record: Mapping[str, Any], digest: str) -> Best:
-    """Return the best member from what its checkpoint holds; raises whatever a record of another shape leads to."""
+    """Build the best member from its checkpoint; a malformed record raises any exception."""
     member, note = record["member"], record["note"]
     fields = {
         "index": member["index"],
@@ -265,10 +263,10 @@ def _read_best(tensors: Mapping[str, Tensor], record: Mapping[str, Any], digest:
 
 
 def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the tensors and the record of the run's best member, None if there is none yet.
+    """Return the tensors and the record of the best member; None if there is none yet.
 
     Raises:
-        CheckpointError: If there is one that cannot be read, or it is not the one that the checkpoint knows.
+        CheckpointError: If it cannot be read or is not the one in the checkpoint.
     """
     known = KnownBest.of(record)
     if not checkpoint_path(folder / BEST).is_dir():
@@ -285,16 +283,16 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     if run_id != record["run_id"]:
         raise CheckpointError(_lost(folder, known, "it belongs to another run"))
     if generation > record["progress"]["generation"]:
-        return None  # a kill fell between it and the checkpoint: its generation is done again
+        return None  # killed before the checkpoint was written: its generation is repeated
     if known is not None and digest_of(folder / BEST) != known.digest:
         if "second" in own["note"] and record["progress"]["finalists_generation"] < record["progress"]["generation"]:
-            return None  # likewise: the finalists are evaluated again
-        raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
+            return None  # as above: the finalists are evaluated again
+        raise CheckpointError(_lost(folder, known, "it is not the one in the checkpoint"))
     return tensors, own
 
 
 def _among_finalists(finalists: KeptStates, known: KnownBest) -> Best | None:
-    """Return the best member that the checkpoint knows from the finalists, where it is among them."""
+    """Return the best member from the finalists, if it is among them."""
     for kept in finalists.seen:
         if kept.key == (known.index, known.generation):
             state = finalists.state(kept.key)
@@ -303,24 +301,24 @@ def _among_finalists(finalists: KeptStates, known: KnownBest) -> Best | None:
 
 
 def _lost(folder: Path, known: KnownBest | None, reason: str) -> str:
-    whose = ""
+    details = ""
     if known is not None:
-        whose = f", #{known.index} with {known.fitness:.4g} after generation {known.generation},"
+        details = f" (#{known.index}, fitness {known.fitness:.4g}, generation {known.generation})"
     return (
-        f"the best member in {folder / BEST}{whose} cannot be used: {reason}. The best from here on takes its place; "
-        "restore the folder first if you have a copy"
+        f"the best member in {folder / BEST}{details} cannot be used: {reason}. The best from here on replaces it; "
+        "restore the folder first if you have a copy."
     )
 
 
 def _set_aside(folder: Path) -> None:
-    """Keep what lies in the place of the best member, whatever it is: the next best is written there."""
+    """Rename an unusable folder of the best member, as the next best is written there."""
     found = checkpoint_path(folder / BEST)
     if found.exists():
         found.rename(next(place for place in (folder / f"{BEST}-unusable-{n}" for n in count(1)) if not place.exists()))
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed process left half-written; put back what it had set aside."""
+    """Remove incomplete files of a killed process, and restore what it had moved."""
     remove_leftovers(generation_folder(folder, 0))
     remove_leftovers(folder / BEST)
     for place in (folder, folder / COMPLETIONS):

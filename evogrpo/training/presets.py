@@ -1,4 +1,4 @@
-"""Presets: hyperparameters that were tuned in environments that many begin with."""
+"""Presets: hyperparameters tuned for common environments."""
 
 from collections.abc import Mapping
 from importlib.resources import files
@@ -13,12 +13,12 @@ _FOLDER = files("evogrpo.training") / "presets"
 
 
 def preset_ids() -> tuple[str, ...]:
-    """Return the environments that have a preset."""
+    """Return the ids of environments with a preset."""
     return tuple(sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir() if file.name.endswith(".yaml")))
 
 
 def preset(env: str) -> dict[str, Any]:
-    """Return what the preset of an environment changes in the packaged configuration: sections of keys.
+    """Return the sections that the preset of an environment changes in the packaged configuration.
 
     Args:
         env: Its id, with or without the version.
@@ -37,7 +37,7 @@ def preset(env: str) -> dict[str, Any]:
 
 
 def with_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's plain values with others put on top, key by key in every section."""
+    """Merge changes into a configuration's plain values, key by key in every section."""
     both = dict(values)
     for name, change in changes.items():
         both[name] = {**(both.get(name) or {}), **change} if isinstance(change, Mapping) else change
@@ -45,11 +45,11 @@ def with_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 def with_own_limits(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return packaged values without 20 generations and the solved environment as its end, if a budget is given.
+    """Return packaged values without their own limits if the caller gives a budget.
 
     Args:
-        values: Of the packaged configuration.
-        given: What the caller sets in the schedule.
+        values: Values of the packaged configuration.
+        given: Schedule settings of the caller.
     """
     own = any(given.get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds"))
     return with_sections(values, {"schedule": {"generations": None, "target_fitness": None}}) if own else dict(values)

@@ -1,4 +1,4 @@
-"""A run's folder: journal, checkpoints, the best member, TensorBoard logs, completions."""
+"""Run directory: journal, checkpoints, the best member, TensorBoard logs and completions."""
 
 import hashlib
 import uuid
@@ -39,30 +39,27 @@ from evogrpo.warnings import warn
 
 JOURNAL = "journal.jsonl"
 BEST = "best"
-"""The folder in a run's that holds its best member."""
-
+"""Folder of the best member in a run directory."""
 
 FINALIST = "finalist: "
-"""Begins the names of a checkpoint's tensors that finalists had learnt."""
+"""Prefix of the finalists' tensors in a checkpoint."""
 
 
 class RunDir:
-    """Where a run keeps its records.
-
-    Nobody else may write into it meanwhile: it is claimed when it is created or opened again.
+    """Directory of a run, locked for one writer.
 
     Args:
-        path: The folder.
-        logging: What it keeps.
+        path: The directory.
+        logging: Records to keep.
         lock: The right to write into it, if the caller has it already.
-        run_id: Of the run that lies in it; a new one by default.
-        config: The run's configuration as plain values, if it has one: kept in its checkpoints.
+        run_id: Identity of its run; a new one by default.
+        config: Configuration of the run as plain values, stored in its checkpoints; None if it has none.
 
     Attributes:
         path: As given, as an absolute path.
-        run_id: Names the run in everything that is written, so that files of another run are told from its own.
-        logging: As given; saved, so that a resumed run leaves the same records.
-        completions: Writes them.
+        run_id: Identity of the run, written to all its files.
+        logging: As given; stored, so that a resumed run keeps the same records.
+        completions: Writer of the completions tables.
     """
 
     def __init__(
@@ -88,36 +85,36 @@ class RunDir:
         self._unlogged = False
 
     def again(self) -> Self:
-        """Return the same folder for a run that has been closed and goes on: it is claimed anew."""
+        """Return the same directory for a closed run that continues; it is locked again."""
         return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config)
 
     def check_unused(self) -> None:
-        """Refuse a folder that already holds a run, or that is no place for one, before anything expensive.
+        """Check that the directory can hold a new run.
 
         Raises:
-            ValueError: If it is; see `evogrpo.storage.atomic_files.check_new_folder`.
+            ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        # The founders are saved before the first event: a journal is always one that can be resumed.
+        # The founders are saved before the first event, so any journal can be resumed.
         if (self.path / JOURNAL).exists() or latest_checkpoint(self.path).folder is not None:
             raise ValueError(
-                f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
-                "command line, evogrpo.resume in Python), or choose another run directory"
+                f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
+                "choose another run directory."
             )
-        # A run that was killed before its founders were saved has left nothing that could be gone on with.
+        # A run that was killed before its founders were saved cannot be resumed.
         left_over = [CHECKPOINTS] if has_only_hidden_files(self.path / CHECKPOINTS) else []
         if is_stored(self.path / CONFIG_FILE):
             left_over.append(CONFIG_FILE)
         check_new_folder(self.path, "run directory", left_over=left_over)
 
     def create(self) -> None:
-        """Make the folder and claim it; refuse one that already holds a run, as `check_unused` does."""
+        """Create and lock the directory; raise ValueError if it already holds a run."""
         self.check_unused()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = DirectoryLock(self.path)
-        self.check_unused()  # whoever had it until now has perhaps begun a run
+        self.check_unused()  # the previous owner of the lock may have started a run
 
     def close(self) -> None:
-        """Let go of the folder: nothing more is written."""
+        """Close all files and release the lock."""
         if self._lock is not None:
             self._lock.release()
         if self._journal is not None:
@@ -128,7 +125,7 @@ class RunDir:
 
     @property
     def described(self) -> bool:
-        """Whether the journal holds the run event, which it loses if it is emptied."""
+        """True if the journal has the event that describes the run."""
         path = self.path / JOURNAL
         return path.exists() and any(event["event"] == "run" for event in read_journal(path))
 
@@ -151,7 +148,7 @@ class RunDir:
         data: Mapping[str, str] | None,
         experience: SharedExperience | None,
     ) -> None:
-        """Checkpoint everything as the generation under way, and drop old generations; `data` is what it acts in."""
+        """Write a checkpoint and delete old ones; `data` is the fingerprint of the environment."""
         self._check_lock()
         tensors, record = population_state(population)
         record = {
@@ -180,23 +177,23 @@ class RunDir:
         prune(self.path, number, keep=self.logging.keep_checkpoints)
 
     def _left(self) -> str:
-        """Say what can be gone on from although a checkpoint could not be written."""
+        """Return a note on the newest checkpoint that is complete."""
         left = latest_checkpoint(self.path).generation
         if left is None:
-            return "nothing of this run has been saved yet, so it is to be started again"
-        return f"the checkpoint of generation {left} is whole, so the run goes on from there once that is mended"
+            return "nothing of this run was saved yet"
+        return f"the run can be resumed from generation {left} once this is fixed"
 
     def save_best(self, agent: Any, generation: int, fitness: Fitness, second: Fitness | None = None) -> str:
-        """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one.
+        """Save the best member so far as a PEFT folder and agent checkpoint in one.
 
         Args:
             agent: The member.
-            generation: That it was the best in.
-            fitness: What it was chosen by.
-            second: What it earned on the second set, once it is known.
+            generation: Generation in which it earned its fitness.
+            fitness: Fitness by which it was chosen.
+            second: Fitness on the second set, if known.
 
         Returns:
-            What identifies this very folder; see `digest_of`.
+            Digest of the folder; see `digest_of`.
         """
         self._check_lock()
         note: dict[str, Any] = {"generation": generation, "run_id": self.run_id}
@@ -211,17 +208,17 @@ class RunDir:
         self._lock.check()
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers for TensorBoard, by tag, under the number of the learning step that came before."""
+        """Log scalars for TensorBoard by tag, under the number of the latest learning step."""
         with self._logging() as logs:
             if logs:
                 self._add_scalars(step, values)
 
     @contextmanager
     def _logging(self) -> Iterator[bool]:
-        """Yield whether to log for TensorBoard; after a failure nothing more is logged."""
+        """Yield True if scalars are logged. Logging stops after the first error."""
         try:
             yield self.logging.tensorboard and not self._unlogged
-        except Exception as error:  # noqa: BLE001  # TensorBoard's own; curves are not worth a run
+        except Exception as error:  # noqa: BLE001  # errors of TensorBoard must not end a run
             self._unlogged = True
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             warn(f"TensorBoard logging stopped: {reason}", rank_zero_only=False)
@@ -238,7 +235,7 @@ class RunDir:
 
 
 def checkpoint_number(generation: int, step_in_generation: int) -> int:
-    """Return the number of the checkpoint that holds a run at this point."""
+    """Return the number of the checkpoint at this point of a run."""
     return generation + (1 if step_in_generation else 0)
 
 

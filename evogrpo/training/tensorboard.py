@@ -1,4 +1,4 @@
-"""The curves of a run: every member's numbers by name and slot, and the best and the mean of what members earn.
+"""TensorBoard scalars of a run: metrics by name and slot, and best and mean of fitness and reward.
 
 Tags are `name/slot_0`, `name/slot_1` and so on, with the names of the journal; those in `EARNED` also have `name/best`
 and `name/mean`, and one chart each for all their curves. Metrics of a learning step and of the evaluation after it are
@@ -10,16 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from evogrpo.reporting.records import MemberReport
 
 EARNED = ("fitness", "reward")
-"""Also shown for all members together; each has one chart with all its curves, under "custom scalars"."""
+"""Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""
 
 CURVES: Mapping[str, str] = {
-    "fitness": "what selection goes by: the mean raw reward per held-out question, or what `fitness:` says",
+    "fitness": "fitness used for selection: mean raw reward per held-out question, or as `fitness:` sets",
     "measured_greedy": "mean reward of greedy answers to the validation questions",
     "measured_sampled": "mean reward of answers to them that are sampled at temperature 1",
     "measured_rollouts": "mean training reward of the last half of a generation's learning steps, start by start",
     "evaluation_cost": "tokens (small networks: steps) that the member's evaluation took",
 }
-"""What stands in the curves once a generation beside the hyperparameters that can differ, and what it means."""
+"""Scalars logged once per generation beside the hyperparameters, with their meaning."""
 
 
 def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
@@ -42,11 +42,11 @@ def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, floa
 
 
 def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
-    """Return the curves' values after an evaluation, by tag: fitness however measured, its cost, and what can differ.
+    """Return scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
 
     Args:
-        members: Those that are alive.
-        evolving: Names of the hyperparameters that evolve. Others are shown where members differ all the same.
+        members: Reports of the members.
+        evolving: Names of the evolving hyperparameters. Others are included if members differ in them.
     """
     values = {member.slot: member.hyperparameters.to_json() for member in members}
     first = next(iter(values.values()), {})
@@ -61,5 +61,5 @@ def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]
 
 
 def layout() -> dict[str, dict[str, list[object]]]:
-    """Return what TensorBoard shows as charts of several curves."""
+    """Return the layout of TensorBoard's custom charts."""
     return {"population": {name: ["Multiline", [f"^{name}/"]] for name in EARNED}}

@@ -53,7 +53,7 @@ def test_a_checkpoint_that_cannot_be_written_says_what_is_left(project, here):
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     said = " ".join(errors.split())
-    assert "nothing of this run has been saved yet, so it is to be started again: " in said
+    assert "nothing of this run was saved yet: " in said
     assert "run/checkpoints/generation-0000" in said
     assert "resume" not in output
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_cannot_be_written_says_what_is_left(project, here):
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     said = " ".join(errors.split())
-    assert "the checkpoint of generation 1 is whole, so the run goes on from there once that is mended" in said
+    assert "the run can be resumed from generation 1 once this is fixed" in said
     assert "evogrpo" in output.splitlines()[-1]
     assert "resume whole" in output.splitlines()[-1]
     assert main(["resume", "whole", "--generations", "2"]) == 0

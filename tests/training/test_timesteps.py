@@ -8,7 +8,7 @@ from evogrpo.reporting.records import GenerationReport, TestReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.display.live import Pace
+from evogrpo.training.display.live import TimeEstimate
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, step_run
 from tests.tiny_training import finish, tiny_run
@@ -39,7 +39,7 @@ def test_a_run_ends_with_the_step_that_takes_the_last_of_them():
         assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
         assert run.result.complete
         assert run.result.reason == f"max_timesteps {budget:,} is reached"
-        assert Pace(run).fraction() == 1.0
+        assert TimeEstimate(run).fraction() == 1.0
 
 
 def test_every_agent_of_a_team_takes_steps_of_its_own():
