@@ -1,4 +1,4 @@
-"""EvalCallback: what Stable-Baselines3's class of this name does, for a run: evaluates, logs, keeps the best, stops."""
+"""EvalCallback: periodic evaluation of a run, as Stable-Baselines3's class of the same name."""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -22,31 +22,31 @@ _OWN = (
 
 
 class EvalCallback:
-    """Evaluates the best member of a run every so often in an environment of the caller's own.
+    """Periodic evaluation of the best member in a separate environment.
 
-    It goes into `train(callback=)`, or is called with the run in the body of a loop over `evolve`: `if not
-    evaluation(run): run.stop()`. What it plays is not counted in the run's steps, and selection does not see it.
+    Pass it to `train(callback=)`, or call it with the run in the body of a loop over `evolve`: `if not evaluation(run):
+    run.stop()`. Its steps are not counted, and selection does not use it.
 
     Args:
         eval_env: An environment, a callable that makes one, or the id of a registered one.
-        n_eval_episodes: Episodes of an evaluation.
-        eval_freq: An evaluation follows the first generation that ends after so many further steps in the environment.
-        log_path: Folder of `evaluations.npz`, written anew after every evaluation as Stable-Baselines3 does:
-            `timesteps` `[n]`, `results` and `ep_lengths` `[n, episodes]`, and `successes` where the environment tells
+        n_eval_episodes: Episodes per evaluation.
+        eval_freq: Evaluate after the first generation that ends at least this many environment steps later.
+        log_path: Folder of `evaluations.npz`, rewritten after every evaluation as Stable-Baselines3 does: `timesteps`
+            `[n]`, `results` and `ep_lengths` `[n, episodes]`, and `successes` if the environment reports
             `is_success`.
         best_model_save_path: Folder in which `best_model` keeps the best agent evaluated; `GRPO.load` reads it.
         deterministic: Take the most likely actions; False draws them.
         reward_threshold: The mean return of an evaluation that ends the run.
-        seed: Of the first reset; the environment draws on from there.
-        others: None; the arguments that Stable-Baselines3 has besides are answered.
+        seed: Seed of the first reset.
+        others: Unknown arguments, which raise an error with a hint.
 
     Attributes:
-        best_mean_reward: The best so far; minus infinity before the first evaluation.
-        last_mean_reward: The last one, likewise.
-        evaluations_timesteps: When each evaluation was.
-        evaluations_results: Returns of its episodes, undiscounted; what a `Monitor` recorded, if there is one.
-        evaluations_length: Their lengths.
-        evaluations_successes: Whether they succeeded, where that is told.
+        best_mean_reward: Best mean return so far; minus infinity before the first evaluation.
+        last_mean_reward: Latest mean return; minus infinity before the first evaluation.
+        evaluations_timesteps: Environment steps at each evaluation.
+        evaluations_results: Undiscounted returns of its episodes, or those recorded by a `Monitor`.
+        evaluations_length: Lengths of its episodes.
+        evaluations_successes: Successes of its episodes, if reported.
 
     Raises:
         ValueError: If an argument is unknown or out of range.
@@ -81,10 +81,10 @@ class EvalCallback:
         self.evaluations_successes: list[list[bool]] = []
 
     def __call__(self, run: Run) -> bool:
-        """Evaluate if it is time; returns False once the threshold is reached.
+        """Evaluate if due; return False once the threshold is reached.
 
         Raises:
-            ValueError: If the run's members are no small networks of one agent, or were made for another environment.
+            ValueError: If members are not single-agent networks, or were made for another environment.
         """
         timesteps, agent = run.trainer.run_state.timesteps, run.population.agents[run.population.best_slot]
         if not isinstance(agent, GRPO) or run.population.members.kind != "networks":
@@ -118,7 +118,7 @@ class EvalCallback:
                 agent.save_checkpoint(self._best, replace=True)
 
     def _play(self, agent: GRPO, limit: int | None) -> Mapping[str, Any]:
-        """Play one episode; a Monitor's own record of it counts, under its names."""
+        """Play one episode and return its record, with the values of a `Monitor` if there is one."""
         seen, info = self._env.reset(seed=self._seed)
         self._seed, total, length, over = None, 0.0, 0, False
         while not over and length != limit:

@@ -1,4 +1,4 @@
-"""Where words go: one console for what was asked for, one for errors and warnings, and what the user shall not see."""
+"""Consoles for output, errors and warnings."""
 
 import os
 import re
@@ -21,46 +21,42 @@ NOTEBOOK_WIDTH = 92  # columns below a cell, which are seen without scrolling be
 
 
 class VisibleConsole(Console):
-    """A console that shows text as text, whoever wrote it.
-
-    Nothing in it is taken for markup or a name of an emoji, and whatever a terminal would act on is spelled out: paths,
-    options, what a checkpoint says of itself.
-    """
+    """Console that prints untrusted text literally: no markup, no emoji names, and control characters are escaped."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, legacy_windows=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a text, measured as it is shown, of a string."""
+        """Convert a string to a text with escaped control characters."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render what is printed, and spell out what is not to be seen in its texts."""
+        """Render a renderable with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
-def make_console(stream: TextIO | None = None, *, everybody: bool = False) -> Console:
-    """Return a console on a stream, stdout by default; colours and control codes only on a real terminal.
+def make_console(stream: TextIO | None = None, *, all_ranks: bool = False) -> Console:
+    """Return a console on a stream, stdout by default; colours and control codes only on a terminal.
 
-    Of several processes that train together one is heard, unless `everybody` is.
+    Only rank 0 prints, unless `all_ranks` is True.
     """
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
     # Neither an environment variable nor a CI service makes a file a terminal.
-    quiet = not (everybody or processes().is_rank_zero)
+    quiet = not (all_ranks or processes().is_rank_zero)
     return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
 
 
 def console_for(progress: bool | None) -> Console | None:
-    """Return the console on which a run of Python's is shown, if it is.
+    """Return the console of a run's live display, or None.
 
     Args:
-        progress: True or False, or None: where somebody looks, on a terminal or in a notebook.
+        progress: Show the display; None = on a terminal and in a notebook.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: If it is neither True, False nor None.
     """
     if progress not in (None, True, False):
         raise ValueError(f"progress must be True, False or None (shown on a terminal), got {progress!r}")
@@ -74,10 +70,10 @@ def console_for(progress: bool | None) -> Console | None:
 
 @dataclass(frozen=True)
 class Hung:
-    """A text whose further lines, where it takes several, are indented.
+    """Text with a hanging indent.
 
     Attributes:
-        text: What is said.
+        text: The text.
         indent: Columns before every line but the first.
     """
 
@@ -94,7 +90,7 @@ class Hung:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Show that something is being prepared, and warnings above it; a log gets the warnings only."""
+    """Show a spinner, and warnings above it; a log gets the warnings only."""
     if not console.is_terminal:
         yield
         return
@@ -106,19 +102,19 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 
 def say_error(message: str) -> None:
-    """Print one clean message for the user, without traceback."""
-    console = make_console(sys.stderr, everybody=True)
+    """Print an error without traceback."""
+    console = make_console(sys.stderr, all_ranks=True)
     console.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=not console.is_terminal)
 
 
 def say_warning(message: str, console: Console | None = None) -> None:
-    """Print one clean warning."""
+    """Print a warning."""
     console = console or make_console(sys.stderr)
     console.print(Text.assemble(("warning: ", "bold yellow"), printable(message)), soft_wrap=not console.is_terminal)
 
 
 def tolerate_old_encodings() -> None:
-    """Replace what the output's encoding cannot write, rather than fail over a plus-minus sign."""
+    """Replace characters that the output's encoding cannot represent."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -126,7 +122,7 @@ def tolerate_old_encodings() -> None:
 
 
 class _Enduring:
-    """Passes on to a stream as long as that takes anything; afterwards nothing is shown, and the program goes on."""
+    """Stream that ignores output once the wrapped stream cannot be written, so that the program continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.failure = stream, ""
@@ -138,7 +134,7 @@ class _Enduring:
         if not self.failure:
             try:
                 return self._stream.write(text)
-            except (OSError, ValueError) as error:  # a pipe that nobody reads, a full disk; a stream that was closed
+            except (OSError, ValueError) as error:  # a closed pipe, a full disk, a closed stream
                 self._give_up(error)
         return len(text)
 
@@ -151,15 +147,15 @@ class _Enduring:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = str(getattr(error, "strerror", None) or error)
-        with suppress(OSError, ValueError):  # else what it still holds would fail once more, at the program's end
+        with suppress(OSError, ValueError):  # its buffer would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
-            say_warning(f"nothing more is shown, as the output cannot be written any more: {self.failure}")
+            say_warning(f"No further output, as it cannot be written: {self.failure}")
 
 
 @contextmanager
 def enduring_output() -> Iterator[None]:
-    """Let nothing end because what it prints cannot be written: a closed pipe, a full disk."""
+    """Ignore errors of stdout and stderr in the block, such as a closed pipe or a full disk."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Enduring(stream) for stream in before)
     try:
@@ -169,7 +165,7 @@ def enduring_output() -> Iterator[None]:
 
 
 def quieten_libraries() -> None:
-    """Keep libraries from printing: their progress bars and advice. To be called before they are imported."""
+    """Turn off progress bars and advice of libraries. Call before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -178,7 +174,7 @@ def quieten_libraries() -> None:
 
 @contextmanager
 def clean_warnings(console: Console | None = None) -> Iterator[None]:
-    """Show our own warnings, and those of reward files, as clean lines; hide those of libraries."""
+    """Print warnings of evogrpo and of reward files on one line each; hide those of libraries."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         say_warning(_COLOURS.sub("", str(message)), console)

@@ -5,7 +5,7 @@ import io
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,10 +27,10 @@ from evogrpo.training.loop.trainer import Trainer
 
 
 class TimeEstimate:
-    """How long the parts of a run take, and what is left of it.
+    """Time estimate of a run: fraction done and seconds left.
 
     Args:
-        evolution: The run.
+        trainer: The run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,11 +43,11 @@ class TimeEstimate:
         self._work: ProgressUpdate | None = None
 
     def go_on(self) -> None:
-        """Leave out the time in which somebody else had control."""
+        """Exclude the time in which the run did not have control."""
         self._last = time.monotonic()
 
     def hear(self, work: ProgressUpdate) -> None:
-        """Take note of how far the part of the run under way has come: acting is half of a step, learning the rest."""
+        """Record progress within a step or an evaluation; sampling is half of a step, learning the other."""
         if self._unit != self._present():
             self._unit, self._within = self._present(), 0.0
         self._work = work
@@ -59,22 +59,22 @@ class TimeEstimate:
 
     @property
     def work(self) -> ProgressUpdate | None:
-        """What is being computed, as far as was heard of the part of the run under way."""
+        """Latest progress of the step or evaluation under way; None if there was none."""
         return self._work if self._unit == self._present() else None
 
     def note(self, report: Report) -> None:
-        """Take the time of the part that just ended."""
+        """Record the duration of the part that just ended."""
         now = time.monotonic()
         passed, self._last = now - self._last, now
         if isinstance(report, StepReport):
             self._steps.append(report.seconds)
-            if self._evaluation is None:  # the base alone answered the validation questions before this step
+            if self._evaluation is None:  # only the base was evaluated before this step
                 self._evaluation = max(passed - report.seconds, 0.0) * self._members
         elif isinstance(report, GenerationReport):
             self._evaluation = passed
 
     def fraction(self) -> float:
-        """Return how much of the run is done, from 0 to 1, by the limit that is nearest."""
+        """Return the fraction of the run that is done, by the nearest limit."""
         schedule, progress = self._trainer.schedule, self._trainer.run_state
         parts = [0.0]
         if schedule.generations is not None:
@@ -94,13 +94,13 @@ class TimeEstimate:
         return min(max(parts), 1.0)
 
     def steps_left(self) -> int:
-        """Return how many learning steps the scheduled generations still take, as many each as the one under way."""
+        """Return the learning steps left, assuming generations as long as the current one."""
         schedule, progress = self._trainer.schedule, self._trainer.run_state
         generations = (schedule.generations or 0) - progress.generation
         return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
 
     def left(self) -> float | None:
-        """Return about how many seconds are left, or None before the first step."""
+        """Return the estimated seconds left; None before the first step."""
         if not self._steps:
             return None
         schedule, progress = self._trainer.schedule, self._trainer.run_state
@@ -120,7 +120,7 @@ class TimeEstimate:
         return max(min(bounds) - waited, 0.0) + self._test(evaluation)
 
     def _present(self) -> tuple[str, int]:
-        """Name the part of the run that is under way: a learning step or an evaluation."""
+        """Return kind and step of the current part: baseline, step or evaluation."""
         progress = self._trainer.run_state
         if progress.baseline is None:
             return "baseline", 0
@@ -128,40 +128,22 @@ class TimeEstimate:
         return "step" if stepping else "evaluation", progress.step
 
     def _test(self, evaluation: float) -> float:
-        """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
+        """Return the estimated seconds of the test: two passes, where an evaluation makes one per member."""
         stages = self._trainer.stages
         if stages.schedule.test_questions == 0:
             return 0.0
         return evaluation * 2 * stages.questions("test") / (stages.questions("validation") * self._members)
 
 
-SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook, whose every drawing is a message
-
-
-class Region(Protocol):
-    """Drawn again and again while it is entered, and gone afterwards; may be entered again."""
-
-    def __enter__(self) -> Self:
-        """Begin to draw."""
-        ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wipe it out."""
-        ...
-
-    def refresh(self) -> None:
-        """Say that something has changed; it is drawn now or soon."""
-        ...
+SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook
 
 
 class TerminalRegion:
-    """At the foot of a terminal, drawn by a thread of its own; what anybody prints meanwhile goes above it.
+    """Live region at the bottom of a terminal, redrawn by a thread; other output goes above it.
 
     Args:
-        console: Of the terminal.
-        shown: What to draw.
+        console: Console of the terminal.
+        shown: Content.
     """
 
     def __init__(self, console: Console, shown: RenderableType) -> None:
@@ -169,7 +151,7 @@ class TerminalRegion:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        # A fresh one each time: an old one would wipe out the lines where it last stood.
+        # A new one each time, as an old one would erase the lines at its last position.
         self._live = Live(self._shown, console=self._console, refresh_per_second=8, transient=True)
         self._live.start(refresh=True)
         return self
@@ -181,15 +163,15 @@ class TerminalRegion:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Do nothing: the thread looks eight times a second."""
+        """Do nothing, as the thread redraws eight times a second."""
 
 
 class NotebookRegion:
-    """Below a notebook's cell, drawn when something has changed.
+    """Live region below a notebook cell, redrawn by `refresh`.
 
     Args:
-        console: Of the notebook.
-        shown: What to draw.
+        console: Console of the notebook.
+        shown: Content.
     """
 
     def __init__(self, console: Console, shown: RenderableType) -> None:
@@ -198,7 +180,7 @@ class NotebookRegion:
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        pages = importlib.import_module("IPython.display")  # there wherever a notebook is
+        pages = importlib.import_module("IPython.display")  # always installed with notebooks
         self._handle = pages.display(pages.HTML(self._html()), display_id=True)
         return self
 
@@ -208,7 +190,7 @@ class NotebookRegion:
         self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
     def refresh(self) -> None:
-        """Draw, unless that was done a moment ago."""
+        """Redraw, at most twice a second."""
         if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._handle.update({"text/html": self._html(), "text/plain": ""}, raw=True)
 
@@ -222,23 +204,23 @@ class NotebookRegion:
 _PAGE = "<pre style=\"font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; line-height: normal\">{code}</pre>"
 
 
-def region(console: Console, shown: RenderableType) -> Region | None:
-    """Return where something can be drawn again and again; None for a file, a pipe and a terminal that cannot."""
+def live_region(console: Console, shown: RenderableType) -> TerminalRegion | NotebookRegion | None:
+    """Return a live region; None for files, pipes and terminals without cursor control."""
     if console.is_jupyter:
         return NotebookRegion(console, shown)
     return TerminalRegion(console, shown) if console.is_terminal else None
 
 
-SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
+SECONDS_BETWEEN_LINES = 1.0  # in a log
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
 
 
 class RunDisplay:
-    """Shows a run while it goes on; a context manager, which may be left and entered again.
+    """Live display of a run; a context manager that may be entered repeatedly.
 
     Args:
-        console: Where to.
-        evolution: The run.
+        console: Console of the display.
+        trainer: The run.
     """
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
@@ -252,10 +234,10 @@ class RunDisplay:
         self._entered = self._said_end = False
         self._outcome: TestOutcome | None = None
         self._baseline_shown = trainer.run_state.baseline is not None
-        self._region = region(console, self)
+        self._region = live_region(console, self)
 
     def of(self, trainer: Trainer) -> Self:
-        """Return what shows another run in the same place."""
+        """Return a display of another run on the same console."""
         return type(self)(self._console, trainer)
 
     def __enter__(self) -> Self:
@@ -276,7 +258,7 @@ class RunDisplay:
         self._shown.close()
 
     def _hear(self, work: ProgressUpdate) -> None:
-        self._show_baseline()  # no report tells of it
+        self._show_baseline()  # there is no report of it
         self._estimate.hear(work)
         if self._region is not None:
             self._region.refresh()
@@ -295,7 +277,7 @@ class RunDisplay:
             self._outcome = report
 
     def say_end(self) -> None:
-        """Say what a run that is over came to, once: the test, and why it ended; or that it was stopped."""
+        """Print the result of a run that has ended, once."""
         if self._said_end:
             return
         self._said_end, result, console = True, self._trainer.result, self._console
@@ -314,7 +296,7 @@ class RunDisplay:
         )
 
     def _log_step(self, report: StepReport) -> None:
-        """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
+        """Print a step in a log: at most one line a second, and always the last step of a generation."""
         last = self._trainer.run_state.step_in_generation == self._trainer.run_state.steps_per_generation
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
             left = self._estimate.left()
@@ -334,7 +316,7 @@ class RunDisplay:
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
         spent = f"{duration_text(report.seconds)} · {processed(report, self.words)}"
         facts = f" · step {report.step} · {spent}"
-        if len(head) + len(facts) > width:  # a single word on a line of its own says little
+        if len(head) + len(facts) > width:  # avoid a line with a single word
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         evolving = list(self._trainer.population.space) or SHOWN_IF_NOTHING_EVOLVES
@@ -343,12 +325,12 @@ class RunDisplay:
         shown.append(generation_table(report, evolving, width, self.words, kept=kept))
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
-            shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it is kept as the best")
+            shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it stays the best")
         shown += map(Hung, plan_lines(report))
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
-        self._console.print(Group(*shown, ""))  # in one go: a notebook frames whatever is printed by itself
+        self._console.print(Group(*shown, ""))  # in one call, as notebooks frame every print
 
     def _position(self, step: int) -> str:
         schedule = self._trainer.schedule
@@ -384,7 +366,7 @@ class RunDisplay:
         return Group(*lines)
 
     def _phase(self) -> Text:
-        """Say what is being computed right now."""
+        """Return the current phase of the run."""
         trainer, schedule = self._trainer, self._trainer.schedule
         progress = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
@@ -393,7 +375,7 @@ class RunDisplay:
         if trainer.finished():
             return Text(f"testing on {self._trainer.stages.questions('test')} {self.words.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
-            # Counted already while it is being recorded.
+            # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)
             return Text(f"generation {number}{total} · validating")
         where = f"generation {progress.generation + 1}{total}"
@@ -401,7 +383,7 @@ class RunDisplay:
 
 
 def baseline_text(baseline: Fitness, config: FitnessConfig, words: Terms) -> str:
-    """Say what the untrained base earned, or in its place the founders in the first learning step."""
+    """Return the text on the fitness before training."""
     score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
     if not config.uses_validation:
         return f"first learning step: mean reward {score} over {count} {words.questions}, before anything is learnt"
@@ -410,14 +392,14 @@ def baseline_text(baseline: Fitness, config: FitnessConfig, words: Terms) -> str
 
 
 def work_text(work: ProgressUpdate) -> Text:
-    """Write what is being computed: with how many of what, and how much of it is done."""
-    part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # nobody tells how far rewards have come
+    """Return the text on the work under way."""
+    part = "" if work.activity == "rewarding" else f" · {work.part:.0%}"  # rewards report no progress
     doing = "learning from" if work.activity == "learning" else work.activity
     return Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim")
 
 
 def _about(seconds: float) -> str:
-    """Write an estimate of time as roughly as it is known."""
+    """Return a rounded estimate of time."""
     if seconds < 90:
         return f"about {max(5, 5 * round(seconds / 5))} s"
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
@@ -430,7 +412,7 @@ def _colour(report: TestOutcome) -> str:
 
 
 def outcome_lines(report: TestOutcome, words: Terms) -> list[Text]:
-    """Write the test: before training, the best member after, and the difference."""
+    """Return the lines on the test: before training, after, and the difference."""
     before, after, gain = report.before, report.after, report.gain
     lines = [
         Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),

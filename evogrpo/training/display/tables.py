@@ -26,20 +26,20 @@ _NARROWEST = 12
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
-    """Draw completions of the last learning step: question, completion, rewards, advantage and member, a row each.
+    """Return a table of completions of the last learning step, with rewards, advantage and member.
 
     Args:
         examples: One completion of every member.
-        best: Whose stands first; after it the others, those with other rewards before those with equal ones.
+        best: Index of the member in the first row; other rewards come before equal ones.
         width: Columns of the terminal.
 
     Returns:
-        The table; None if there is nothing to show.
+        The table; None without examples.
     """
     shown = _chosen(examples, best)
     if not shown:
         return None
-    # The values of a single function are the rewards themselves, unless it has a weight.
+    # With a single reward function its values are the rewards, unless it has a weight.
     names = list(shown[0].rewards) if len(shown[0].rewards) > 1 else []
     numbers = {name: [number_text(each.rewards.get(name)) for each in shown] for name in names}
     numbers |= {"reward": [number_text(each.reward) for each in shown]}
@@ -73,13 +73,13 @@ def _chosen(examples: Sequence[Example], best: int) -> list[Example]:
 
 
 def one_line(text: str) -> str:
-    """Return an untrusted text on one line, safe to print: its lines joined by a sign, empty ones left out."""
+    """Return an untrusted text on one line, with control characters escaped and empty lines removed."""
     lines = (line.strip() for line in printable(text.expandtabs(1)).split("\n"))
     return " ⏎ ".join(line for line in lines if line)
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut the middle out of a text longer than `most` characters, at least 12: its end matters as well."""
+    """Cut the middle out of a text longer than `most` characters."""
     if len(text) <= most:
         return text
     tail = max(most // 3, 4)
@@ -90,20 +90,20 @@ def _signed(value: float | None) -> str:
     return number_text(value) if value is None or value == 0 else f"{value:+.3g}"
 
 
-NARROW = 100  # columns below which a table leaves out what the report page shows as well
-EQUAL_GROUPS = "frac_reward_zero_std"  # the metric that is 1 where a member had nothing to learn from
+NARROW = 100  # columns below which columns are left out that the report page also shows
+EQUAL_GROUPS = "frac_reward_zero_std"  # 1 if all rewards within each group were equal
 _ARROWS = {True: "↑", False: "↓"}
 
 
 def step_text(report: StepReport, position: str) -> Text:
-    """Write one learning step on one line: where it is, how long it took, every member's mean reward."""
+    """Return a learning step as one line: position, mean rewards, duration."""
     text = Text.assemble(("step ", "dim"), position, ("  mean reward ", "dim"))
     text.append_text(rewards_text(report))
     return text.append(f"  {report.seconds:.1f} s", "dim")
 
 
 def rewards_text(report: StepReport) -> Text:
-    """Write every member's mean reward in a step, the failed ones marked."""
+    """Return the mean rewards of all members in a step."""
     text = Text()
     rewards = [each.reward for each in report.learned.values() if not each.failed and each.reward is not None]
     for learned in report.learned.values():
@@ -119,14 +119,14 @@ def rewards_text(report: StepReport) -> Text:
 def generation_table(
     report: GenerationReport, evolving: Sequence[str], width: int, words: Terms, *, kept: bool = True
 ) -> Table:
-    """Draw one generation: a row per member.
+    """Return the table of a generation, one row per member.
 
     Args:
         report: The generation.
         evolving: The hyperparameters to show.
         width: Columns of the terminal.
-        words: What things are called.
-        kept: Whether the best member of this generation is the best so far, and so the one that is kept.
+        words: Terms of the task type.
+        kept: The best member of this generation is the best so far.
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
@@ -136,7 +136,7 @@ def generation_table(
         | ({"time": "right"} if wide else {})
         | {"": "left"}
     )
-    # Names are never split: where the table is too wide, its last column is short.
+    # Names are never split; if the table is too wide, its last column is abbreviated.
     gap = 2 if wide else 1
     short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
@@ -160,7 +160,7 @@ def generation_table(
 
 
 def _measured_otherwise(report: GenerationReport) -> list[str]:
-    """Return how members were measured beside what selection goes by, in the order of `MEASURES`."""
+    """Return the measures of fitness besides the one of selection, in the order of `MEASURES`."""
     found = {
         name
         for member in report.members
@@ -176,7 +176,7 @@ def _estimate(member: MemberReport, name: str) -> str:
 
 
 def _value(member: MemberReport, name: str) -> Text:
-    """Write a hyperparameter; one that changed at the member's birth stands out."""
+    """Return a hyperparameter as text, highlighted if it changed at the member's birth."""
     text = Text(number_text(getattr(member.hyperparameters, name)))
     if name in member.changes:
         text.stylize("bold cyan")
@@ -184,10 +184,7 @@ def _value(member: MemberReport, name: str) -> Text:
 
 
 def member_note(member: MemberReport, report: GenerationReport, *, short: bool, kept: bool = True) -> Text:
-    """Say what is special about a member in this generation: failed, newly born, best, with nothing to learn from.
-
-    A star marks what is kept.
-    """
+    """Return notes on a member: failed, new, best (with a star if it is the best so far), no learning signal."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
     notes = []
@@ -196,7 +193,7 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
         brief = "new" if member.back_to is None else "back"
-        # Where there is little room, the lines on selection below the table tell what changed.
+        # The lines on selection below the table also show the changes.
         notes.append(brief if short else f"{origin_text(member.parent, member.back_to)}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("equal" if short else "rewards equal in all groups")
@@ -204,14 +201,14 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
 
 
 def _move(old: Value, new: Value) -> str:
-    """Write a change in a character or a name: numbers as an arrow, names and what was None as the new value."""
+    """Return a change as text: an arrow for numbers, the new value for names and None."""
     if isinstance(old, str) or isinstance(new, str) or old is None or new is None:
         return f"→ {number_text(new)}"
     return _ARROWS[new > old]
 
 
 def plan_lines(report: GenerationReport) -> list[Text]:
-    """Say what selection decided after a generation: one line per retirement and birth, or that everyone stays."""
+    """Return lines on the plan after a generation: one per retirement and birth."""
     plan = report.plan
     if plan is None:
         return []
@@ -219,8 +216,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     retired = [slot for slot in plan.vacant if slot in members]
     if not (plan.children or retired or plan.samples_per_step or plan.steps_per_generation or plan.samples):
         close = any("within noise" in reason for reason in plan.reasons)
-        why = "no difference is beyond the noise" if close else "nobody was replaced"
-        return [Text(f"selection: everyone stays, {why}", "dim")]
+        why = "no difference is beyond the noise" if close else "no member was replaced"
+        return [Text(f"selection: all members stay, {why}", "dim")]
     lines = [
         Text.assemble((f"selection: #{members[slot]} is retired", "cyan"), f", {printable(plan.reasons[slot])}")
         for slot in retired
@@ -242,7 +239,7 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 
 
 def _short_count(count: int) -> str:
-    """Write a count of tokens in four or five characters: 940, 12.3k, 456k, 7.8M."""
+    """Return a count in four or five characters: 940, 12.3k, 456k, 7.8M."""
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if count >= size:
             return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count_text(count / size)}{unit}"
