@@ -163,10 +163,10 @@ def rounds(
 
 def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> None:
     """Print medians of seconds, and of ratios pair by pair with their range."""
-    compared = [(f"{one}, slow / direct", (one, True), (one, False)) for one in precisions]
+    compared = [(f"{one}, slow / fast_llama", (one, True), (one, False)) for one in precisions]
     if len(precisions) == 2:
         first, second = precisions
-        compared.append((f"direct, {first} / {second}", (first, False), (second, False)))
+        compared.append((f"fast_llama, {first} / {second}", (first, False), (second, False)))
     print("| compared | part | seconds | seconds | ratio | from | to |\n|---|---|---|---|---|---|---|")
     for name, one, other in compared:
         for part in PARTS:
@@ -178,8 +178,8 @@ def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> Non
 
 
 def print_shares(results: list[tuple[dict[Any, Seconds], dict[str, Seconds]]], precisions: list[str]) -> None:
-    """Print at what part of the products' rate the direct pass runs: medians, and their range."""
-    print("\n| direct, of the products' rate | part | seconds | products alone | part of it | from | to |")
+    """Print at what part of the products' rate fast_llama runs: medians, and their range."""
+    print("\n| fast_llama, of the products' rate | part | seconds | products alone | part of it | from | to |")
     print("|---|---|---|---|---|---|---|")
     for precision in precisions:
         for part in PARTS:

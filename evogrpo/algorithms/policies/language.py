@@ -51,9 +51,9 @@ from evogrpo.models.language.compatibility import check_token_ids
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
 from evogrpo.models.language.lora import lora_from_json, lora_to_json
+from evogrpo.models.language.protocols import check_context
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
-from evogrpo.models.language.token_model import check_context
 from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError

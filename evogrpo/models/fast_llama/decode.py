@@ -20,7 +20,7 @@ from evogrpo.models.fast_llama.layers import NamedLinear, columns_of
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm
 from evogrpo.models.language.kv_cache import KVCache, Prefix
 from evogrpo.models.language.low_rank import LoraHook, StackedAdapters
-from evogrpo.models.language.token_model import AdapterHook, HookFactory
+from evogrpo.models.language.protocols import AdapterHook, HookFactory
 
 AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 """(layer number, layer, queries `[kv, n, rep, d]`, keys and values `[kv, d, n]`) -> `[n, kv * rep * d]`."""
@@ -183,7 +183,7 @@ MIN_GROWTH = 16
 
 
 class FastDecoding:
-    """Decoding with fast_llama; see `evogrpo.models.language.token_model.Decoding`.
+    """Decoding with fast_llama; see `evogrpo.models.language.protocols.Decoding`.
 
     Attention reads the whole storage of the KV cache with unfilled positions masked, because a slice of it would be
     copied for each product.

@@ -14,7 +14,7 @@ from evogrpo.models.fast_llama.layers import gated, normed, projected, rotated
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm, WeightLayout
 from evogrpo.models.language.fsdp import ShardedLayers
 from evogrpo.models.language.kv_cache import Prefix
-from evogrpo.models.language.token_model import AdapterHook
+from evogrpo.models.language.protocols import AdapterHook
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
@@ -50,7 +50,7 @@ class FastLlama:
         return self.final_norm(hidden).view(*ids.shape, -1)
 
     def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
-        """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `TokenModel.extend`."""
+        """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `CausalModel.extend`."""
         mask = torch.cat([prefix.mask[rows], present], dim=1)
         hidden, rotations = self.embed(ids).flatten(0, 1), self.rotations(mask, ids.shape[1])
         follow = self._following(prefix.mask, rows, mask)

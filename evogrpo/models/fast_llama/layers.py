@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from evogrpo.functional.log_probs import row_tiles
 from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear
 from evogrpo.models.language.low_rank import AdapterLeaves, LoraHook, Run, StackedAdapters
-from evogrpo.models.language.token_model import AdapterHook
+from evogrpo.models.language.protocols import AdapterHook
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

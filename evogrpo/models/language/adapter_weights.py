@@ -17,8 +17,8 @@ from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
 from evogrpo.models.language.lora import default_lora_config, initial_weights, scaling
 from evogrpo.models.language.low_rank import LoraAdapters
+from evogrpo.models.language.protocols import AdapterHook, HookFactory
 from evogrpo.models.language.targets import LoraTargets, choose_targets, warn_left_out
-from evogrpo.models.language.token_model import AdapterHook, HookFactory
 
 
 class TrainStates:
@@ -190,7 +190,7 @@ class TrainStates:
 
 
 class AdapterWeights(TrainStates):
-    """One LoRA adapter per member; see `evogrpo.models.language.token_model.Weights`.
+    """One LoRA adapter per member; see `evogrpo.models.language.protocols.Weights`.
 
     Args:
         model: The base model.

@@ -24,8 +24,8 @@ from evogrpo.models.language.compatibility import check_causal_class, check_toke
 from evogrpo.models.language.forward import ForwardPasses, share_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.loading import loadable_name
+from evogrpo.models.language.protocols import Weights
 from evogrpo.models.language.sampling import sample
-from evogrpo.models.language.token_model import TokenModel, Weights
 
 W = TypeVar("W", bound=Weights)
 
@@ -55,7 +55,7 @@ class LanguageBank(Generic[W]):
 
     def __init__(
         self,
-        base: TokenModel[Any],
+        base: CausalModel,
         weights: W,
         *,
         eos_token_ids: Sequence[int],
@@ -66,7 +66,7 @@ class LanguageBank(Generic[W]):
             raise ValueError("eos_token_ids must contain at least one token, got none")
         if micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
-        self.base: TokenModel[Any] = base
+        self.base = base
         self.weights = weights
         self.reduce_memory_peak = reduce_memory_peak
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=base.device)
@@ -275,8 +275,6 @@ class AdapterBank(LanguageBank[AdapterWeights]):
         start: Adapter that every member starts from; brings its own lora_config.
         like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
     """
-
-    base: CausalModel
 
     def __init__(
         self,

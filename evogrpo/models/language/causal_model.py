@@ -1,4 +1,4 @@
-"""CausalModel: a frozen causal language model of transformers as a TokenModel, with shared prefixes."""
+"""CausalModel: forward passes of a frozen causal language model, with rows of several members and shared prefixes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,9 +38,9 @@ from evogrpo.models.language.kv_cache import (
     gather_rows,
 )
 from evogrpo.models.language.low_rank import LoraHook
+from evogrpo.models.language.protocols import AdapterHook, Decoding, HookFactory
 from evogrpo.models.language.quantised import check_gradients_pass
 from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
-from evogrpo.models.language.token_model import AdapterHook, Decoding, HookFactory
 from evogrpo.warnings import warn
 
 SHORTEST_ROOT = 8
@@ -74,7 +74,7 @@ def _same_adapters(first: AdapterHook | None, later: AdapterHook | None) -> bool
 
 
 class CausalModel:
-    """TokenModel of a transformers model; see `evogrpo.models.language.token_model.TokenModel`.
+    """A base model of transformers whose forward passes contain rows of several members, each with its own weights.
 
     Members' weights are applied by forward hooks, which are registered only inside `working`.
 
@@ -93,6 +93,11 @@ class CausalModel:
     Raises:
         ValueError: If the model is not causal, its logits are not a function of its hidden states, or padding changes
             them.
+
+    Attributes:
+        device: Device of the model.
+        context: Maximum sequence length in tokens; None = no limit.
+        shares_prefix: Rows that continue one prompt share its forward pass.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class CausalModel:
         make_hook: HookFactory,
         shortest_root: int = SHORTEST_ROOT,
     ) -> Prefix | Prompts:
-        """Run each prompt once and return its KV cache, gradients included; see `TokenModel.prefix`.
+        """Run each prompt once and return its KV cache, gradients included.
 
         The common beginning of all prompts, such as a system prompt, runs once per slot. If the cache cannot be shared,
         nothing runs yet.
@@ -246,7 +251,17 @@ class CausalModel:
         members: Tensor,
         make_hook: HookFactory,
     ) -> Tensor:
-        """Run prompts and completions, in one forward pass with fast_llama; see `TokenModel.continued`."""
+        """Return the same as `prefix` and then `extend`, in a single forward pass with fast_llama.
+
+        Args:
+            prompts: Token ids of each prompt.
+            slots: Slot of each prompt, sorted.
+            rows: `[n]` prompt of each row; prompt and row have the same slot.
+            ids: `[n, t]` token ids after the prompt.
+            present: `[n, t]` booleans: True for real tokens.
+            members: `[n]` slot of each row, sorted.
+            make_hook: Hooks of the policy version.
+        """
         hooks = make_hook(torch.tensor(slots)), make_hook(members)
         if self._fast is None or not ids.shape[1] or not _same_adapters(*hooks):
             return self.extend(self.prefix(prompts, slots, make_hook), rows, ids, present, hooks[1])
@@ -272,7 +287,16 @@ class CausalModel:
         slots: Tensor,
         make_hook: HookFactory,
     ) -> Prefix:
-        """Run new tokens on top of saved caches; see `TokenModel.resume`."""
+        """Run new tokens on top of saved caches.
+
+        Args:
+            parts: Results of `Decoding.save_cache`.
+            part_of: `[n]` index into `parts` of each row.
+            row_of: `[n]` row within that part.
+            tokens: New tokens of each row, at least one.
+            slots: `[n]` slot of each row, sorted.
+            make_hook: Hooks of the policy version.
+        """
         root = gather_rows(parts, part_of.to(self.device), row_of.to(self.device))
         return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, make_hook(slots))
 
@@ -308,7 +332,15 @@ class CausalModel:
     def extend(
         self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None
     ) -> Tensor:
-        """Run completions on top of prompts; see `TokenModel.extend`."""
+        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
+
+        Args:
+            prefix: Result of `prefix` or `resume`.
+            rows: `[n]` prompt of each row.
+            ids: `[n, t]` token ids after the prompt.
+            present: `[n, t]` booleans: True for real tokens.
+            hook: Adapter hook of the rows.
+        """
         if isinstance(prefix, Prompts):
             whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
             return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
@@ -324,7 +356,15 @@ class CausalModel:
     def decode(
         self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> Decoding:
-        """Start decoding; see `TokenModel.decode`."""
+        """Start decoding.
+
+        Args:
+            prefix: Result of `prefix` or `resume`.
+            rows: `[n]` prompt of each row.
+            slots: `[n]` slot of each row, sorted.
+            room: Maximum number of calls of `Decoding.advance`.
+            make_hook: Hooks of the policy version.
+        """
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, make_hook)
         if self._fast is not None:
@@ -339,7 +379,7 @@ class CausalModel:
         return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits; see `TokenModel.logits`."""
+        """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
         weight = self._matrix(hidden)
         return self.head(hidden) if weight is None else frozen_linear(hidden, weight)
 
@@ -354,7 +394,10 @@ class CausalModel:
         *,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies; see `TokenModel.score`."""
+        """Return `[k]` log-probabilities of tokens and `[k]` entropies in nats, given hidden states `[k, h]`.
+
+        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
+        """
         return chunked_log_probs(
             hidden,
             self.head,

@@ -17,7 +17,8 @@ from evogrpo.functional.log_probs import (
 )
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.interruption import check_interrupted
-from evogrpo.models.language.token_model import Decoding, TokenModel
+from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.protocols import Decoding
 from evogrpo.progress import ProgressCounter
 
 ROWS_OF_LOGITS = 128
@@ -67,7 +68,7 @@ class OutputBuffers:
 
 
 def generate(
-    model: TokenModel[Any],
+    model: CausalModel,
     decoding: Decoding,
     rows: SamplingBatch,
     end_ids: Tensor,
@@ -136,7 +137,7 @@ class _DecodeState:
     """
 
     def __init__(
-        self, model: TokenModel[Any], decoding: Decoding, rows: SamplingBatch, end_ids: Tensor, buffers: OutputBuffers
+        self, model: CausalModel, decoding: Decoding, rows: SamplingBatch, end_ids: Tensor, buffers: OutputBuffers
     ) -> None:
         assert rows.uniforms is not None
         self._model, self._decoding, self._uniforms, self._buffers = model, decoding, rows.uniforms, buffers

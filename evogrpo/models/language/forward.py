@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from evogrpo.data import Batch, TokenInputs
 from evogrpo.interruption import check_interrupted
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
-from evogrpo.models.language.token_model import TokenModel, Weights
+from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.protocols import Weights
 from evogrpo.progress import ProgressCounter
 
 
@@ -130,7 +130,7 @@ NO_GRAD_FACTOR = 4
 
 
 class ForwardPasses:
-    """Scores batches of completions and computes gradients; call it inside `TokenModel.working`.
+    """Scores batches of completions and computes gradients; call it inside `CausalModel.working`.
 
     Args:
         model: The base model.
@@ -149,7 +149,7 @@ class ForwardPasses:
     """
 
     def __init__(
-        self, model: TokenModel[Any], weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
+        self, model: CausalModel, weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
         self.model, self.weights, self.end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from evogrpo.models.language.token_model import AdapterHook, HookFactory
+from evogrpo.models.language.protocols import AdapterHook, HookFactory
 
 
 class PrefixLayer(CacheLayerMixin):
@@ -208,7 +208,7 @@ Run = Callable[[Tensor, Tensor, Cache | None, AdapterHook | None], Tensor]
 
 
 class CachedDecoding:
-    """Decoding with a KV cache; see `evogrpo.models.language.token_model.Decoding`.
+    """Decoding with a KV cache; see `evogrpo.models.language.protocols.Decoding`.
 
     Args:
         run: Forward pass of the model.

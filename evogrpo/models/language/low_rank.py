@@ -114,7 +114,7 @@ class LoraAdapters:
 
 
 class LoraHook:
-    """Adapters of the rows of one forward pass; see `evogrpo.models.language.token_model.AdapterHook`.
+    """Adapters of the rows of one forward pass; see `evogrpo.models.language.protocols.AdapterHook`.
 
     Args:
         adapters: Adapters of all members.

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.finished import listened, tell
+from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.decode import OutputBuffers, generate
 from evogrpo.models.language.forward import lexsort, share_prefixes
-from evogrpo.models.language.token_model import Decoding, HookFactory, TokenModel, Weights, check_context
+from evogrpo.models.language.protocols import Decoding, HookFactory, Weights, check_context
 from evogrpo.progress import ProgressCounter
 
 CACHED_TOKENS = 32_768
@@ -62,7 +63,7 @@ class _Wave:
     caches: list[tuple[Tensor, Any]]
 
 
-def sample(model: TokenModel[Any], weights: Weights, rows: SamplingBatch, end_ids: Tensor, *, base: bool) -> Rollout:
+def sample(model: CausalModel, weights: Weights, rows: SamplingBatch, end_ids: Tensor, *, base: bool) -> Rollout:
     """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
 
     A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the cached
@@ -154,7 +155,7 @@ class _WaveSampler:
         hearing: Report finished rows to the listener.
     """
 
-    model: TokenModel[Any]
+    model: CausalModel
     make_hook: HookFactory
     end_ids: Tensor
     counter: ProgressCounter

@@ -25,9 +25,9 @@ from evogrpo.models.language.compatibility import check_causal_class, check_toke
 from evogrpo.models.language.fsdp import base_bytes, check_sharding, shard_count
 from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
 from evogrpo.models.language.lora import check_supported, lora_from_json
+from evogrpo.models.language.protocols import check_context
 from evogrpo.models.language.quantised import PACKAGES, check_quantised
 from evogrpo.models.language.targets import LoraTargets, choose_targets
-from evogrpo.models.language.token_model import check_context
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.agent_sections import LanguageAgent

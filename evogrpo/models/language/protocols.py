@@ -1,10 +1,8 @@
-"""Protocols of language models: TokenModel (forward passes of the base) and Weights (what members train)."""
+"""Protocols of language models: Weights (trained by members), AdapterHook (applies them) and Decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -111,9 +109,6 @@ class Weights(Protocol):
         ...
 
 
-P = TypeVar("P")
-
-
 class Decoding(Protocol):
     """Rows that are decoded token by token."""
 
@@ -130,139 +125,11 @@ class Decoding(Protocol):
         ...
 
     def save_cache(self, rows: Tensor, real: Tensor) -> Any:
-        """Return the KV cache of some rows for `TokenModel.resume`, or None if the model has none.
+        """Return the KV cache of some rows for `CausalModel.resume`, or None if the model has none.
 
         Args:
             rows: Row numbers `[k]`.
             real: `[k, t]` booleans: False for fed tokens that are padding.
-        """
-        ...
-
-
-class TokenModel(Protocol[P]):
-    """A base model whose forward passes contain rows of several members, each with its own weights.
-
-    `P` is the type of prepared prompts that `prefix` returns and `extend` and `decode` accept.
-
-    Attributes:
-        pad_id: Token id used as padding.
-        device: Device of the model.
-        context: Maximum sequence length in tokens; None = no limit.
-        shares_prefix: Rows that continue one prompt share its forward pass.
-        autocast: Returns the context manager of forward passes, for mixed precision. Losses are computed outside.
-    """
-
-    pad_id: int
-    device: torch.device
-    context: int | None
-    shares_prefix: bool
-    autocast: Callable[[], AbstractContextManager[None]]
-
-    @property
-    def exact(self) -> bool:
-        """True if log-probabilities of sampling and scoring agree up to float32 rounding."""
-        ...
-
-    def working(self) -> AbstractContextManager[None]:
-        """Prepare the model for the calls below; restore it on exit."""
-        ...
-
-    def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory) -> P:
-        """Prepare prompts for `extend` and `decode`, gradients included.
-
-        Args:
-            prompts: Token ids of each prompt.
-            slots: Slot of each prompt, sorted.
-            make_hook: Hooks of the policy version.
-        """
-        ...
-
-    def resume(
-        self,
-        parts: Sequence[Any],
-        part_of: Tensor,
-        row_of: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        slots: Tensor,
-        make_hook: HookFactory,
-    ) -> P:
-        """Prepare rows `[n]` that continue from saved caches.
-
-        Args:
-            parts: Results of `Decoding.save_cache`.
-            part_of: `[n]` index into `parts` of each row.
-            row_of: `[n]` row within that part.
-            tokens: New tokens of each row, at least one.
-            slots: `[n]` slot of each row, sorted.
-            make_hook: Hooks of the policy version.
-        """
-        ...
-
-    def extend(self, prefix: P, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
-        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
-
-        Args:
-            prefix: Prepared prompts.
-            rows: `[n]` prompt of each row.
-            ids: `[n, t]` token ids after the prompt.
-            present: `[n, t]` booleans: True for real tokens.
-            hook: Hook of the rows.
-        """
-        ...
-
-    def continued(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        slots: Sequence[int],
-        rows: Tensor,
-        ids: Tensor,
-        present: Tensor,
-        members: Tensor,
-        make_hook: HookFactory,
-    ) -> Tensor:
-        """Return the same as `prefix` and then `extend`, in a single forward pass if that is faster.
-
-        Args:
-            prompts: Token ids of each prompt.
-            slots: Slot of each prompt, sorted.
-            rows: `[n]` prompt of each row; prompt and row have the same slot.
-            ids: `[n, t]` token ids after the prompt.
-            present: `[n, t]` booleans: True for real tokens.
-            members: `[n]` slot of each row, sorted.
-            make_hook: Hooks of the policy version.
-        """
-        ...
-
-    def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory) -> Decoding:
-        """Start decoding.
-
-        Args:
-            prefix: Prepared prompts.
-            rows: `[n]` prompt of each row.
-            slots: `[n]` slot of each row, sorted.
-            room: Maximum number of calls of `Decoding.advance`.
-            make_hook: Hooks of the policy version.
-        """
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
-        ...
-
-    def score(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        temperature: Tensor,
-        forbidden: Tensor,
-        forbidden_ids: Tensor,
-        chunk: int,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[k]` log-probabilities of tokens and `[k]` entropies in nats, given hidden states `[k, h]`.
-
-        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
         """
         ...
 
