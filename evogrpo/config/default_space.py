@@ -1,4 +1,4 @@
-"""Search spaces: which hyperparameters evolve by default, and which would have no effect."""
+"""Default search space, and evolving hyperparameters without effect."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -75,15 +75,18 @@ def without_effect(
     Returns:
         One message per hyperparameter, in the order of `space`; empty if all have an effect.
     """
-    several = shared or not rows_are_samples or _several_steps(members, space, samples_per_step)
-    found: dict[str, str] = {}
+    batch_size = min(lowest("batch_size", member, space) for member in members)
+    one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
     reasons = [*_clipping(objective, members, space), *_advantage_clip(objective, members, space)]
-    if rows_are_samples:
-        reasons += _batches(members, space, samples_per_step)
+    if rows_are_samples and batch_size >= samples_per_step:
+        reasons.append(
+            ("batch_size", f"all values are at least samples_per_step ({samples_per_step}), so lower its range")
+        )
+    found: dict[str, str] = {}
     for name, reason in reasons:
         if name in space:
             found.setdefault(name, f"{name} evolves without effect: {reason}.")
-    if not several:
+    if one_epoch and rows_are_samples and not shared and batch_size >= samples_per_step:
         fix = (
             f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or leave it out of "
             "the search space."
@@ -100,16 +103,10 @@ def without_effect(
     return {name: found[name] for name in space if name in found}
 
 
-def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:
-    """Return True if a member takes, or can evolve to take, more than one optimizer step per rollout."""
-    if "update_epochs" in space or any(member.update_epochs > 1 for member in members):
-        return True
-    return min(lowest("batch_size", member, space) for member in members) < samples_per_step
-
-
 def _clipping(
     objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
 ) -> Iterator[tuple[str, str]]:
+    """Yield clips that no loss type of a member uses, with the reason."""
     losses = {loss for member in members for loss in possible("loss_type", objective, member, space)}
     low = all(member.clip_low is not None for member in members)
     high = all(member.clip_high is not None for member in members)
@@ -125,26 +122,15 @@ def _clipping(
         yield "clip_coef", f"{both} set for every member and used instead"
 
 
-def _batches(
-    members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int
-) -> Iterator[tuple[str, str]]:
-    sizes = [lowest("batch_size", member, space) for member in members]
-    if min(sizes) >= samples_per_step:
-        yield (
-            "batch_size",
-            f"all values are at least samples_per_step ({samples_per_step}), so lower its range",
-        )
-
-
 def _advantage_clip(
     objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
 ) -> Iterator[tuple[str, str]]:
-    """Find a bound that standardised rewards cannot reach."""
+    """Yield `advantage_clip` if standardised rewards cannot reach it."""
     kinds = {kind for member in members for kind in possible("advantage", objective, member, space)}
     if kinds != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
         return
     group = max(highest("group_size", member, space) for member in members)
-    largest = (group - 1) / math.sqrt(group)  # of |z| with the sample standard deviation: one reward unlike the rest
+    largest = (group - 1) / math.sqrt(group)  # maximum |z| with the sample standard deviation: one reward differs
     least = min(lowest("advantage_clip", member, space) for member in members)
     if least >= largest:
         yield (

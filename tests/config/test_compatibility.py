@@ -1,4 +1,4 @@
-"""Combinations of switches without meaning or effect are refused by name."""
+"""Objective: combinations of switches without meaning or effect are rejected."""
 
 import pytest
 
@@ -38,14 +38,14 @@ LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
         ({"advantage": "gdpo", "overlong_buffer": 8}, "overlong_buffer"),
     ],
 )
-def test_contradictions_and_switches_without_effect_are_refused(fields, reason):
+def test_contradictory_switches_are_rejected(fields, reason):
     with pytest.raises(ValueError, match=reason):
         Objective(**fields)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("name", ["dual_clip", "delta"])
-def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
+def test_dual_clip_and_delta_need_a_clipped_ratio(loss_type, name):
     if LOSS_TYPES[loss_type].bounded:
         assert getattr(Objective(loss_type=loss_type, **{name: 2.0}), name) == 2.0
     else:
@@ -69,7 +69,7 @@ def test_advantages_per_action_need_a_ratio_per_action(loss_type, fields):
 @pytest.mark.parametrize(
     "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-def test_every_loss_type_but_gmpo_takes_every_aggregation(loss_type, aggregation):
+def test_aggregations_of_loss_types(loss_type, aggregation):
     if loss_type != "gmpo":
         assert Objective(loss_type=loss_type, aggregation=aggregation).aggregation == aggregation
 
@@ -85,7 +85,7 @@ ALIVE = {
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("norm", ["group", "batch", "running"])
-def test_a_reward_norm_that_the_advantage_undoes_is_refused(advantage, norm):
+def test_reward_norms_without_effect_are_rejected(advantage, norm):
     if norm in ALIVE.get(advantage, ()):
         assert Objective(advantage=advantage, reward_norm=norm).reward_norm == norm
     else:
@@ -134,7 +134,7 @@ def space(**choices):
         ({"delta": 1.3}, {"clip_high": 0.4, "clip_coef": 0.1}, {}, "up to 0.4"),
     ],
 )
-def test_switches_that_a_member_could_not_use_are_refused(objective, hyperparameters, evolving, reason):
+def test_check_rejects_switches_that_a_member_cannot_use(objective, hyperparameters, evolving, reason):
     with pytest.raises(ValueError, match=reason):
         Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
 
@@ -159,6 +159,6 @@ def test_switches_that_a_member_could_not_use_are_refused(objective, hyperparame
         ),
     ],
 )
-def test_switches_that_every_member_can_use_are_accepted(objective, hyperparameters, evolving):
+def test_check_accepts_switches_that_all_members_can_use(objective, hyperparameters, evolving):
     Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
     Objective().check(Hyperparameters())

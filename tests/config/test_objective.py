@@ -1,4 +1,4 @@
-"""Objective refuses what makes no sense, by name and with the reason; a member's own is derived from it."""
+"""Objective: validation of each switch, and objectives of members."""
 
 import dataclasses
 import json
@@ -59,14 +59,14 @@ LEGAL = {
 }
 
 
-def test_every_field_is_covered_here():
+def test_all_fields_are_covered():
     assert {field.name for field in dataclasses.fields(Objective)} == {*NUMBERS, *FLAGS, *NAMES}
     assert set(LEGAL) == set(NUMBERS)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1]])
-def test_no_number_takes_what_is_none(name, value):
+def test_non_numbers_are_rejected(name, value):
     if name in ANY_SIGN and value == -1:
         return
     with pytest.raises(ValueError, match=f"^{name} must"):
@@ -74,7 +74,7 @@ def test_no_number_takes_what_is_none(name, value):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_counts_are_whole(name):
+def test_counts_must_be_integers(name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer"):
         Objective(**{name: 2.5})
 
@@ -90,40 +90,40 @@ def test_counts_are_whole(name):
         ("reference_mixing", 1.01),
     ],
 )
-def test_numbers_outside_their_range_are_refused(name, value):
+def test_numbers_out_of_range_are_rejected(name, value):
     with pytest.raises(ValueError, match=rf"^{name} must .*, got {value}"):
         Objective(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in LEGAL for value in LEGAL[name]])
-def test_numbers_at_the_edge_are_kept(name, value):
+def test_bounds_are_accepted(name, value):
     kept = getattr(Objective(**{**BESIDE.get(name, {}), name: value}), name)
     assert kept == value
     assert type(kept) is (int if name in WHOLE else float)
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_are_booleans(name):
+def test_flags_must_be_booleans(name):
     assert getattr(Objective(**{**BESIDE.get(name, {}), name: True}), name) is True
     with pytest.raises(ValueError, match=f"^{name} must be True or False, got 1"):
         Objective(**{**BESIDE.get(name, {}), name: 1})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_known_ones(name):
+def test_unknown_names_are_rejected(name):
     with pytest.raises(ValueError, match=f"^{name} must be one of .*, got 'ppo'"):
         Objective(**{name: "ppo"})
 
 
 @pytest.mark.parametrize("name", CATEGORIES)
-def test_every_loss_type_and_advantage_stands_alone(name):
+def test_all_loss_types_and_advantages_are_accepted(name):
     hint = typing.get_type_hints(Objective)[name]
     assert typing.get_args(hint) == CATEGORIES[name]
     for value in CATEGORIES[name]:
         assert getattr(Objective(**{name: value}), name) == value
 
 
-def test_the_record_is_frozen_keyword_only_and_hashable():
+def test_frozen_keyword_only_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Objective().loss_type = "dapo"
     with pytest.raises(TypeError):
@@ -139,18 +139,18 @@ def test_json_round_trip():
 # ---- a member's own
 
 
-def test_a_member_without_names_of_its_own_has_the_runs_objective():
+def test_members_without_names_have_the_objective():
     objective = Objective(loss_type="dapo", delta=2.0)
     assert objective.of(Hyperparameters()) is objective
     assert objective.of(Hyperparameters(loss_type="dapo")) is objective
 
 
-def test_a_members_names_take_the_place_of_the_objectives():
+def test_names_of_members_override_the_objective():
     own = Objective(delta=2.0, mask_truncated=True).of(Hyperparameters(loss_type="dapo", advantage="rloo"))
     assert own == Objective(loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True)
 
 
-def test_switches_of_another_loss_type_go_back_to_their_defaults():
+def test_switches_of_the_former_loss_type_are_reset():
     cispo = Objective(loss_type="cispo", cispo_clip_low=True)
     assert cispo.of(Hyperparameters(loss_type="grpo")) == Objective(loss_type="grpo")
     assert cispo.of(Hyperparameters(advantage="rloo")).cispo_clip_low
@@ -158,12 +158,12 @@ def test_switches_of_another_loss_type_go_back_to_their_defaults():
     assert sapo.of(Hyperparameters(loss_type="cispo")) == Objective(loss_type="cispo")
 
 
-def test_a_member_that_cannot_use_a_switch_is_refused():
+def test_incompatible_members_are_rejected():
     with pytest.raises(ValueError, match="dual_clip"):
         Objective(dual_clip=3.0).of(Hyperparameters(loss_type="sapo"))
 
 
-def test_evolving_names_are_written_out_and_others_left_alone():
+def test_evolving_names_are_resolved():
     objective = Objective(loss_type="dapo", advantage="rloo")
     start = Hyperparameters(lr=0.1)
     space = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "dapo"]))
@@ -173,6 +173,6 @@ def test_evolving_names_are_written_out_and_others_left_alone():
 
 
 @pytest.mark.parametrize("advantage", CATEGORIES["advantage"])
-def test_advantages_per_action_come_from_step_rewards_or_from_kl(advantage):
+def test_per_action(advantage):
     assert Objective(advantage=advantage).per_action == (advantage in STEP_ADVANTAGES)
     assert Objective(advantage=advantage, kl_placement="reward").per_action

@@ -1,4 +1,4 @@
-"""ROLL's keys are translated one by one; unknown and unsupported keys are refused by name."""
+"""Translation of ROLL's keys."""
 
 import pytest
 import yaml
@@ -54,7 +54,7 @@ def objective(**switches):
     return Objective(**{**BASE, **switches})
 
 
-def test_the_documented_example_is_translated_whole():
+def test_documented_example():
     result = Objective.from_roll(EXAMPLE)
     assert result.objective == objective(whiten_advantages=True, reward_clip=10.0, dual_clip=1.4)
     expected = {
@@ -72,7 +72,7 @@ def test_the_documented_example_is_translated_whole():
     assert not result.ignored
 
 
-def test_a_mapping_a_path_and_a_text_say_the_same(tmp_path):
+def test_mapping_path_and_text_are_equal(tmp_path):
     path = tmp_path / "example_grpo.yaml"
     path.write_text(EXAMPLE)
     read = [Objective.from_roll(source) for source in (EXAMPLE, yaml.safe_load(EXAMPLE), path, str(path))]
@@ -135,7 +135,7 @@ def test_a_mapping_a_path_and_a_text_say_the_same(tmp_path):
         ),
     ],
 )
-def test_keys_of_the_loss_move_their_switch_and_no_other(keys, switches):
+def test_keys_of_the_objective(keys, switches):
     assert imported(**keys).objective == objective(**switches)
 
 
@@ -156,7 +156,7 @@ def test_keys_of_the_loss_move_their_switch_and_no_other(keys, switches):
         ({"actor_infer": {"generating_args": {"temperature": 0.9, "top_p": 1.0, "top_k": 0}}}, {"temperature": 0.9}),
     ],
 )
-def test_coefficients_become_hyperparameters(keys, values):
+def test_keys_of_hyperparameters(keys, values):
     plain = dict(imported().hyperparameters)
     assert dict(imported(**keys).hyperparameters) == plain | values
     Hyperparameters(**imported(**keys).hyperparameters)
@@ -179,11 +179,11 @@ def test_coefficients_become_hyperparameters(keys, values):
         ({"prompt_length": "${most}", "most": 90}, {"max_prompt_length": 90}),
     ],
 )
-def test_sizes_and_lengths_become_settings(keys, settings):
+def test_keys_of_settings(keys, settings):
     assert dict(imported(**keys).settings) == settings
 
 
-def test_training_arguments_reach_the_optimizer():
+def test_keys_of_the_optimizer():
     arguments = {"weight_decay": 0.1, "warmup_steps": 5, "gradient_accumulation_steps": 8, "bf16": True}
     result = imported(actor_train={"training_args": arguments, "strategy_args": {"strategy_name": "fsdp2_train"}})
     optimizer = result.optimizer
@@ -229,13 +229,13 @@ def test_training_arguments_reach_the_optimizer():
         ({"actor_infer": {"generating_args": 3}}, "actor_infer.generating_args must be a mapping"),
     ],
 )
-def test_unsupported_keys_are_refused_by_name(keys, named):
+def test_unsupported_keys_are_rejected(keys, named):
     with pytest.raises(ValueError, match=named):
         imported(**keys)
 
 
 @pytest.mark.parametrize("name", [name for name in UNSUPPORTED if "." not in name])
-def test_unsupported_terms_of_the_loss_are_accepted_without_effect_only(name):
+def test_unsupported_keys_are_accepted_without_effect(name):
     off = UNSUPPORTED[name][0][0]
     assert imported(**{name: off}).objective == objective()
     with pytest.raises(ValueError, match=f"ROLL key {name}"):
@@ -243,7 +243,7 @@ def test_unsupported_terms_of_the_loss_are_accepted_without_effect_only(name):
 
 
 @pytest.mark.parametrize("name", [name for name in IGNORED if "." not in name])
-def test_keys_of_the_machinery_are_listed_as_ignored(name):
+def test_infrastructure_keys_are_ignored(name):
     result = imported(**{name: "something"})
     assert set(result.ignored) == {name}
     assert result.ignored[name]
@@ -264,7 +264,7 @@ def test_keys_of_the_machinery_are_listed_as_ignored(name):
         {"difficulty_high_threshold": 0.9},
     ],
 )
-def test_keys_without_effect_are_listed_as_ignored(keys):
+def test_keys_without_effect_are_ignored(keys):
     result = imported(**keys)
     assert set(result.ignored) == set(keys)
     assert result.objective == objective()
@@ -311,7 +311,7 @@ rewards:
 """
 
 
-def test_a_whole_pipeline_is_read():
+def test_complete_pipeline():
     result = Objective.from_roll(PIPELINE)
     assert result.objective == objective(
         advantage="reinforce", reward_clip=10.0, dual_clip=1.4, mask_truncated=True, min_group_reward=0.1,
@@ -334,13 +334,13 @@ def test_one_error_names_all_refused_keys():
         assert part in str(caught.value)
 
 
-def test_a_default_written_out_is_not_ignored():
+def test_defaults_are_not_listed_as_ignored():
     written = {name: key.default for name, key in KEYS.items() if "." not in name and name != "adv_estimator"}
     assert imported(**written) == imported()
 
 
 @pytest.mark.parametrize("source", ["[1, 2]\n", 3, None])
-def test_a_source_without_keys_is_refused(source):
+def test_sources_without_keys_are_rejected(source):
     with pytest.raises(ValueError, match="ROLL keys"):
         Objective.from_roll(source)
 

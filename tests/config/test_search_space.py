@@ -1,4 +1,4 @@
-"""Evolving hyperparameters that cannot matter are named, each once, and no other one is."""
+"""Evolving hyperparameters without effect."""
 
 import math
 
@@ -54,7 +54,7 @@ CLIPS = ("clip_coef", "clip_low", "clip_high")
         ({"loss_type": "sapo"}, [{}], ["clip_low", "clip_high", "loss_type"], ["clip_low"]),
     ],
 )
-def test_clips_that_no_loss_reads_are_named(objective, members, evolving, expected):
+def test_clips_without_effect(objective, members, evolving, expected):
     assert named(objective, members, evolving) == expected
 
 
@@ -67,7 +67,7 @@ def test_one_optimizer_step_per_rollout_never_clips():
     assert named((), one, CLIPS, rows_are_samples=False) == []
 
 
-def test_one_optimizer_step_per_rollout_never_leaves_the_policy_that_acted():
+def test_beta_has_no_effect_with_reference_old_and_one_step():
     one = [{"update_epochs": 1, "batch_size": 64}]
     assert named({"reference": "old"}, one, ["beta"]) == ["beta"]
     assert named({"reference": "old"}, [{"update_epochs": 1, "batch_size": 32}], ["beta"]) == []
@@ -75,7 +75,7 @@ def test_one_optimizer_step_per_rollout_never_leaves_the_policy_that_acted():
     assert named((), one, ["beta"]) == []
 
 
-def test_batches_that_always_take_everything_are_named():
+def test_batch_sizes_without_effect():
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16) == ["batch_size"]
     assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=17) == []
     assert named((), [{"batch_size": 8}], ["batch_size"], samples_per_step=16) == []
@@ -83,7 +83,7 @@ def test_batches_that_always_take_everything_are_named():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_bound_that_no_standardised_reward_reaches_is_named(size):
+def test_advantage_clip_without_effect(size):
     import torch
 
     rewards = torch.zeros(size, dtype=torch.float64)
@@ -99,6 +99,6 @@ def test_a_bound_that_no_standardised_reward_reaches_is_named(size):
 @pytest.mark.parametrize(
     "switch", [{"whiten_advantages": True}, {"advantage": "mean_only"}, {"kl_placement": "reward"}]
 )
-def test_other_advantages_have_no_such_limit(switch):
+def test_advantage_clip_has_an_effect_with_other_switches(switch):
     evolving = HyperparameterConfig(advantage_clip=RLParameter(min=50, max=90))
     assert without_effect(Objective(**switch), [Hyperparameters()], evolving, samples_per_step=64) == {}

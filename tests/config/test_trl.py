@@ -1,4 +1,4 @@
-"""TRL's fields are translated one by one; unknown and unsupported fields are refused by name."""
+"""Translation of TRL's fields."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def objective(**switches):
         ({**VLLM, "vllm_importance_sampling_correction": False}, {}),
     ],
 )
-def test_fields_of_the_loss_move_their_switch_and_no_other(fields, switches):
+def test_fields_of_the_objective(fields, switches):
     assert imported(**fields).objective == objective(**switches)
 
 
@@ -102,13 +102,13 @@ def test_fields_of_the_loss_move_their_switch_and_no_other(fields, switches):
         ),
     ],
 )
-def test_coefficients_become_hyperparameters(fields, values):
+def test_fields_of_hyperparameters(fields, values):
     plain = dict(imported().hyperparameters)
     assert dict(imported(**fields).hyperparameters) == plain | values
     Hyperparameters(**imported(**fields).hyperparameters)
 
 
-def test_fields_left_out_have_the_defaults_of_trl():
+def test_defaults_are_those_of_trl():
     assert dict(imported().hyperparameters) == {
         "lr": 1e-6,
         "clip_coef": 0.2,
@@ -137,12 +137,12 @@ def test_fields_left_out_have_the_defaults_of_trl():
         ({"generation_batch_size": 64}, {"samples_per_step": 64}),
     ],
 )
-def test_sizes_and_lengths_become_settings(fields, settings):
+def test_fields_of_settings(fields, settings):
     assert dict(imported(**fields).settings) == dict(imported().settings) | settings
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_a_schedule_needs_the_length_of_the_run(kind):
+def test_schedules_need_max_steps(kind):
     known = imported(lr_scheduler_type=kind, max_steps=100, warmup_steps=10, weight_decay=0.1, adam_beta1=0.8)
     assert (known.optimizer.schedule, known.optimizer.total_steps, known.optimizer.warmup_steps) == (kind, 100, 10)
     assert (known.optimizer.weight_decay, known.optimizer.betas) == (0.1, (0.8, 0.999))
@@ -152,7 +152,7 @@ def test_a_schedule_needs_the_length_of_the_run(kind):
     assert "max_steps" in unknown.ignored["lr_scheduler_type"]
 
 
-def test_a_constant_schedule_needs_nothing():
+def test_constant_schedule_needs_no_max_steps():
     assert not imported(lr_scheduler_type="constant").ignored
     assert "lr_scheduler_type" in imported(lr_scheduler_type="inverse_sqrt", max_steps=100).ignored
     assert "warmup_ratio" in imported(lr_scheduler_type="constant", warmup_ratio=0.1).ignored
@@ -174,7 +174,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("fields", SCHEDULES)
-def test_the_learning_rate_of_every_step_is_that_of_trl(fields, tmp_path):
+def test_learning_rates_match_trl(fields, tmp_path):
     lr, steps = 1e-3, 20
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields)
     theirs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
@@ -189,7 +189,7 @@ def test_the_learning_rate_of_every_step_is_that_of_trl(fields, tmp_path):
         scheduler.step()
 
 
-def test_a_warm_up_ratio_needs_the_run_length_and_gives_way_to_warmup_steps():
+def test_warmup_ratio():
     assert imported(max_steps=30, warmup_ratio=0.11).optimizer.warmup_steps == 4
     assert imported(max_steps=30, warmup_ratio=0.11, warmup_steps=2).optimizer.warmup_steps == 2
 
@@ -247,7 +247,7 @@ def test_a_warm_up_ratio_needs_the_run_length_and_gives_way_to_warmup_steps():
         ),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(fields, named):
+def test_unsupported_fields_are_rejected(fields, named):
     with pytest.raises(ValueError, match=named):
         imported(**fields)
 
@@ -260,14 +260,14 @@ def test_unsupported_fields_are_refused_by_name(fields, named):
         {"optim": "adamw_torch_fused"},
     ],
 )
-def test_unsupported_fields_without_effect_are_accepted(fields):
+def test_unsupported_fields_are_accepted_without_effect(fields):
     result = imported(**fields)
     assert result.objective == objective()
     assert dict(result.hyperparameters) == dict(imported().hyperparameters)
 
 
 @pytest.mark.parametrize("name", [*INFRASTRUCTURE, "output_dir", "logging_steps", "bf16"])
-def test_fields_of_the_machinery_are_listed_as_ignored(name):
+def test_infrastructure_fields_are_ignored(name):
     result = imported(lr_scheduler_type="constant", **{name: "something"})
     assert set(result.ignored) == {name}
     assert result.objective == objective()
@@ -284,7 +284,7 @@ def test_fields_of_the_machinery_are_listed_as_ignored(name):
         {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
     ],
 )
-def test_fields_without_effect_are_listed_as_ignored(fields):
+def test_fields_without_effect_are_ignored(fields):
     assert set(imported(lr_scheduler_type="constant", **fields).ignored) == {next(iter(fields))}
 
 
@@ -295,7 +295,7 @@ def test_one_error_names_all_refused_fields():
         assert part in str(caught.value)
 
 
-def test_defaults_written_out_are_not_ignored():
+def test_defaults_are_not_listed_as_ignored():
     assert imported(**{name: key.default for name, key in FIELDS.items()}) == imported()
 
 
@@ -304,7 +304,7 @@ def test_defaults_written_out_are_not_ignored():
 
 @dataclasses.dataclass
 class Settings:
-    """A GRPOConfig in small: TRL's fields, and one that this package has never heard of."""
+    """A small GRPOConfig with an unknown field."""
 
     loss_type: str = "dapo"
     beta: float = 0.0
@@ -316,33 +316,33 @@ class Settings:
     report_to: list = dataclasses.field(default_factory=list)
 
 
-def test_an_object_is_read_like_a_mapping():
+def test_objects_are_read_like_mappings():
     result = Objective.from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
     plain = {"loss_type": "grpo", "epsilon_high": 0.3, "output_dir": "out", "lr_scheduler_type": "constant"}
     assert result == Objective.from_trl(plain)
     assert set(result.ignored) == {"output_dir"}
 
 
-def test_translated_fields_of_an_object_count_at_their_defaults_too():
+def test_default_fields_of_objects_are_translated():
     assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
     assert not Objective.from_trl(Settings(beta=0.1, use_bias_correction_kl=False)).objective.kl_bias_correction
     assert Objective.from_trl({"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
     assert not Objective.from_trl({}).objective.kl_bias_correction, "there is no KL term to correct"
 
 
-def test_a_field_of_a_newer_release_is_refused_once_it_is_used():
+def test_unknown_fields_are_rejected_unless_default():
     assert not Objective.from_trl(Settings()).ignored
     with pytest.raises(ValueError, match="unknown TRL field 'brand_new'"):
         Objective.from_trl(Settings(brand_new=2))
 
 
 @pytest.mark.parametrize("source", [3, "dapo", None, Settings])
-def test_a_source_without_fields_is_refused(source):
+def test_sources_without_fields_are_rejected(source):
     with pytest.raises(ValueError, match="GRPOConfig"):
         Objective.from_trl(source)
 
 
-def test_a_real_grpo_config_is_understood(tmp_path):
+def test_grpo_config_is_translated(tmp_path):
     trl = pytest.importorskip("trl")
     own = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     assert own >= {"loss_type", "epsilon_high", "scale_rewards", "sync_ref_model", "delta"}

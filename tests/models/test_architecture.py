@@ -1,4 +1,4 @@
-"""Architectures: their record, changes that keep the function or undo each other, moments that stay with weights."""
+"""Architectures: configuration, function-preserving changes, optimizer moments, mutations and banks."""
 
 import json
 
@@ -28,7 +28,7 @@ HIDDEN = (7, 5)
 
 
 def learnt(config, space=VECTOR, outputs=3):
-    """Return what a member far from its start has learnt."""
+    """Return a train state's random parameters."""
     network = DefaultNetwork(config, space, outputs)
     random = torch.Generator().manual_seed(0)
     parts = {}
@@ -47,7 +47,7 @@ def outputs_of(parameters, config, space=VECTOR):
 # ---- the record
 
 
-def test_a_config_goes_through_json_and_through_bytes():
+def test_json_and_bytes_round_trip():
     config = NetworkConfig(hidden=(8,), activation="elu", convolutions=((4, 3, 1),), log_std=-0.5)
     assert NetworkConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert NetworkConfig.from_tensor(json_bytes(config.to_json())) == config
@@ -67,12 +67,12 @@ def test_a_config_goes_through_json_and_through_bytes():
         ({"log_std": float("nan")}, "finite"),
     ],
 )
-def test_what_is_no_architecture_is_refused(fields, match):
+def test_invalid_architectures_are_rejected(fields, match):
     with pytest.raises(ValueError, match=match):
         NetworkConfig(**fields)
 
 
-def test_unknown_settings_and_damaged_bytes_are_refused():
+def test_unknown_settings_and_damaged_bytes_are_rejected():
     with pytest.raises(ValueError, match="hidden"):
         NetworkConfig.from_json({"hiden": [8]})
     for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
@@ -86,7 +86,7 @@ def test_unknown_settings_and_damaged_bytes_are_refused():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("hidden", [(9, 5), (7, 8), (12, 11)])
 @pytest.mark.parametrize("space", [VECTOR, MIXED], ids=["vector", "images"])
-def test_new_units_keep_the_function(activation, hidden, space):
+def test_added_units_preserve_the_function(activation, hidden, space):
     old, new = (NetworkConfig(hidden=sizes, activation=activation) for sizes in (HIDDEN, hidden))
     before = learnt(old, space)
     after = morph(before, old, new, generator(0, "test"))
@@ -99,7 +99,7 @@ def test_new_units_keep_the_function(activation, hidden, space):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_new_layers_keep_the_function(activation, layers):
+def test_added_layers_preserve_the_function(activation, layers):
     old = NetworkConfig(hidden=HIDDEN, activation=activation)
     new = NetworkConfig(hidden=HIDDEN + HIDDEN[-1:] * layers, activation=activation)
     before = learnt(old)
@@ -116,7 +116,7 @@ def test_new_layers_keep_the_function(activation, layers):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_removing_undoes_adding(activation):
+def test_remove_layer_inverts_add_layer(activation):
     config = NetworkConfig(hidden=HIDDEN, activation=activation)
     before = learnt(config)
     after = remove_layer(add_layer(before, 2, activation), 3)
@@ -125,7 +125,7 @@ def test_removing_undoes_adding(activation):
             torch.testing.assert_close(after[name][key], value)
 
 
-def test_units_that_are_kept_are_those_that_matter_most_and_keep_what_they_learnt():
+def test_units_with_the_largest_outgoing_weights_are_kept():
     old, new = NetworkConfig(hidden=(6,)), NetworkConfig(hidden=(3,))
     before = learnt(old)
     strengths = torch.tensor([0.0, 5.0, 0.1, 3.0, 0.0, 4.0])
@@ -140,7 +140,7 @@ def test_units_that_are_kept_are_those_that_matter_most_and_keep_what_they_learn
         assert torch.equal(after[name]["output.bias"], before[name]["output.bias"])
 
 
-def test_removing_units_without_outgoing_weights_undoes_adding_them():
+def test_removing_added_units_restores_the_state():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(20, 5))
     before = learnt(old)
     rng = generator(0, "test")
@@ -150,7 +150,7 @@ def test_removing_units_without_outgoing_weights_undoes_adding_them():
             assert torch.equal(after[name][key], value)
 
 
-def test_moments_stay_with_weights_that_stay_and_are_zero_for_new_ones():
+def test_moments_are_kept_and_zero_for_new_weights():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(9, 5))
     before = learnt(old)
     after = morph(before, old, new, generator(0, "test"))
@@ -163,8 +163,8 @@ def test_moments_stay_with_weights_that_stay_and_are_zero_for_new_ones():
             assert not new_part.any()
 
 
-def test_moments_follow_weights_that_are_rescaled():
-    """Under tanh the output's weights become four times as large, so its gradients are a quarter."""
+def test_moments_are_rescaled_with_weights():
+    """With tanh the output's weights are multiplied by 4, so its gradients are divided by 4."""
     before = learnt(NetworkConfig(hidden=HIDDEN))
     after = add_layer(before, 2, "tanh")
     assert torch.equal(after["weights"]["output.weight"], 4 * before["weights"]["output.weight"])
@@ -172,7 +172,7 @@ def test_moments_follow_weights_that_are_rescaled():
     assert torch.equal(after["exp_avg_sq"]["output.weight"], before["exp_avg_sq"]["output.weight"] / 16)
 
 
-def test_a_change_of_activation_keeps_every_number():
+def test_changed_activation_keeps_all_values():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=HIDDEN, activation="relu")
     before = learnt(old)
     after = morph(before, old, new, generator(0, "test"))
@@ -187,7 +187,7 @@ def test_a_change_of_activation_keeps_every_number():
         NetworkConfig(hidden=HIDDEN, log_std=1.0),
     ],
 )
-def test_other_changes_are_refused(new):
+def test_other_changes_are_rejected(new):
     old = NetworkConfig(hidden=HIDDEN)
     with pytest.raises(ValueError, match="hidden"):
         morph(learnt(old), old, new, generator(0, "test"))
@@ -196,7 +196,7 @@ def test_other_changes_are_refused(new):
 # ---- proposals
 
 
-def test_mutations_are_of_every_kind_and_stay_within_the_limits():
+def test_mutations_cover_all_kinds_within_limits():
     limits = ArchitectureLimits(min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16))
     config, kinds = NetworkConfig(hidden=(16, 16)), set()
     for number in range(300):
@@ -216,13 +216,13 @@ def test_mutations_are_of_every_kind_and_stay_within_the_limits():
     assert kinds == {("layer", 1), ("layer", -1), ("units", 1), ("units", -1), ("units", 0)}  # 0: the activation
 
 
-def test_a_mutation_is_the_same_for_the_same_generator():
+def test_mutations_are_reproducible():
     config = NetworkConfig(hidden=(32, 32))
     proposals = [mutate_architecture(config, ArchitectureLimits(), generator(5, "test")) for _ in range(2)]
     assert proposals[0] == proposals[1]
 
 
-def test_limits_that_leave_nothing_to_change_are_named():
+def test_limits_without_possible_changes_are_rejected():
     limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
     with pytest.raises(ValueError, match="limits"):
         mutate_architecture(NetworkConfig(hidden=(8,)), limits, generator(0, "test"))
@@ -232,7 +232,7 @@ def test_limits_that_leave_nothing_to_change_are_named():
     "fields",
     [{"min_layers": 0}, {"min_layers": 4}, {"min_units": 300}, {"activations": ("gelu",)}, {"unit_steps": (0,)}],
 )
-def test_limits_that_make_no_sense_are_refused(fields):
+def test_invalid_limits_are_rejected(fields):
     with pytest.raises(ValueError, match=r"min_|activation|unit_steps"):
         ArchitectureLimits(**fields)
 
@@ -241,7 +241,7 @@ def test_limits_that_make_no_sense_are_refused(fields):
 
 
 @pytest.mark.parametrize("name", ["discrete", "box", "some alike", "images"])
-def test_a_rebuilt_member_acts_as_before_and_leaves_the_others_alone(name):
+def test_rebuilding_preserves_the_function_and_other_members(name):
     case = CASES[name]
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
@@ -261,7 +261,7 @@ def test_a_rebuilt_member_acts_as_before_and_leaves_the_others_alone(name):
     assert all(report.grad_norm > 0 and report.step == 2 for report in reports.values())
 
 
-def test_architectures_are_inherited_with_the_weights_and_fresh_members_have_the_first_one():
+def test_architectures_are_inherited():
     case = CASES["architectures"]
     bank = case.bank(3)
     architectures = [bank.architecture(slot) for slot in range(3)]
@@ -275,7 +275,7 @@ def test_architectures_are_inherited_with_the_weights_and_fresh_members_have_the
     assert same_state(bank.state(1), states[0])
 
 
-def test_a_checkpoint_carries_the_architecture(tmp_path):
+def test_checkpoints_contain_the_architecture(tmp_path):
     case = CASES["architectures"]
     bank = case.bank(3)
     tensors_by_name = {f"{slot}.{name}": value for slot in range(3) for name, value in bank.state(slot).items()}
@@ -291,7 +291,7 @@ def test_a_checkpoint_carries_the_architecture(tmp_path):
     assert torch.equal(again.log_probs(batch), bank.log_probs(batch))
 
 
-def test_a_state_whose_architecture_lies_is_refused_before_anything_is_made():
+def test_states_with_a_wrong_architecture_are_rejected():
     bank = CASES["discrete"].bank(2)
     state, before = bank.state(0), bank.state(0)
     state["architecture"] = json_bytes(NetworkConfig(hidden=(60_000, 60_000)).to_json())
@@ -300,7 +300,7 @@ def test_a_state_whose_architecture_lies_is_refused_before_anything_is_made():
     assert same_state(bank.state(0), before)
 
 
-def test_a_state_of_another_space_or_module_is_refused():
+def test_states_of_another_space_or_module_are_rejected():
     bank = Case(actions=spaces.Discrete(3)).bank(1)
     with pytest.raises(ValueError, match="spaces"):
         Case(actions=spaces.Discrete(4)).bank(1).load_state(0, bank.state(0))

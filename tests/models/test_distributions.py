@@ -20,7 +20,7 @@ def repeated(values, count=GRID):
 
 
 @pytest.mark.parametrize("temperature", [None, 0.5, 2.0])
-def test_every_value_is_drawn_as_often_as_its_chance_says(temperature):
+def test_categorical_frequencies_match_probabilities(temperature):
     logits = [0.3, -1.0, 2.0, -30.0, 0.0]
     law = distribution_for(spaces.Discrete(5, start=7))
     heat = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
@@ -34,7 +34,7 @@ def test_every_value_is_drawn_as_often_as_its_chance_says(temperature):
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
-def test_illegal_values_are_never_drawn(uniform):
+def test_illegal_actions_are_never_sampled(uniform):
     law = distribution_for(spaces.MultiDiscrete([3, 4]))
     legal = np.array([[0, 1, 0, 0, 1, 1, 0]], dtype=bool)
     actions, log_probs = law.sample(
@@ -49,7 +49,7 @@ def test_illegal_values_are_never_drawn(uniform):
         assert law.sample(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
 
 
-def test_bits_are_drawn_as_often_as_their_chances_say():
+def test_bernoulli_frequencies_match_probabilities():
     logits = [0.0, 1.5, -2.0]
     law = distribution_for(spaces.MultiBinary(3))
     actions, _ = law.sample(repeated(logits), UNIFORMS.repeat(3, 1), None, None)
@@ -58,7 +58,7 @@ def test_bits_are_drawn_as_often_as_their_chances_say():
     assert (actions.shape, actions.dtype) == ((GRID, 3), np.int8)
 
 
-def test_real_numbers_are_drawn_by_the_inverse_of_the_normal_distribution():
+def test_gaussian_samples_match_the_inverse_cdf():
     law = distribution_for(BOX)
     actions, _ = law.sample(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
     middle, half = torch.tensor([1.0, 0.0, 1.5]).double(), torch.tensor([3.0, 1.0, 0.5]).double()
@@ -72,7 +72,7 @@ def test_real_numbers_are_drawn_by_the_inverse_of_the_normal_distribution():
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX])
-def test_greedy_rows_take_the_most_likely_action_whatever_is_drawn(space):
+def test_temperature_zero_takes_the_most_likely_action(space):
     law, rng = distribution_for(space), np.random.default_rng(0)
     width = law.outputs + sum(math.prod(shape) for shape in law.free_parameters.values())
     outputs = rng.standard_normal((6, width)).astype(np.float32)
@@ -97,7 +97,7 @@ def test_greedy_rows_take_the_most_likely_action_whatever_is_drawn(space):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-def test_scores_and_their_gradients_are_those_of_torch(temperature):
+def test_log_probs_entropies_and_gradients_match_torch(temperature):
     random = torch.Generator().manual_seed(0)
     outputs = torch.randn(7, 5, generator=random, requires_grad=True)
     heat = torch.full((7,), temperature)
@@ -130,7 +130,7 @@ def test_scores_and_their_gradients_are_those_of_torch(temperature):
             torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_tempered_gaussian_is_the_density_to_the_power_of_one_over_the_temperature():
+def test_gaussian_at_a_temperature_is_proportional_to_a_power():
     law = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
     outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]
     for temperature in (0.5, 3.0):
@@ -144,7 +144,7 @@ def test_a_tempered_gaussian_is_the_density_to_the_power_of_one_over_the_tempera
         assert float(entropy[0]) == pytest.approx(-float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3)
 
 
-def test_masked_scores_are_those_of_the_legal_values_alone():
+def test_masked_log_probs_ignore_illegal_actions():
     law = distribution_for(spaces.MultiDiscrete([3, 2]))
     outputs = torch.tensor([[1.0, 5.0, -1.0, 0.5, 0.0]], requires_grad=True)
     legal = torch.tensor([[True, False, True, True, True]])
@@ -160,7 +160,7 @@ def test_masked_scores_are_those_of_the_legal_values_alone():
     assert bool(slope.isfinite().all())
 
 
-def test_one_legal_value_leaves_no_choice_and_no_gradient():
+def test_single_legal_action_has_no_gradient():
     law = distribution_for(spaces.Discrete(3))
     outputs = torch.tensor([[1.0, 5.0, -1.0]], requires_grad=True)
     legal = torch.tensor([[True, False, False]])
@@ -170,7 +170,7 @@ def test_one_legal_value_leaves_no_choice_and_no_gradient():
 
 
 @pytest.mark.parametrize("space", [spaces.MultiBinary(2), spaces.Box(-1, 1, (2,))])
-def test_masks_are_refused_where_nothing_can_be_masked(space):
+def test_action_masks_are_rejected_for_other_spaces(space):
     law = distribution_for(space)
     with pytest.raises(ValueError, match="action_mask"):
         law.sample(np.zeros((1, 4), np.float32), None, None, np.ones((1, 2), bool))
@@ -190,6 +190,6 @@ def test_masks_are_refused_where_nothing_can_be_masked(space):
         None,
     ],
 )
-def test_other_spaces_are_refused_by_an_error_that_names_the_supported_ones(space):
+def test_unsupported_action_spaces_are_rejected(space):
     with pytest.raises(ValueError, match="action_space"):
         distribution_for(space)

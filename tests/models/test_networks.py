@@ -1,4 +1,4 @@
-"""Small networks: initial weights, what they read, images against torch's own convolutions, and modules of users."""
+"""Small networks: initial weights, observation encoding, convolutions against torch, and user modules."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,14 @@ def drawn(space, count, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
-def test_orthogonal_matrices_are_orthonormal_along_the_shorter_side(shape):
+def test_orthogonal_matrices(shape):
     matrix = orthogonal(generator(0, "test"), *shape).double()
     product = matrix @ matrix.T if shape[0] <= shape[1] else matrix.T @ matrix
     torch.testing.assert_close(product, torch.eye(min(shape)).double(), rtol=0, atol=1e-6)
     assert not torch.equal(orthogonal(generator(1, "test"), *shape).double(), matrix)
 
 
-def test_initial_weights_have_their_gains_and_biases_are_zero():
+def test_initial_gains_and_biases():
     network = DefaultNetwork(NetworkConfig(hidden=(16, 12)), image(12, 12, 3), 4)
     parameters = network.initial_parameters(0)
     for name, value in parameters.items():
@@ -48,7 +48,7 @@ def test_initial_weights_have_their_gains_and_biases_are_zero():
         torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-4, atol=1e-5)
 
 
-def test_members_start_alike_from_the_seed_and_shared_layers_agree_across_architectures():
+def test_initial_weights_depend_on_seed_and_layer_only():
     one, same, other = (StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one.state(0)["weights"], one.state(1)["weights"])
     assert torch.equal(one.state(0)["weights"], same.state(0)["weights"])
@@ -59,12 +59,12 @@ def test_members_start_alike_from_the_seed_and_shared_layers_agree_across_archit
     assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
 
 
-def test_the_initial_standard_deviation_is_the_configs():
+def test_initial_standard_deviation():
     bank = StackedBank(VECTOR, spaces.Box(-3, 3, (2,)), size=1, network=NetworkConfig(log_std=-1.5))
     assert bank.state(0)["weights"][-2:].tolist() == [-1.5, -1.5]
 
 
-def test_flat_vectors_are_split_and_joined():
+def test_split_and_join():
     shapes = {"a": (2, 3), "b": (4,), "c": (1, 2, 2)}
     flat = torch.arange(3 * 14.0).view(3, 14)
     parameters = split(flat, shapes)
@@ -80,7 +80,7 @@ def test_flat_vectors_are_split_and_joined():
 # ---- observations
 
 
-def test_the_parts_of_an_observation_lie_side_by_side():
+def test_parts_of_observations_are_concatenated():
     encoder = ObservationEncoder(MIXED)
     seen = {
         "camera": np.full((2, 7, 6, 2), 51, np.uint8),
@@ -102,7 +102,7 @@ def test_the_parts_of_an_observation_lie_side_by_side():
 @pytest.mark.parametrize(
     ("space", "expected"), [(image(5, 7, 3), (3, 5, 7)), (image(3, 5, 7), (3, 5, 7)), (image(5, 7), (1, 5, 7))]
 )
-def test_images_have_their_channels_first(space, expected):
+def test_image_channels_come_first(space, expected):
     encoder = ObservationEncoder(space)
     seen = drawn(space, 4)
     vector, (pixels,) = encoder(seen, "cpu")
@@ -116,7 +116,7 @@ def test_images_have_their_channels_first(space, expected):
         assert pixels[(2, *place)] == pytest.approx(seen[(2, *index(*place))] / 255)
 
 
-def test_plain_bytes_are_scaled_too():
+def test_uint8_vectors_are_divided_by_255():
     vector, _ = ObservationEncoder(spaces.Box(0, 255, (4,), np.uint8))(np.array([[0, 51, 102, 255]], np.uint8), "cpu")
     torch.testing.assert_close(vector, torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 
@@ -124,12 +124,12 @@ def test_plain_bytes_are_scaled_too():
 @pytest.mark.parametrize(
     "space", [spaces.Text(3), spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), spaces.Dict({}), None]
 )
-def test_other_spaces_are_refused(space):
+def test_unsupported_spaces_are_rejected(space):
     with pytest.raises(ValueError, match=r"Box, Discrete, MultiDiscrete, MultiBinary|at least one part"):
         StackedBank(space, spaces.Discrete(2), size=1)
 
 
-def test_an_observation_that_does_not_fit_is_refused():
+def test_observations_of_another_space_are_rejected():
     bank = StackedBank(MIXED, spaces.Discrete(2), size=1)
     seen = drawn(MIXED, 2)
     with pytest.raises(ValueError, match="keys"):
@@ -143,7 +143,7 @@ def test_an_observation_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("convolutions", [None, ((4, 3, 2), (5, 2, 1)), ()])
 @pytest.mark.parametrize("side", [9, 40])
-def test_images_run_through_torchs_convolutions(side, convolutions):
+def test_convolutions_match_torch(side, convolutions):
     space = spaces.Dict({"eye": image(side, side, 3), "speed": VECTOR})
     network = DefaultNetwork(NetworkConfig(hidden=(6,), activation="elu", convolutions=convolutions), space, 2)
     members = [
@@ -171,7 +171,7 @@ def test_images_run_through_torchs_convolutions(side, convolutions):
         torch.testing.assert_close(outputs[row], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_convolutions_that_leave_nothing_of_an_image_are_refused():
+def test_convolutions_larger_than_the_image_are_rejected():
     with pytest.raises(ValueError, match="convolutions"):
         DefaultNetwork(NetworkConfig(convolutions=((8, 5, 1),)), image(4, 4, 3), 2)
 
@@ -179,7 +179,7 @@ def test_convolutions_that_leave_nothing_of_an_image_are_refused():
 # ---- modules of users
 
 
-def test_a_module_is_neither_changed_nor_shared():
+def test_user_module_is_copied():
     module = Branching(3, 4)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     bank = StackedBank(VECTOR, spaces.Discrete(4), size=2, network=module)
@@ -194,7 +194,7 @@ def test_a_module_is_neither_changed_nor_shared():
     assert not (bank.state(0)["weights"] == 7.0).any()
 
 
-def test_a_module_computes_what_it_computes_without_dropout():
+def test_user_module_runs_without_dropout():
     module = Branching(3, 4)
     network = ModuleNetwork(module, VECTOR, 4)
     parameters = {name: torch.stack([value, 2 * value]) for name, value in network.initial_parameters(0).items()}
@@ -207,7 +207,7 @@ def test_a_module_computes_what_it_computes_without_dropout():
     torch.testing.assert_close(outputs[1], module(seen[1]))
 
 
-def test_a_module_gets_composite_observations_in_their_own_form():
+def test_user_module_gets_composite_observations():
     seen_by_module = []
 
     class Reading(nn.Module):
@@ -228,7 +228,7 @@ def test_a_module_gets_composite_observations_in_their_own_form():
     assert float(seen_by_module[-1]["camera"].max()) > 1, "values are not rescaled"
 
 
-def test_modules_that_cannot_serve_are_refused():
+def test_unsuitable_modules_are_rejected():
     with pytest.raises(ValueError, match="actor_network"):
         StackedBank(VECTOR, spaces.Discrete(3), size=1, network=nn.Identity())
     with pytest.raises(ValueError, match=r"must return \[batch, 5\]"):

@@ -1,4 +1,4 @@
-"""Acting with a stacked bank: whose draw is whose, ragged and missing members, references; and how work is laid out."""
+"""StackedBank: acting, references, devices, and layouts of items by member."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.tiny_networks import CASES, Case, acted_batch, observe, stacked
 
 
 def ask(case, bank, member_ids, *, seed=0, **settings):
-    """Let members act; row i sees and draws the same in every call."""
+    """Act with the same observations and uniform numbers in row i of every call."""
     rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
     uniforms = np.stack([rng.random(bank.uniforms_per_action) for rng in rngs]).astype(np.float32)
@@ -26,8 +26,8 @@ def ask(case, bank, member_ids, *, seed=0, **settings):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("member_ids", [[0], [1, 1, 2], [0] * 9 + [2], [0, 1, 2] * 3, [0] + [1] * 30 + [2] * 2])
-def test_who_else_acts_does_not_matter(name, member_ids):
-    """Missing members, ragged and unsorted rows: each row acts as it does in a bank of its member alone."""
+def test_rows_act_independently_of_other_members(name, member_ids):
+    """With missing members, ragged and unsorted rows, each row acts as in a bank of its member alone."""
     case = CASES[name]
     bank = case.bank(3)
     acted = ask(case, bank, member_ids)
@@ -40,7 +40,7 @@ def test_who_else_acts_does_not_matter(name, member_ids):
         np.testing.assert_allclose(acted.log_probs[mine], apart.log_probs[mine], rtol=1e-4, atol=1e-4)
 
 
-def test_actions_have_the_form_of_their_space():
+def test_shapes_and_dtypes_of_actions():
     expected = {
         "discrete": ((), np.int64),
         "architectures": ((2, 2), np.int64),
@@ -56,13 +56,13 @@ def test_actions_have_the_form_of_their_space():
         assert (greedy.actions.shape, greedy.actions.dtype) == ((3, *shape), dtype)
 
 
-def test_uniforms_per_action_are_one_per_component():
+def test_uniforms_per_action():
     counts = {"discrete": 1, "architectures": 4, "box": 2, "images": 4, "module": 1}
     assert {name: CASES[name].bank(1).uniforms_per_action for name in counts} == counts
 
 
-def test_acting_follows_learning_inheritance_and_rebuilding_at_once():
-    """No stale copy of weights, and no stale layout although the same rows ask again."""
+def test_acting_uses_current_weights():
+    """No stale weights or layouts after learning, inheriting and rebuilding."""
     case = CASES["discrete"]
     bank = case.bank(2)
     rows = [0] * 20 + [1] * 20
@@ -84,7 +84,7 @@ def test_acting_follows_learning_inheritance_and_rebuilding_at_once():
 
 
 @pytest.mark.parametrize("name", ["discrete", "architectures", "some alike", "images", "module"])
-def test_acting_from_the_base_is_scored_by_the_reference_that_members_start_with(name):
+def test_base_actions_match_initial_reference_log_probs(name):
     case = CASES[name]
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
@@ -93,7 +93,7 @@ def test_acting_from_the_base_is_scored_by_the_reference_that_members_start_with
     assert not torch.allclose(from_base.sampler_log_probs, batch.sampler_log_probs)
 
 
-def test_a_member_that_is_not_finite_warns_nobody_and_others_act_on():
+def test_non_finite_members_do_not_affect_others():
     case = CASES["box"]
     bank = case.bank(2)
     before = ask(case, bank, [0, 0, 1])
@@ -105,7 +105,7 @@ def test_a_member_that_is_not_finite_warns_nobody_and_others_act_on():
 
 
 @pytest.mark.parametrize("member_ids", [[0, 2], [-1, 0], []])
-def test_slots_that_do_not_exist_are_refused(member_ids):
+def test_unknown_slots_are_rejected(member_ids):
     bank = Case(actions=spaces.Discrete(2)).bank(2)
     observations = np.zeros((len(member_ids), 3), np.float32)
     with pytest.raises(ValueError, match="member_ids"):
@@ -115,7 +115,7 @@ def test_slots_that_do_not_exist_are_refused(member_ids):
 
 
 @pytest.mark.parametrize("name", ["architectures", "images", "box", "module"])
-def test_a_member_as_a_module_gives_the_outputs_it_acts_from(name):
+def test_policy_module_matches_acting(name):
     case = CASES[name]
     bank = case.bank(3)
     rngs = [generator(0, "test rows", row) for row in range(4)]
@@ -133,7 +133,7 @@ def test_a_member_as_a_module_gives_the_outputs_it_acts_from(name):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_an_accelerator_computes_what_the_cpu_computes(name, device):
+def test_devices_agree(name, device):
     case = CASES[name]
     here, there = case.bank(3), case.bank(3, device=device)
     batch = acted_batch(case, here, range(3))
@@ -151,7 +151,7 @@ def test_an_accelerator_computes_what_the_cpu_computes(name, device):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)
 
 
-def test_a_bank_needs_a_member():
+def test_size_zero_is_rejected():
     with pytest.raises(ValueError, match="size"):
         Case(actions=spaces.Discrete(2)).bank(0)
 
@@ -160,21 +160,21 @@ def test_a_bank_needs_a_member():
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60))
-def test_a_layout_holds_every_item_once_with_its_member_and_wastes_less_than_half(members):
+def test_layouts_contain_each_item_once_with_limited_padding(members):
     rows = np.array(members, dtype=np.int64)
     layouts = lay_out(rows)
     items = np.concatenate([lanes.items for lanes in layouts])
     assert sorted(items) == list(range(len(rows)))
     assert len(set(np.concatenate([lanes.rows for lanes in layouts]))) == len(set(members))
     for lanes in layouts:
-        assert (rows[lanes.index] == lanes.rows[:, None]).all(), "a place that is left over repeats its own member's"
+        assert (rows[lanes.index] == lanes.rows[:, None]).all()
         assert lanes.in_order == np.array_equal(lanes.index.ravel(), np.arange(lanes.index.size))
         shifted = lanes.renumbered(np.arange(len(rows)) + 7)
         np.testing.assert_array_equal(shifted.items, lanes.items + 7)
     assert sum(lanes.index.size for lanes in layouts) <= 2 * len(rows)
 
 
-def test_equal_numbers_of_rows_share_one_layout_without_padding():
+def test_equal_numbers_of_rows_need_no_padding():
     (lanes,) = lay_out(np.repeat(np.arange(4), 5))
     assert lanes.in_order
     assert lanes.index.shape == (4, 5)

@@ -1,4 +1,4 @@
-"""StackedBank learns as separate torch.optim.AdamW runs do, in whatever parts; what is not finite stays at home."""
+"""StackedBank: learning against separate torch.optim.AdamW runs and finite differences, passes and references."""
 
 import math
 from dataclasses import replace
@@ -35,8 +35,8 @@ def surrogate(log_probs, old, advantages, entropies, clip, entropy_coef):
 @pytest.mark.parametrize("architectures", [(), DIFFERENT], ids=["alike", "different"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("short", [0, train_states.MAX_STACKED_STEP], ids=["one by one", "together"])
-def test_learning_equals_separate_torch_optimizers(space, architectures, short, monkeypatch):
-    """Own learning rates, clip norms, clip coefficients, numbers of rows and of epochs, over two rollouts."""
+def test_learning_matches_separate_torch_optimizers(space, architectures, short, monkeypatch):
+    """Members differ in learning rate, clip norm, clip coefficient, rows and epochs."""
     monkeypatch.setattr(train_states, "MAX_STACKED_STEP", short)
     case = Case(actions=space, architectures=architectures)
     settings = Optimizer(weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6, warmup_steps=2)
@@ -94,8 +94,8 @@ def test_learning_equals_separate_torch_optimizers(space, architectures, short, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_finite_differences(name):
-    """An oracle for every kind of observation, images and modules included: slopes along random directions."""
+def test_gradients_match_finite_differences(name):
+    """For all kinds of observations and networks, along a direction."""
     case = CASES[name]
     bank = case.bank(2, std=0.3)
     batch = acted_batch(case, bank, [0, 1])
@@ -153,7 +153,7 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
         assert_gradients_agree(one, other)
 
 
-def test_entropies_carry_a_gradient_only_when_asked():
+def test_entropies_have_no_gradient_by_default():
     case = CASES["discrete"]
     bank = case.bank(2)
     batch = acted_batch(case, bank, [0, 1])
@@ -169,8 +169,8 @@ def test_entropies_carry_a_gradient_only_when_asked():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_learning_rate_that_ruins_the_weights_is_reported_and_stays_at_home(bad):
-    """Here the step itself is finite, but the weights after it are not."""
+def test_non_finite_weights_are_reported_and_do_not_affect_others(bad):
+    """The gradient is finite, but the weights after the step are not."""
     case = CASES["discrete"]
     one, other = case.bank(3), case.bank(3)
     state = other.state(1)
@@ -190,7 +190,7 @@ def test_a_learning_rate_that_ruins_the_weights_is_reported_and_stays_at_home(ba
         assert same_state(one.state(slot), other.state(slot))
 
 
-def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
+def test_out_of_memory_halves_the_pass(monkeypatch):
     case = CASES["architectures"]
     bank, control = case.bank(3), case.bank(3)
     batch = acted_batch(case, bank, range(3))
@@ -215,7 +215,7 @@ def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
         assert reports[slot].step == 1
 
 
-def test_costs_are_environment_steps():
+def test_cost_counts_environment_steps():
     case = CASES["discrete"]
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
@@ -225,7 +225,7 @@ def test_costs_are_environment_steps():
     assert bank.cost(batch.flatten_actions()) == expected
 
 
-def test_episodes_taken_apart_into_transitions_score_alike():
+def test_flattened_actions_have_equal_log_probs():
     for case in CASES.values():
         bank = case.bank(3)
         batch = acted_batch(case, bank, range(3))
@@ -234,7 +234,7 @@ def test_episodes_taken_apart_into_transitions_score_alike():
         torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
 
-def test_own_references_follow_the_policy_only_when_told():
+def test_own_references_change_only_on_request():
     case = replace(CASES["architectures"], own_reference=True)
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
@@ -250,7 +250,7 @@ def test_own_references_follow_the_policy_only_when_told():
     torch.testing.assert_close(bank.state(1)["reference"], expected)
 
 
-def test_there_is_no_own_reference_to_change_where_all_share_one():
+def test_reference_changes_need_own_references():
     bank = CASES["architectures"].bank(1)
     with pytest.raises(ValueError, match="snapshot"):
         bank.keep_reference([0])
@@ -258,7 +258,7 @@ def test_there_is_no_own_reference_to_change_where_all_share_one():
         bank.mix_reference(0, 0.5)
 
 
-def test_without_own_references_the_reference_is_what_all_started_from():
+def test_default_reference_is_the_initial_policy():
     case = CASES["architectures"]
     bank, fresh = case.bank(3), Case(actions=case.actions, masked=True).bank(3, std=0.0)
     batch = acted_batch(case, bank, range(3))

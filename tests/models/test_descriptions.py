@@ -1,4 +1,4 @@
-"""What a network is said to be is what it is: its own convolutions and layers, observations and distribution."""
+"""Descriptions of networks, observations and actions."""
 
 import re
 
@@ -35,14 +35,14 @@ FOUND = spaces.Dict({"left": PICTURE, "right": spaces.Box(0, 255, (20, 24), np.u
         ),
     ],
 )
-def test_a_network_in_words_is_what_its_parameters_are(space, config, words):
+def test_network_description_matches_parameters(space, config, words):
     network = DefaultNetwork(NetworkConfig(**config), space, 2)
     assert network.description == words
     filters = [(shape[0], shape[2]) for name, shape in network.shapes.items() if "layer" in name and len(shape) == 4]
     assert [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)×", words)] == filters
 
 
-def test_a_module_of_ones_own_is_called_by_its_class():
+def test_module_description():
     assert ModuleNetwork(Branching(3, 2), VECTOR, 2).description == "Branching, a module of your own"
 
 
@@ -62,7 +62,7 @@ def test_a_module_of_ones_own_is_called_by_its_class():
         ),
     ],
 )
-def test_observations_are_told_part_by_part(space, words):
+def test_observation_description(space, words):
     assert ObservationEncoder(space).description == words
 
 
@@ -76,11 +76,11 @@ def test_observations_are_told_part_by_part(space, words):
         (spaces.Box(-1, 1, (3,)), "3 real numbers, a Gaussian each"),
     ],
 )
-def test_actions_are_told_with_their_distribution(space, words):
+def test_action_description(space, words):
     assert distribution_for(space).description == words
 
 
-def test_a_bank_tells_each_members_own_architecture():
+def test_description_of_each_member():
     bank = CASES["architectures"].bank(3)
     assert [bank.description(slot) for slot in range(3)] == ["8-6 relu", "5 tanh", "8-6-6 elu"]
     assert CASES["module"].bank(1).description(0) == "Branching, a module of your own"
