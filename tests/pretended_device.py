@@ -141,7 +141,7 @@ def _matrix_of(head: Any, hidden: Tensor) -> Tensor | None:
 
 def pytest_configure() -> None:
     """Make the device, and let the tests of accelerators, and the direct pass, know it."""
-    from tests.policies import test_precision
+    from tests.models import test_precision
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -93,11 +93,11 @@ def refuse(base: PreTrainedModel, folder: Path) -> None:
     own = population[processes().rank]
     with pytest.raises(ValueError, match="2 processes"):
         population.members.policy(own.slot)(torch.ones((1, 3), dtype=torch.long))
-    with pytest.raises(ValueError, match="is held in 2 parts, so no process can save it: leave out include_base"):
+    with pytest.raises(ValueError, match="include_base"):
         own.save_checkpoint(folder / f"saved-{processes().rank}", include_base=True)
-    with pytest.raises(ValueError, match="stays where it was loaded, on cpu: load it there, with load_base"):
+    with pytest.raises(ValueError, match="load_base"):
         tiny_population(2, actor_network=base, device="meta")
-    with pytest.raises(ValueError, match="a model object is never altered"):
+    with pytest.raises(ValueError, match="model object"):
         load_base(tiny_model(), parts=2)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from evogrpo.models.language.low_rank import runs_of
+
 FOLDED = 4
 """Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""
 
@@ -114,28 +116,15 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     return out.view(n, kv, rep, t, d).permute(1, 0, 2, 3, 4).reshape(q.shape)
 
 
-def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-    """Group rows `[kv, n, w, c]` by adjacent prompts with equally many rows: `[kv * prompts, rows * w, c]` each."""
-    kv, _, wide, c = x.shape
-    found, at = [], 0
-    for prompts, count in _equal(runs):
-        number = prompts.stop - prompts.start
-        part = x[:, at : at + count * number].reshape(kv * number, count * wide, c)
-        found.append((prompts, part))
-        at += count * number
-    return found
+def _by_prompt(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, slice, Tensor]]:
+    """Group rows `[kv, n, w, c]` by adjacent prompts with equally many rows.
 
-
-def _equal(runs: tuple[int, ...]) -> list[tuple[slice, int]]:
-    """Group adjacent prompts with equally many rows: the prompts, and the rows of each."""
-    found, first = list[tuple[slice, int]](), 0
-    while first < len(runs):
-        last = first
-        while last < len(runs) and runs[last] == runs[first]:
-            last += 1
-        found.append((slice(first, last), runs[first]))
-        first = last
-    return found
+    Returns rows, prompts and `[kv * prompts, rows of each * w, c]` of each group.
+    """
+    return [
+        (rows, prompts, x[:, rows].reshape(x.shape[0] * count, -1, x.shape[3]))
+        for rows, prompts, count in runs_of(runs)
+    ]
 
 
 class KeyValues(NamedTuple):
@@ -154,13 +143,10 @@ class KeyValues(NamedTuple):
 
 def prompt_key_values(shared: SharedPrompts) -> list[KeyValues]:
     """Return shared prompts as operands of batched products, by groups of prompts with equally many rows."""
-    found, at = list[KeyValues](), 0
-    kv, _, past, d = shared.keys.shape
-    for prompts, count in _equal(shared.runs):
+    found, (past, d) = list[KeyValues](), shared.keys.shape[2:]
+    for rows, prompts, _ in runs_of(shared.runs):
         keys, values = (x[:, prompts].reshape(-1, past, d) for x in (shared.keys, shared.values))
-        rows = count * (len(keys) // kv)
-        found.append(KeyValues(slice(at, at + rows), keys.mT, values))
-        at += rows
+        found.append(KeyValues(rows, keys.mT, values))
     return found
 
 
@@ -271,26 +257,20 @@ def _products(q: Tensor, k: Tensor, shared: Any, runs: tuple[int, ...] | None) -
     torch.bmm(_rows(q), _rows(k).mT, out=_rows(out)[..., past:])
     if runs is None:
         return out
-    at = 0
-    for prompts, part in _folded(q, runs):
+    for rows, prompts, part in _by_prompt(q, runs):
         keys = shared[0][:, prompts].reshape(len(part), past, -1)
-        rows = sum(runs[prompts])
-        if rows == n:
+        if rows == slice(0, n):
             torch.bmm(part, keys.mT, out=out.view(len(part), -1, out.shape[-1])[..., :past])
         else:
-            out[:, at : at + rows, :, :past] = torch.bmm(part, keys.mT).view(kv, rows, wide, past)
-        at += rows
+            out[:, rows, :, :past] = torch.bmm(part, keys.mT).view(kv, -1, wide, past)
     return out
 
 
 def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int, ...]) -> None:
     """Add weights `[kv, n, w, P]` times the vectors `[kv, m, P, d]` of each row's prompt to `[kv, n, w, d]`."""
-    at = 0
-    for prompts, part in _folded(weights, runs):
-        rows = sum(runs[prompts])
+    for rows, prompts, part in _by_prompt(weights, runs):
         own = values[:, prompts].reshape(len(part), values.shape[2], -1)
-        out[:, at : at + rows] += torch.bmm(part, own).view(out.shape[0], rows, *out.shape[2:])
-        at += rows
+        out[:, rows] += torch.bmm(part, own).view(out.shape[0], -1, *out.shape[2:])
 
 
 def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
@@ -298,6 +278,6 @@ def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
     kv = weights.shape[0]
     sums = [
         torch.bmm(one.mT, other).view(kv, -1, weights.shape[3], rows.shape[3])
-        for (_, one), (_, other) in zip(_folded(weights, runs), _folded(rows, runs), strict=True)
+        for (*_, one), (*_, other) in zip(_by_prompt(weights, runs), _by_prompt(rows, runs), strict=True)
     ]
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

@@ -204,7 +204,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     if (
         activation not in ACTIVATIONS
         or getattr(config, "use_bidirectional_attention", None)
-        or any(not _known_rope(rope) for rope in _ropes(config, style))
+        or any(rope.get("rope_type") not in ROPES or "partial_rotary_factor" in rope for rope in _ropes(config, style))
         or len(kinds) != 1
         or dtype not in PRECISIONS
         or device.type not in DEVICES
@@ -218,10 +218,7 @@ def find_weight_layout(model: PreTrainedModel, decoder: nn.Module) -> WeightLayo
     first = layers[0].self_attn
     return WeightLayout(
         decoder=decoder,
-        layers=tuple(
-            _layer(layer, names, style, _window(config, style, number), _kind(config, style, number))
-            for number, layer in enumerate(layers)
-        ),
+        layers=tuple(_layer(layer, names, style, config, number) for number, layer in enumerate(layers)),
         final_norm=_norm(whole.norm, style),
         embedding_scale=whole.embed_tokens.embed_scale if style.scaled_embeddings else None,
         activation=ACTIVATIONS[activation],
@@ -264,32 +261,19 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     )
 
 
-def _window(config: Any, style: Architecture, number: int) -> int | None:
-    slides = style.windows == "all" or (style.windows == "named" and config.layer_types[number] == "sliding_attention")
-    window: int | None = config.sliding_window if slides else None
-    return window
-
-
-def _kind(config: Any, style: Architecture, number: int) -> str | None:
-    return config.layer_types[number] if style.rotary_by_kind else None
-
-
 def _ropes(config: Any, style: Architecture) -> list[Mapping[str, Any]]:
     """Return the config of rotary embeddings of each kind of layer."""
     ropes = config.rope_parameters
     return [ropes[kind] for kind in set(config.layer_types)] if style.rotary_by_kind else [ropes]
 
 
-def _known_rope(rope: Mapping[str, Any]) -> bool:
-    return rope.get("rope_type") in ROPES and "partial_rotary_factor" not in rope
-
-
 def _norm(module: Any, style: Architecture) -> Norm:
     return Norm(module=module, eps=getattr(module, style.epsilon), offset=style.offset, rounded_once=style.rounded_once)
 
 
-def _layer(layer: Any, names: dict[Any, str], style: Architecture, window: int | None, kind: str | None) -> Layer:
+def _layer(layer: Any, names: dict[Any, str], style: Architecture, config: Any, number: int) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    slides = style.windows == "all" or (style.windows == "named" and config.layer_types[number] == "sliding_attention")
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else _norm(getattr(layer, name), style)
@@ -310,6 +294,6 @@ def _layer(layer: Any, names: dict[Any, str], style: Architecture, window: int |
         gates=(named(mlp.gate_proj), named(mlp.up_proj)),
         down=named(mlp.down_proj),
         after_mlp=norm(style.after_mlp),
-        window=window,
-        kind=kind,
+        window=config.sliding_window if slides else None,
+        kind=config.layer_types[number] if style.rotary_by_kind else None,
     )
