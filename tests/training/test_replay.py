@@ -260,7 +260,7 @@ def test_samples_of_each_member_count_where_plans_give_them():
 def test_a_journal_with_a_generation_missing_has_no_schedule():
     with pytest.raises(ValueError, match=r"every generation from 1 on, but the journal has \[2\]"):
         best_schedule([RUN, generation(2, member(0, 0))])
-    with pytest.raises(ValueError, match="no member was evaluated yet"):
+    with pytest.raises(ValueError, match="no evaluated member"):
         best_schedule([RUN])
 
 

@@ -198,7 +198,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
 
 
 def test_a_folder_without_a_run_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         open_run(tmp_path)
 
 

@@ -71,5 +71,5 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, steps):
 
 def test_nobody_is_left_with_nothing_to_learn_from():
     run = tiny_run(None, size=3, strategy=Turns(shares=((8, 0, 8),)), generations=2)
-    with pytest.raises(StrategyError, match=r"each collects some, got none in slots \[1\] of \(8, 0, 8\)"):
+    with pytest.raises(StrategyError, match=r"samples must be positive"):
         finish(run)
