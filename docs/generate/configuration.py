@@ -15,7 +15,7 @@ from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.factory import CommonOptions, Options
 from evogrpo.algorithms.policies.settings import MOST_TOKENS
-from evogrpo.config.checks import MOST_SEED
+from evogrpo.config.checks import MAX_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
@@ -147,7 +147,7 @@ def _tasks() -> Iterator[Section]:
         "parallel_env": {"parallel_env": "x"},
     }  # fmt: skip
     least_one = ("max_prompt_length", "validation_size", "test_size", "train_size", "max_episode_steps", "lanes")
-    ranges = {**dict.fromkeys(least_one, "at least 1"), "seed": f"from 0 to {MOST_SEED:,}"}
+    ranges = {**dict.fromkeys(least_one, "at least 1"), "seed": f"from 0 to {MAX_SEED:,}"}
     for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(

@@ -33,8 +33,8 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
-    MOST_MEMBERS,
-    MOST_SAMPLES,
+    MAX_MEMBERS,
+    MAX_SAMPLES,
     NETWORK_RANGES,
     HyperparameterConfig,
     common_samples,
@@ -378,7 +378,7 @@ def check_size(size: int | None, options: Mapping[str, Any]) -> int:
     if size is None:
         refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
         raise ValueError("size must be given: how many members the population has")
-    return whole_between("size", size, 1, MOST_MEMBERS)
+    return whole_between("size", size, 1, MAX_MEMBERS)
 
 
 def check_founders(
@@ -409,7 +409,7 @@ def founder_samples(options: CommonOptions, samples_per_step: int | None) -> int
         ValueError: If none are given and there is no common number, or they are out of range.
     """
     if samples_per_step is not None:
-        return whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+        return whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
     config = options.get("hp_config")
     if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
         config = HyperparameterConfig()

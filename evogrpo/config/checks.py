@@ -14,13 +14,13 @@ from evogrpo.config.synonyms import hint
 
 T = TypeVar("T")
 
-MOST_LISTED = 60  # a longer list would hide the hint
-LARGEST = 1e38  # members compute in float32
-MOST_COUNTED = 10**15
+MAX_LISTED = 60  # a longer list would hide the hint
+FLOAT32_LIMIT = 1e38  # members compute in float32
+MAX_COUNT = 10**15
 """Largest number that is only counted, never looped over."""
-MOST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 """Largest seed."""
-_LARGEST_WHOLE = 10**300  # fits into a float
+_MAX_WHOLE = 10**300  # fits into a float
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
@@ -34,7 +34,7 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
     names = list(valid)
     advice = hint(str(name), names)
     parts = [] if advice is None else [advice]
-    if len(names) <= MOST_LISTED and (advice is None or advice.startswith("did you mean")):
+    if len(names) <= MAX_LISTED and (advice is None or advice.startswith("did you mean")):
         parts.append(f"Valid names: {', '.join(names) or '(none)'}")
     return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
 
@@ -60,11 +60,11 @@ def finite_number(what: str, value: object) -> float:
     return float(value)
 
 
-def single_number(what: str, value: object) -> float:
+def float32_number(what: str, value: object) -> float:
     """Return `value` as a plain float, or raise ValueError if it does not fit into float32."""
     number = float(finite_number(what, value))
-    if abs(number) > LARGEST:
-        raise ValueError(f"{what} must be at most {LARGEST:g} in size, got {number:g}: float32 cannot hold it")
+    if abs(number) > FLOAT32_LIMIT:
+        raise ValueError(f"{what} must be at most {FLOAT32_LIMIT:g} in size, got {number:g}: float32 cannot hold it")
     return number
 
 
@@ -74,12 +74,12 @@ def whole_number(what: str, value: object) -> int:
     if isinstance(value, bool) or not whole:
         raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})")
     number: int = int(value)  # type: ignore[call-overload]  # a real number
-    if abs(number) > _LARGEST_WHOLE:
+    if abs(number) > _MAX_WHOLE:
         raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits")
     return number
 
 
-def whole_between(what: str, value: object, least: int, most: int = MOST_COUNTED) -> int:
+def whole_between(what: str, value: object, least: int, most: int = MAX_COUNT) -> int:
     """Return `value` as a plain int, or raise ValueError if it is not an integer in [least, most].
 
     The bound catches typing errors in numbers that are looped over or allocated, which would look like a hang.
@@ -111,7 +111,7 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-MOST_WHOLE, LARGEST_STORED = 2**63 - 1, 1e150  # its square is finite
+MAX_INT64, MAX_STORED_FLOAT = 2**63 - 1, 1e150  # its square is finite
 
 
 def declared_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def fits(hint: Any, value: object) -> bool:
     if hint is Any:
         return True
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_WHOLE
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT64
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_STORED
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_STORED_FLOAT
     if origin in (Union, types.UnionType):
         return any(fits(arm, value) for arm in arguments)
     if origin is Literal:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective, highest, lowest, possible
-from evogrpo.config.search_space import SEARCHED, HyperparameterConfig, RLParameter, feasible_group_sizes
+from evogrpo.config.search_space import DEFAULT_SEARCHED, HyperparameterConfig, RLParameter, feasible_group_sizes
 from evogrpo.functional.loss_types import LOSS_TYPES
 
 CLIPS = ("clip_coef", "clip_low", "clip_high")
@@ -21,7 +21,7 @@ def default_space(
     rows_are_samples: bool,
     shared: bool = False,
 ) -> HyperparameterConfig:
-    """Return the default search space: the hyperparameters of `SEARCHED` that are not fixed and have an effect.
+    """Return the default search space: the hyperparameters of `DEFAULT_SEARCHED` that are not fixed and have an effect.
 
     Args:
         ranges: Range by hyperparameter, for the kind of member.
@@ -32,7 +32,7 @@ def default_space(
         rows_are_samples: See `without_effect`.
         shared: See `without_effect`.
     """
-    space = HyperparameterConfig(**{name: ranges[name] for name in SEARCHED if name not in fixed})
+    space = HyperparameterConfig(**{name: ranges[name] for name in DEFAULT_SEARCHED if name not in fixed})
     space = drop_single_group_size(space, samples_per_step)
     samples = samples_per_step or 2
     idle = without_effect(

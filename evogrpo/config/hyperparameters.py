@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from evogrpo.config.checks import refuse_unknown, single_number, whole_number
+from evogrpo.config.checks import float32_number, refuse_unknown, whole_number
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
 __all__ = ["CATEGORIES", "HYPERPARAMETER_NAMES", "Hyperparameters", "Value", "is_categorical", "is_integer"]
@@ -127,17 +127,17 @@ def checked_value(name: str, value: object) -> Any:
         if not isinstance(value, str) or value not in CATEGORIES[name]:
             raise ValueError(f"{name} must be one of {', '.join(CATEGORIES[name])}, got {value!r}")
         return value
-    number: float = whole_number(name, value) if is_integer(name) else single_number(name, value)
+    number: float = whole_number(name, value) if is_integer(name) else float32_number(name, value)
     rule, legal = _rule(name, number)
     if not legal:
         reason = ": a single completion cannot be compared with its group" if name == "group_size" else ""
         raise ValueError(f"{name} must {rule}, got {number}{reason}")
-    if number > _MOST_OF.get(name, math.inf):
-        raise ValueError(f"{name} must be at most {_MOST_OF[name]:,}, got {number:,}")
+    if number > _MAXIMA.get(name, math.inf):
+        raise ValueError(f"{name} must be at most {_MAXIMA[name]:,}, got {number:,}")
     return number
 
 
-_MOST_OF: Mapping[str, int] = {"group_size": 1_000_000, "update_epochs": 10_000, "batch_size": 10**9}
+_MAXIMA: Mapping[str, int] = {"group_size": 1_000_000, "update_epochs": 10_000, "batch_size": 10**9}
 """Bounds of numbers that are looped over; larger ones are typing errors and would look like a hang."""
 MIN_TEMPERATURE = 1e-6  # below it, logits / temperature overflow float32
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from evogrpo.config.checks import MOST_COUNTED, names_unknown, single_number, whole_between
+from evogrpo.config.checks import MAX_COUNT, float32_number, names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.roll import read_roll
@@ -286,7 +286,7 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
             raise ValueError(f"{name} must be True or False, got {value!r}.")
         return value
     number = (
-        whole_between(name, value, -1, _MAXIMA.get(name, MOST_COUNTED)) if kind is int else single_number(name, value)
+        whole_between(name, value, -1, _MAXIMA.get(name, MAX_COUNT)) if kind is int else float32_number(name, value)
     )
     rule, legal = _RULES[name]
     if not legal(number):

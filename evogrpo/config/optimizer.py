@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import Literal, get_args
 
-from evogrpo.config.checks import finite_number, names_unknown, single_number, whole_between
+from evogrpo.config.checks import finite_number, float32_number, names_unknown, whole_between
 
 __all__ = ["Optimizer", "Schedule"]
 
@@ -45,7 +45,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", _betas(self.betas))
         for name in ("eps", "weight_decay", "cycles", "floor"):
-            object.__setattr__(self, name, single_number(name, getattr(self, name)))
+            object.__setattr__(self, name, float32_number(name, getattr(self, name)))
         for name, rule, legal in (
             ("eps", "be above 0", self.eps > 0),
             ("weight_decay", "be at least 0", self.weight_decay >= 0),

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
-from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, single_number, whole_between
+from evogrpo.config.checks import finite_number, float32_number, names_unknown, refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
 __all__ = [
+    "DEFAULT_SEARCHED",
     "LANGUAGE_RANGES",
-    "MOST_MEMBERS",
-    "MOST_SAMPLES",
+    "MAX_MEMBERS",
+    "MAX_SAMPLES",
     "NETWORK_RANGES",
-    "SEARCHED",
     "HyperparameterConfig",
     "RLParameter",
     "Scale",
@@ -62,7 +62,7 @@ class RLParameter:
     def __post_init__(self) -> None:
         refuse_unknown("scale", [self.scale], get_args(Scale))
         if self.factor is not None:
-            object.__setattr__(self, "factor", single_number("factor", self.factor))
+            object.__setattr__(self, "factor", float32_number("factor", self.factor))
             if self.factor <= 1:
                 raise ValueError(f"factor must be greater than 1, got {self.factor}")
         if self.when is not None:
@@ -192,7 +192,7 @@ def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
     return condition
 
 
-SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
+DEFAULT_SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
 """Hyperparameters that evolve by default: those with the largest effect and no value that is good for all tasks."""
 
 _COMMON = {
@@ -237,9 +237,9 @@ Source: RL Zoo is the search space of PPO in rl-baselines3-zoo, `hyperparams_opt
 """
 
 
-MOST_MEMBERS = 100_000
+MAX_MEMBERS = 100_000
 """Maximum number of members of a population."""
-MOST_SAMPLES = 10_000_000
+MAX_SAMPLES = 10_000_000
 """Maximum number of samples of a learning step."""
 
 
@@ -423,9 +423,9 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     """Return the possible group sizes: divisors of `samples_per_step` of at least 2, ascending.
 
     Raises:
-        ValueError: If `samples_per_step` is not an integer from 2 to `MOST_SAMPLES`.
+        ValueError: If `samples_per_step` is not an integer from 2 to `MAX_SAMPLES`.
     """
-    samples = whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+    samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
     small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
     return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
 

@@ -20,7 +20,7 @@ STEP = 0.2
 """The usual step, as a share of a range on its scale: three decades are crossed in five."""
 SPREAD = 0.75
 """Standard deviation, in log units, of the sizes of steps around the usual or the inherited one."""
-SMALLEST, LARGEST = 0.02, 0.5
+SMALLEST, FLOAT32_LIMIT = 0.02, 0.5
 """The smallest step that is inherited, and the largest that is taken: from anywhere it fits one way at least."""
 
 
@@ -101,7 +101,7 @@ class Mutation:
                     return drawn
             inherited = (steps or {}).get(name)
             usual = STEP if inherited is None else max(abs(inherited), SMALLEST)
-            size = min(usual * float(around[column]), LARGEST)
+            size = min(usual * float(around[column]), FLOAT32_LIMIT)
             return neighbour(space[name], value, upward=up < 0.5, integer=is_integer(name), size=size)
 
         return mutate(hyperparameters, space, moved, draws[3])

@@ -9,7 +9,7 @@ import yaml
 
 import evogrpo
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import MOST_COUNTED, refuse_unknown, whole_between
+from evogrpo.config.checks import MAX_COUNT, refuse_unknown, whole_between
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.descent import BestSchedule, best_schedule, fitness_estimate
@@ -117,7 +117,7 @@ class HyperparameterSchedule:
         for number, each in enumerate(listed, start=1):
             rest = {name: value for name, value in each.items() if name != "from_step"}
             try:
-                found = whole_between("from_step", each.get("from_step"), 0, MOST_COUNTED)
+                found = whole_between("from_step", each.get("from_step"), 0, MAX_COUNT)
                 if found != begins:
                     raise ValueError(f"from_step must be {begins}, where the stages before it end, got {found}")
                 stages.append(ScheduleStage.from_json(rest))

@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.config.checks import MOST_COUNTED, finite_number, flag, whole_between
+from evogrpo.config.checks import MAX_COUNT, finite_number, flag, whole_between
 from evogrpo.config.default_space import without_effect
-from evogrpo.config.search_space import MOST_SAMPLES, check_group_size
+from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.text import pluralize
 from evogrpo.warnings import warn
 
@@ -72,11 +72,11 @@ class Schedule:
         self._whole("test_questions", 0, optional=True)
         if self.test_questions == 1:
             raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
-        self._whole("samples_per_step", 2, MOST_SAMPLES)
+        self._whole("samples_per_step", 2, MAX_SAMPLES)
         if flag("count_evaluations", self.count_evaluations) and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
 
-    def _whole(self, name: str, least: int, most: int = MOST_COUNTED, *, optional: bool = False) -> None:
+    def _whole(self, name: str, least: int, most: int = MAX_COUNT, *, optional: bool = False) -> None:
         """Validate an integer field and convert it to a plain int."""
         value = getattr(self, name)
         if value is not None or not optional:

@@ -11,7 +11,7 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
-from evogrpo.config.search_space import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
+from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.training.configuration.automatic import SIZES, with_sizes
@@ -38,7 +38,7 @@ class TestRanges:
 
 def test_a_dataset_and_a_reward_are_enough():
     config = parse_config(QUESTIONS)
-    assert list(config.search_space) == list(SEARCHED)
+    assert list(config.search_space) == list(DEFAULT_SEARCHED)
     assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
     assert config.model == "smollm2-135m"
     assert config.schedule.generations == 10
@@ -53,7 +53,7 @@ def test_a_dataset_and_a_reward_are_enough():
 def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
     assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
-    assert set(given.search_space) == set(SEARCHED) - {"lr", "group_size"}
+    assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"lr", "group_size"}
     assert not parse_config({**values, "search_space": {}}).search_space
     own = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
     assert list(own.search_space) == ["beta"]
@@ -152,7 +152,7 @@ def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
 class TestInPython:
     def test_a_population_searches_what_is_not_given(self):
         members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
-        assert set(members.space) == set(SEARCHED) - {"lr"}
+        assert set(members.space) == set(DEFAULT_SEARCHED) - {"lr"}
         assert {agent.hyperparameters.lr for agent in members} == {1e-3}
         assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import numpy as np
 
 from evogrpo.algorithms.learning.advantages import check_action_objective
-from evogrpo.config.checks import MOST_COUNTED, MOST_SEED, finite_number, flag, instance, refuse_unknown, whole_between
+from evogrpo.config.checks import MAX_COUNT, MAX_SEED, finite_number, flag, instance, refuse_unknown, whole_between
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingOptions
@@ -54,7 +54,7 @@ class NetworkSettings:
     max_actions: ClassVar[int] = 1  # learning takes episodes apart into single actions
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
+        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MAX_SEED))
         flag("normalise_observations", self.normalise_observations)
         instance("network", self.network, NetworkConfig, "NetworkConfig(hidden=(64, 64))")
         instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
@@ -118,10 +118,10 @@ MOST_TOKENS = 10_000_000
 """The most tokens of a completion; beyond any model's context."""
 _WHOLE = (
     ("max_output_tokens", 1, MOST_TOKENS),
-    ("min_output_tokens", -MOST_COUNTED, MOST_COUNTED),
-    ("max_episode_tokens", -MOST_COUNTED, MOST_COUNTED),
-    ("top_k", -MOST_COUNTED, MOST_COUNTED),
-    ("seed", 0, MOST_SEED),
+    ("min_output_tokens", -MAX_COUNT, MAX_COUNT),
+    ("max_episode_tokens", -MAX_COUNT, MAX_COUNT),
+    ("top_k", -MAX_COUNT, MAX_COUNT),
+    ("seed", 0, MAX_SEED),
 )
 """The whole numbers, with the least and the most of each; some have a rule of their own besides."""
 

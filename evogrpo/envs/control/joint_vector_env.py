@@ -10,7 +10,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.config.checks import LARGEST
+from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import numbers, stack
 from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
@@ -110,7 +110,7 @@ class JointVectorStep:
         """See `StepResult`."""
         for lane, seen in enumerate(self.lanes):
             for agent, reward in seen.rewards.items():
-                if not abs(reward) <= LARGEST:
+                if not abs(reward) <= FLOAT32_LIMIT:
                     yield lane, agent, reward
 
 

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evogrpo.config.checks import LARGEST
+from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.observations import ObservationStatistics, normalised_leaves, unflatten
@@ -276,7 +276,7 @@ def check_finite(seen: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int6
 
 def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     """Tell which numbers are finite, and can be held in float32, in which members compute."""
-    held: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= LARGEST
+    held: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= FLOAT32_LIMIT
     return held
 
 
@@ -286,5 +286,5 @@ def not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueErr
     return ValueError(
         f"the environment gave {f'{agent} ' if agent else ''}{article} {what} that is not finite, {value}, after {t} "
         f"steps from reset(seed={seed}): episodes are compared by their numbers, so every one must be finite, and at "
-        f"most {LARGEST:g} in size"
+        f"most {FLOAT32_LIMIT:g} in size"
     )

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import LARGEST
+from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.envs.control.actions import join_masks, legal_actions, mask_from_info, policy_action_shape
 from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.making import MakeEnv, PauseAtEnd, seeds_with_replicas
@@ -71,7 +71,7 @@ class VectorStep(NamedTuple):
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
         """See `StepResult`."""
-        held = np.abs(self.rewards) <= LARGEST
+        held = np.abs(self.rewards) <= FLOAT32_LIMIT
         if held.all():
             return ()
         return [(lane, "", float(self.rewards[lane])) for lane in np.flatnonzero(~held).tolist()]

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from evogrpo.config.checks import MOST_SEED, flag, instance, whole_between
+from evogrpo.config.checks import MAX_SEED, flag, instance, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.config.search_space import MOST_MEMBERS, HyperparameterConfig, check_group_size
+from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
@@ -124,7 +124,7 @@ class PopulationConfig:
     founders: Sequence[Mapping[str, float | str | None]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole_between("size", self.size, 1, MOST_MEMBERS))
+        object.__setattr__(self, "size", whole_between("size", self.size, 1, MAX_MEMBERS))
         flag("spread", self.spread)
         if self.like is not None and not isinstance(self.like, str):
             raise ValueError(f"like must be the folder of an earlier run, got {self.like!r:.80}")
@@ -192,7 +192,7 @@ class Config(Generic[TaskT, AgentT]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_parts", whole_between("base_parts", self.base_parts, 1))
-        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
+        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MAX_SEED))
         if isinstance(self.strategy, Replay):
             self._check_replay(self.strategy)
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size

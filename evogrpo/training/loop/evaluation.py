@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import FitnessResult
-from evogrpo.config.search_space import MOST_SAMPLES
+from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, paired_difference
@@ -71,7 +71,7 @@ def _averaged(scores: list[tuple[int, int, float]], *, since: int) -> Fitness | 
     counted = {(step, place): score for step, place, score in scores if step >= since}
     if len(counted) < 2:
         return None
-    keys = [step * MOST_SAMPLES + place for step, place in counted]  # the same for all members
+    keys = [step * MAX_SAMPLES + place for step, place in counted]  # the same for all members
     return Fitness.from_scores(list(counted.values()), keys=keys)
 
 

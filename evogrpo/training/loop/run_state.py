@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.population import KeptStates
 from evogrpo.config.checks import declared_fields, whole_between
-from evogrpo.config.search_space import MOST_SAMPLES
+from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.reporting.step_records import EvaluationCost, Example
@@ -234,7 +234,7 @@ class RunState:
 
     def check_stored(self) -> None:
         """Raise ValueError for counts that are impossible or do not match the number of slots."""
-        whole_between("members", self.members, 1, MOST_SAMPLES)
+        whole_between("members", self.members, 1, MAX_SAMPLES)
         for name in (
             "generation",
             "step",
@@ -251,7 +251,7 @@ class RunState:
         if numbers != list(range(self.generation - len(numbers) + 1, self.generation + 1)):
             raise ValueError(f"generations must follow each other up to {self.generation}, got {numbers}")
         for name in ("samples_per_step", "block"):
-            whole_between(name, getattr(self, name), 0, MOST_SAMPLES)
+            whole_between(name, getattr(self, name), 0, MAX_SAMPLES)
         whole_between("steps_per_generation", self.steps_per_generation, 0, MOST_STEPS)
         by_slot = [name for name in self.__dataclass_fields__ if name.startswith(("slot_", "member_"))]
         for name in (*by_slot, "metrics", "rollouts", "samples"):
