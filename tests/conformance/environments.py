@@ -1,6 +1,6 @@
-"""What every GroupEnvironment promises: subclass the test case of its kind, say how to build one, inherit every test.
+"""Conformance suites of GroupEnvironment: subclass the test case of its type and implement the abstract methods.
 
-`AskedEnvironmentTestCase` is for environments that open `PromptBatch`, which language models hold;
+`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`;
 `PlayedEnvironmentTestCase` for those that are played step by step, with `SoloEnvironmentTestCase` where `play` returns
 `Episodes` and `JointEnvironmentTestCase` where it returns `JointEpisodes`.
 """
@@ -23,56 +23,56 @@ from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores,
 from evogrpo.randomness import generator
 from tests.envs.actors import Scrambler
 
-LOOKED_AT = 24  # starts of each split
+MAX_STARTS = 24  # starts of each split
 
 
 class GroupEnvironmentTestCase(ABC):
-    """The contract of GroupEnvironment: which starts there are, and in which order they are dealt."""
+    """Contract of GroupEnvironment: starts, and the order in which they are dealt."""
 
     @abstractmethod
     def make_env(self, seed: int = 0) -> GroupEnvironment:
         """Build the environment, with at least two starts in every split and eight in training."""
 
     @abstractmethod
-    def identities(self, opened: Any) -> list[Hashable]:
-        """Return what tells one opened start from another."""
+    def identities(self, batch: Any) -> list[Hashable]:
+        """Return a value for each start of a batch, different for different starts."""
 
     @pytest.fixture
     def env(self) -> Iterator[GroupEnvironment]:
-        """Build the environment, and close it afterwards where it can be closed."""
+        """Build the environment; close it after the test."""
         env = self.make_env()
         yield env
         if hasattr(env, "close"):
             env.close()
 
-    def looked_at(self, env: GroupEnvironment, split: Split) -> range:
+    def sample_starts(self, env: GroupEnvironment, split: Split) -> range:
         """Return some starts of a split."""
-        return range(min(env.size(split), LOOKED_AT))
+        return range(min(env.size(split), MAX_STARTS))
 
     # ---- spaces, starts and their order
 
-    def test_it_has_spaces_and_starts(self, env):
+    def test_spaces_and_split_sizes(self, env):
         assert isinstance(env.observation_space, gymnasium.Space)
         assert isinstance(env.action_space, gymnasium.Space)
         assert all(env.size(split) >= 2 for split in SPLITS)
         assert env.size("train") >= 8
 
-    def test_a_smaller_count_deals_a_prefix_of_the_block(self, env):
+    def test_smaller_counts_deal_a_prefix_of_the_block(self, env):
         for step in (3, 0, 1):
             block = env.deal(step, 7, 7)
             assert all(0 <= start < env.size("train") for start in block)
             for count in (5, 1, 7):
                 assert env.deal(step, count, 7) == block[:count]
 
-    def test_what_is_dealt_does_not_depend_on_who_asked_before(self, env):
+    def test_deal_does_not_depend_on_earlier_calls(self, env):
         fresh = self.make_env()
-        wanted = fresh.deal(2, 4, 4)
+        expected = fresh.deal(2, 4, 4)
         for step in range(4):
             env.deal(step, 3, 4)
         env.open("validation", [0])
-        assert env.deal(2, 4, 4) == wanted
+        assert env.deal(2, 4, 4) == expected
 
-    def test_a_pass_deals_no_start_twice(self, env):
+    def test_a_pass_repeats_no_start(self, env):
         count = min(env.size("train"), 64)
         dealt = [start for step in range(count // 4) for start in env.deal(step, 4, 4)]
         assert len(set(dealt)) == len(dealt)
@@ -80,31 +80,31 @@ class GroupEnvironmentTestCase(ABC):
     def test_seeds_deal_different_orders(self):
         assert len({self.make_env(seed).deal(0, 8, 8) for seed in range(4)}) > 1
 
-    def test_a_fingerprint_tells_environments_apart_and_equal_ones_have_the_same(self, env):
+    def test_fingerprints_are_equal_for_equal_environments_only(self, env):
         if not isinstance(env, SupportsFingerprint):
-            pytest.skip("it has no fingerprint(), so nothing is compared when a run is resumed")
-        told = dict(env.fingerprint())
-        assert told
-        assert all(isinstance(text, str) for text in (*told, *told.values()))
+            pytest.skip("the environment has no fingerprint()")
+        fingerprint = dict(env.fingerprint())
+        assert fingerprint
+        assert all(isinstance(text, str) for text in (*fingerprint, *fingerprint.values()))
         env.open("validation", [0])
-        assert dict(env.fingerprint()) == dict(self.make_env().fingerprint()) == told
-        assert dict(self.make_env(seed=1).fingerprint()) != told
+        assert dict(env.fingerprint()) == dict(self.make_env().fingerprint()) == fingerprint
+        assert dict(self.make_env(seed=1).fingerprint()) != fingerprint
 
     @pytest.mark.parametrize("split", SPLITS)
-    def test_opening_twice_gives_the_same(self, env, split):
-        starts = self.looked_at(env, split)
+    def test_open_is_reproducible(self, env, split):
+        starts = self.sample_starts(env, split)
         first = self.identities(env.open(split, starts))
         assert self.identities(env.open(split, starts)) == first
         assert self.identities(self.make_env().open(split, starts)) == first
         assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
 
     def test_splits_share_no_start(self, env):
-        opened = {split: self.identities(env.open(split, self.looked_at(env, split))) for split in SPLITS}
-        everything = [each for identities in opened.values() for each in identities]
+        batch = {split: self.identities(env.open(split, self.sample_starts(env, split))) for split in SPLITS}
+        everything = [each for identities in batch.values() for each in identities]
         assert len(set(everything)) == len(everything)
 
     @pytest.mark.parametrize(("split", "start"), [("train", -1), ("test", "size"), ("dev", 0)])
-    def test_what_does_not_exist_is_not_opened(self, env, split, start):
+    def test_invalid_starts_are_refused(self, env, split, start):
         with pytest.raises(ValueError, match=split):
             env.open(split, [env.size(split) if start == "size" else start])
 
@@ -112,112 +112,114 @@ class GroupEnvironmentTestCase(ABC):
 # ---- conversations
 
 
-class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """The contract of environments that open `PromptBatch`. What is said should make the environment reply."""
+class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
+    """Contract of environments that open a `PromptBatch`."""
 
     @abstractmethod
     def say(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
-        """Return a completion, with or without a final EOS; different ones for different draws."""
+        """Return a random completion, with or without a final EOS. With several turns, it must lead to a reply."""
 
-    def identities(self, opened: Any) -> list[Hashable]:
+    def identities(self, batch: Any) -> list[Hashable]:
         """Return the prompts."""
-        return [tuple(prompt) for prompt in opened.prompts]
+        return [tuple(prompt) for prompt in batch.prompts]
 
     def hold(
         self,
         env: Any,
-        opened: PromptBatch,
+        batch: PromptBatch,
         start_of_row: Sequence[int],
         rows: Sequence[int],
         *,
         together: bool = True,
     ) -> dict[int, Conversation]:
-        """Hold conversations to their end; what is said depends on the row and the turn alone."""
+        """Complete conversations; each completion depends on the row and the turn alone."""
         held: dict[int, Conversation] = {}
         for group in [list(rows)] if together else [[row] for row in rows]:
-            living = group
-            for turn in range(opened.max_turns):
-                for row in living:
+            active = group
+            for turn in range(batch.max_turns):
+                for row in active:
                     before = held.get(row)
-                    said = tuple(map(int, self.say(env, generator(0, "say", row, turn))))
+                    completion = tuple(map(int, self.say(env, generator(0, "say", row, turn))))
                     held[row] = Conversation(
                         row=row,
                         start=start_of_row[row],
-                        completions=(*(before.completions if before else ()), said),
+                        completions=(*(before.completions if before else ()), completion),
                         replies=before.replies if before else (),
                     )
-                if turn + 1 == opened.max_turns:
+                if turn + 1 == batch.max_turns:
                     break
-                replies = opened.respond([held[row] for row in living])
-                assert len(replies) == len(living)
-                heard = {row: tuple(reply) for row, reply in zip(living, replies, strict=True) if reply is not None}
-                for row, reply in heard.items():
+                replies = batch.respond([held[row] for row in active])
+                assert len(replies) == len(active)
+                replied = {row: tuple(reply) for row, reply in zip(active, replies, strict=True) if reply is not None}
+                for row, reply in replied.items():
                     last = held[row]
                     held[row] = Conversation(
                         row=row, start=last.start, completions=last.completions, replies=(*last.replies, reply)
                     )
-                living = list(heard)
-                if not living:
+                active = list(replied)
+                if not active:
                     break
         return held
 
     def held(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
-        """Open starts and hold three conversations about each."""
-        opened = env.open("train", range(4))
+        """Open four starts and complete three conversations for each."""
+        batch = env.open("train", range(4))
         start_of_row = [start for start in range(4) for _ in range(3)]
-        held = self.hold(env, opened, start_of_row, range(12))
-        return opened, [held[row] for row in range(12)]
+        held = self.hold(env, batch, start_of_row, range(12))
+        return batch, [held[row] for row in range(12)]
 
-    def test_prompts_are_token_ids_and_questions_words(self, env):
-        opened = env.open("train", self.looked_at(env, "train"))
-        assert isinstance(opened, PromptBatch)
-        assert len(opened.prompts) == len(opened.questions) == len(self.looked_at(env, "train"))
-        assert all(len(prompt) > 0 and all(isinstance(token, int) for token in prompt) for prompt in opened.prompts)
-        assert all(tuple(prompt) in env.observation_space for prompt in opened.prompts)
-        assert all(isinstance(question, str) and question for question in opened.questions)
+    def test_prompts_are_token_ids_and_questions_text(self, env):
+        batch = env.open("train", self.sample_starts(env, "train"))
+        assert isinstance(batch, PromptBatch)
+        assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
+        assert all(len(prompt) > 0 and all(isinstance(token, int) for token in prompt) for prompt in batch.prompts)
+        assert all(tuple(prompt) in env.observation_space for prompt in batch.prompts)
+        assert all(isinstance(question, str) and question for question in batch.questions)
 
-    def test_replies_are_token_ids_and_only_where_turns_remain(self, env):
-        opened, transcripts = self.held(env)
-        assert opened.max_turns >= 1
-        heard = [reply for transcript in transcripts for reply in transcript.replies]
-        assert all(reply and all(isinstance(token, int) for token in reply) for reply in heard)
-        if opened.max_turns == 1:
-            assert list(opened.respond(transcripts)) == [None] * len(transcripts)
+    def test_replies_are_token_ids_while_turns_remain(self, env):
+        batch, transcripts = self.held(env)
+        assert batch.max_turns >= 1
+        replied = [reply for transcript in transcripts for reply in transcript.replies]
+        assert all(reply and all(isinstance(token, int) for token in reply) for reply in replied)
+        if batch.max_turns == 1:
+            assert list(batch.respond(transcripts)) == [None] * len(transcripts)
         else:
-            assert heard, "what `say` says must make the environment reply"
+            assert replied, "completions of `say` must lead to replies"
 
-    def test_a_reply_depends_on_its_conversation_alone(self, env):
+    def test_replies_depend_on_their_conversation_alone(self, env):
         start_of_row = [0, 1, 2, 3, 0, 1]
         together = self.hold(env, env.open("train", range(4)), start_of_row, range(6))
-        apart = self.hold(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
-        assert apart == together
+        separate = self.hold(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
+        assert separate == together
 
     def test_scores_have_one_entry_for_each_conversation(self, env):
-        opened, transcripts = self.held(env)
-        self.check_scores(opened.score(transcripts), transcripts)
+        batch, transcripts = self.held(env)
+        self.check_scores(batch.score(transcripts), transcripts)
 
-    def test_a_conversation_that_ends_with_a_reply_is_scored(self, env):
-        opened = env.open("train", range(4))
-        said = tuple(map(int, self.say(env, generator(0, "say", 0, 0))))
-        transcripts = [Conversation(row=row, start=row, completions=(said,)) for row in range(4)]
-        if opened.max_turns > 1:
-            replies = opened.respond(transcripts)
+    def test_conversations_that_end_with_a_reply_are_scored(self, env):
+        batch = env.open("train", range(4))
+        completion = tuple(map(int, self.say(env, generator(0, "say", 0, 0))))
+        transcripts = [Conversation(row=row, start=row, completions=(completion,)) for row in range(4)]
+        if batch.max_turns > 1:
+            replies = batch.respond(transcripts)
             transcripts = [
-                Conversation(row=row, start=row, completions=(said,), replies=() if reply is None else (tuple(reply),))
+                Conversation(
+                    row=row, start=row, completions=(completion,), replies=() if reply is None else (tuple(reply),)
+                )
                 for row, reply in enumerate(replies)
             ]
-        self.check_scores(opened.score(transcripts), transcripts)
+        self.check_scores(batch.score(transcripts), transcripts)
 
-    def test_a_score_depends_on_its_conversation_alone(self, env):
-        opened, transcripts = self.held(env)
-        together = self.rows(opened.score(transcripts))
+    def test_scores_depend_on_their_conversation_alone(self, env):
+        batch, transcripts = self.held(env)
+        together = self.rows(batch.score(transcripts))
         order = [7, 2, 11, 0]
-        assert self.rows(opened.score([transcripts[row] for row in order])) == [together[row] for row in order]
-        assert self.rows(opened.score([transcripts[5]])) == [together[5]]
+        assert self.rows(batch.score([transcripts[row] for row in order])) == [together[row] for row in order]
+        assert self.rows(batch.score([transcripts[5]])) == [together[5]]
 
     @staticmethod
     def check_scores(scores: Scores, transcripts: Sequence[Conversation]) -> None:
-        """Check the shapes, and that parts add up to rewards."""
+        """Check the shapes and the sums of components and step rewards."""
         n = len(transcripts)
         assert scores.rewards.shape == (n,)
         assert scores.rewards.dtype == np.float64
@@ -278,9 +280,9 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         Row r of a member draws with the numbers of (member, r), whoever else plays.
         """
 
-    def identities(self, opened: Any) -> list[Hashable]:
+    def identities(self, batch: Any) -> list[Hashable]:
         """Return the reset seeds."""
-        return list(opened.seeds)
+        return list(batch.seeds)
 
     def groups(self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False) -> list[PlayedRow]:
         """Play groups of four; rows are [member, start, place]."""

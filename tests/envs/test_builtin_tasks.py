@@ -37,8 +37,8 @@ def test_sequences_are_arithmetic_and_distinct():
     assert {split: len(rows) for split, rows in tables.items()} == {"train": 769, "validation": 64, "test": 256}
     seen = set()
     for row in (row for rows in tables.values() for row in rows):
-        asked = re.fullmatch(r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"])[1]
-        numbers = [*map(int, asked.split(", ")), int(row["answer"])]
+        terms = re.fullmatch(r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"])[1]
+        numbers = [*map(int, terms.split(", ")), int(row["answer"])]
         steps = {after - before for before, after in pairwise(numbers)}
         assert len(steps) == 1
         assert 2 <= min(steps) <= 12
@@ -52,9 +52,9 @@ def test_sequences_are_arithmetic_and_distinct():
 def test_held_out_questions_have_the_training_distribution():
     tables = two_digit_questions(3, 500, 500)
     for rows in tables.values():
-        asked = list(parsed(rows))
-        assert 0.4 < sum(sign == "-" for _, sign, _, _ in asked) / len(asked) < 0.6
-        assert 0.15 < sum(answer < 0 for *_, answer in asked) / len(asked) < 0.35
+        problems = list(parsed(rows))
+        assert 0.4 < sum(sign == "-" for _, sign, _, _ in problems) / len(problems) < 0.6
+        assert 0.15 < sum(answer < 0 for *_, answer in problems) / len(problems) < 0.35
 
 
 def test_splits_depend_only_on_the_seed():

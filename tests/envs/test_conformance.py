@@ -7,8 +7,8 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.text.tasks import two_digit_sums
 from tests.conformance.environments import (
-    AskedEnvironmentTestCase,
     JointEnvironmentTestCase,
+    PromptEnvironmentTestCase,
     SoloEnvironmentTestCase,
 )
 from tests.envs import joint_probes, probes
@@ -27,27 +27,27 @@ def length(completions, **columns):
     return [None if len(text) % 3 == 0 else float(len(text)) for text in completions]
 
 
-def spoken(completions, **columns):
-    return [float(sum(len(message["content"]) for message in said)) for said in completions]
+def total_length(completions, **columns):
+    return [float(sum(len(message["content"]) for message in last)) for last in completions]
 
 
 def steps(completion_ids, **columns):
     return [StepRewards([1.0, 0.5], [0, len(ids) - 1]) for ids in completion_ids]
 
 
-class Asked(AskedEnvironmentTestCase):
+class ArithmeticPrompts(PromptEnvironmentTestCase):
     def say(self, env, rng):
         text = "".join(rng.choice(list("0123456789 "), size=rng.integers(1, 5)))
         ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids, env.tokenizer.eos_token_id] if rng.random() < 0.5 else ids
 
 
-class TestQuestionsAndAnswers(Asked):
+class TestAgileRLForm(ArithmeticPrompts):
     def make_env(self, seed=0):
         return HuggingFaceGym(ROWS, None, TOKENIZER, reward_fn=last_digit, seed=seed)
 
 
-class TestSeveralRewards(Asked):
+class TestTRLForm(ArithmeticPrompts):
     def make_env(self, seed=0):
         rows = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
         functions = [length, steps]
@@ -59,17 +59,17 @@ def arithmetic(seed):
     return two_digit_sums(TOKENIZER, seed=seed)
 
 
-class TestArithmetic(Asked):
+class TestArithmetic(ArithmeticPrompts):
     def make_env(self, seed=0):
-        return arithmetic(seed)  # 8190 questions take a while to tokenise
+        return arithmetic(seed)  # 8190 questions are slow to tokenize
 
 
 def reply(row, messages):
-    said = messages[-1]["content"]
-    return None if said.endswith("0") else f"{len(messages)} {said} {row['answer']}"
+    last = messages[-1]["content"]
+    return None if last.endswith("0") else f"{len(messages)} {last} {row['answer']}"
 
 
-class TestConversations(Asked):
+class TestMultiTurnGym(ArithmeticPrompts):
     def make_env(self, seed=0):
         rows = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
         return MultiTurnGym(
@@ -78,13 +78,13 @@ class TestConversations(Asked):
             TOKENIZER,
             reply=reply,
             max_turns=3,
-            reward_funcs=[spoken, steps],
+            reward_funcs=[total_length, steps],
             reward_weights=[1, 2],
             seed=seed,
         )
 
 
-class TestTwoTurns(Asked):
+class TestTwoTurns(ArithmeticPrompts):
     def make_env(self, seed=0):
         return GuessTwice(tokenizer=TOKENIZER, seed=seed)
 

@@ -48,7 +48,7 @@ def reward(completion, answer, question):
     return float(answer)
 
 
-def asked(env):
+def questions_of(env):
     opened = {split: env.open(split, range(env.size(split))) for split in SPLITS}
     return {split: list(zip(each.questions, each.prompts, each.rows, strict=True)) for split, each in opened.items()}
 
@@ -57,7 +57,7 @@ def asked(env):
 def test_all_table_types_give_the_same_environment(tokenizer, form):
     env = HuggingFaceGym(FORMS[form](ROWS), None, tokenizer, reward_fn=reward, **SIZES)
     plain = HuggingFaceGym(ROWS, None, tokenizer, reward_fn=reward, **SIZES)
-    assert asked(env) == asked(plain)
+    assert questions_of(env) == questions_of(plain)
     assert env.fingerprint() == plain.fingerprint()
     env.preflight()
 

@@ -134,7 +134,7 @@ def other(completion, answer, question):
     return 0.0
 
 
-def told(tokenizer, rows=ROWS, test=None, **options):
+def fingerprint_with(tokenizer, rows=ROWS, test=None, **options):
     return HuggingFaceGym(rows, test, tokenizer, **{"reward_fn": one, **options}).fingerprint()
 
 
@@ -154,7 +154,7 @@ def told(tokenizer, rows=ROWS, test=None, **options):
     ],
 )
 def test_fingerprint_keys_name_the_difference(tokenizer, options, names):
-    before, after = told(tokenizer), told(tokenizer, **options)
+    before, after = fingerprint_with(tokenizer), fingerprint_with(tokenizer, **options)
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     assert names <= changed
     assert bool(names) == bool(changed)

@@ -43,8 +43,8 @@ def test_agilerl_form_renders_and_rewards(tokenizer, encode, form):
 def test_trl_form_passes_messages_and_columns(tokenizer, encode, form):
     def reward(prompts, completions, answer, **_):
         texts = [completion[0]["content"] for completion in completions]
-        asked = [prompt[-1]["content"] for prompt in prompts]
-        assert asked == answer
+        contents = [prompt[-1]["content"] for prompt in prompts]
+        assert contents == answer
         return [None if text == "?" else float(text == a) for text, a in zip(texts, answer, strict=True)]
 
     env = HuggingFaceGym(form(messages("a", "b", "c", "d")), form(messages("x")), tokenizer, reward_funcs=reward)

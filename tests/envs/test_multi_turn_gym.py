@@ -8,11 +8,11 @@ from evogrpo.envs import MultiTurnGym, StepRewards
 from evogrpo.envs.text.multi_turn_gym import TurnMarkers
 from tests.envs.conftest import CHAT, build
 
-CLOSED = (  # every turn is closed, as in ChatML
+CLOSED = (  # every turn has an end marker, as in ChatML
     "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-FORGETFUL = (  # what the assistant said before the last question is left out
+FORGETFUL = (  # omits assistant messages before the last question
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -44,12 +44,12 @@ def test_template_options_apply_to_every_turn():
     env = MultiTurnGym(
         rows, None, build(template), reply=hint, max_turns=2, reward_funcs=right, chat_template_kwargs={"mood": "!"}
     )
-    opened = env.open("train", range(8))
-    for start, row in enumerate(opened.rows):
+    batch = env.open("train", range(8))
+    for start, row in enumerate(batch.rows):
         mood = "?" if row["chat_template_kwargs"] else "!"
-        assert env.tokenizer.decode(opened.prompts[start]).endswith(f"<a>{mood}")
+        assert env.tokenizer.decode(batch.prompts[start]).endswith(f"<a>{mood}")
         said = Conversation(row=0, start=start, completions=(encoded(env, "x"),), replies=())
-        (heard,) = opened.respond([said])
+        (heard,) = batch.respond([said])
         assert env.tokenizer.decode(heard).endswith(f"<a>{mood}")
 
 
@@ -59,21 +59,21 @@ def encoded(env, text):
 
 def talk(env, *completions):
     """Hold a conversation with these completions about training question 0; return the last tokens."""
-    opened, heard = env.open("train", [0]), []
+    batch, heard = env.open("train", [0]), []
     said = tuple(encoded(env, text) for text in completions)
     for turn in range(len(said)):
         transcript = Conversation(row=0, start=0, completions=said[: turn + 1], replies=tuple(heard))
-        (reply,) = opened.respond([transcript])
+        (reply,) = batch.respond([transcript])
         if reply is not None:
             heard.append(reply)
-    return opened, Conversation(row=0, start=0, completions=said, replies=tuple(heard))
+    return batch, Conversation(row=0, start=0, completions=said, replies=tuple(heard))
 
 
 @pytest.mark.parametrize("ending", ["<eos>", ""])
 def test_tokens_match_the_chat_template(ending):
     env = gym()
-    opened, transcript = talk(env, f"x{ending}", f"yy{ending}")
-    question = opened.rows[0]["prompt"][0]["content"]
+    batch, transcript = talk(env, f"x{ending}", f"yy{ending}")
+    question = batch.rows[0]["prompt"][0]["content"]
     rendered = env.tokenizer.apply_chat_template(
         [
             {"role": "user", "content": question},
@@ -85,29 +85,29 @@ def test_tokens_match_the_chat_template(ending):
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert (*opened.prompts[0], *transcript.tokens) == encoded(env, rendered)
+    assert (*batch.prompts[0], *transcript.tokens) == encoded(env, rendered)
 
 
 def test_templates_without_end_markers_work():
     env = gym(CHAT)
-    opened, transcript = talk(env, "x")
-    text = env.tokenizer.decode([*opened.prompts[0], *transcript.tokens])
-    assert text == f"<u>{opened.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
+    batch, transcript = talk(env, "x")
+    text = env.tokenizer.decode([*batch.prompts[0], *transcript.tokens])
+    assert text == f"<u>{batch.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
 
 
 def test_reply_gets_the_row_and_all_messages():
-    asked = []
+    calls = []
 
     def reply(row, messages):
-        asked.append((row, messages))
-        return "more" if len(asked) == 1 else None
+        calls.append((row, messages))
+        return "more" if len(calls) == 1 else None
 
-    opened, transcript = talk(gym(reply=reply), "x<eos>", "y")
-    question = opened.rows[0]["prompt"]
-    assert [row for row, _ in asked] == [opened.rows[0]] * 2
+    batch, transcript = talk(gym(reply=reply), "x<eos>", "y")
+    question = batch.rows[0]["prompt"]
+    assert [row for row, _ in calls] == [batch.rows[0]] * 2
     first = [*question, {"role": "assistant", "content": "x"}]
-    assert asked[0][1] == first
-    assert asked[1][1] == [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
+    assert calls[0][1] == first
+    assert calls[1][1] == [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
     assert len(transcript.replies) == 1
 
 
@@ -119,10 +119,10 @@ def test_rewards_get_messages_and_all_tokens():
         return [1.0]
 
     env = gym(reward_funcs=reward)
-    opened, transcript = talk(env, "x<eos>", "y")
-    scores = opened.score([transcript])
+    batch, transcript = talk(env, "x<eos>", "y")
+    scores = batch.score([transcript])
     ((prompts, completions, ids, digits),) = seen
-    assert (prompts, digits) == ([opened.rows[0]["prompt"]], [opened.rows[0]["digit"]])
+    assert (prompts, digits) == ([batch.rows[0]["prompt"]], [batch.rows[0]["digit"]])
     assert completions == [
         [
             {"role": "assistant", "content": "x"},
@@ -138,9 +138,9 @@ def test_rewards_get_messages_and_all_tokens():
 def test_none_ends_a_conversation():
     env = gym()
     digit = env.open("train", [0]).rows[0]["digit"]
-    opened, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
+    batch, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
     assert (len(transcript.completions), len(transcript.replies)) == (2, 1)
-    assert opened.score([transcript]).rewards.tolist() == [1.0]
+    assert batch.score([transcript]).rewards.tolist() == [1.0]
 
 
 def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
@@ -148,8 +148,8 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
 
     env = gym(reward_funcs=[everywhere, right])
-    opened, transcript = talk(env, "abc<eos>", "de")
-    (steps,) = opened.score([transcript]).step_rewards
+    batch, transcript = talk(env, "abc<eos>", "de")
+    (steps,) = batch.score([transcript]).step_rewards
     first, second = (len(part) for part in transcript.replies)
     blank = [np.nan]
     expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]

@@ -27,7 +27,7 @@ def env(tokenizer):
     )
 
 
-def asked(tokenizer, prompts):
+def questions_of(tokenizer, prompts):
     return [tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=True) for prompt in prompts]
 
 
@@ -38,7 +38,7 @@ def solve(question):
 def respond(tokenizer, prompts, *texts):
     """Return groups of padded completions with these texts; "=" is replaced by the right answer."""
     groups = []
-    for prompt, question in zip(prompts, asked(tokenizer, prompts), strict=True):
+    for prompt, question in zip(prompts, questions_of(tokenizer, prompts), strict=True):
         ids = [tokenizer((solve(question) if t == "=" else t) + "<eos>")["input_ids"] for t in texts]
         width = max(map(len, ids))
         rows = [prompt["input_ids"][0].tolist() + row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
@@ -60,7 +60,7 @@ def test_step_returns_rewards_and_the_next_batch(env, tokenizer):
     assert report["rewards/exact"].tolist() == rewards.tolist()
     assert [texts[1] for texts in report["completions"]] == ["long wrong"] * 3
     assert report["starts"] == env.deal(1, 3, 3)
-    assert asked(tokenizer, after) != asked(tokenizer, prompts)
+    assert questions_of(tokenizer, after) != questions_of(tokenizer, prompts)
 
 
 def test_rewards_belong_to_their_prompt_and_row(env, tokenizer):
@@ -74,21 +74,21 @@ def test_one_pass_covers_every_training_question(env, tokenizer):
     prompts, _ = env.reset()
     seen = []
     for _ in range(len(env) // 3):
-        seen += asked(tokenizer, prompts)
+        seen += questions_of(tokenizer, prompts)
         prompts = env.step(respond(tokenizer, prompts, "1", "2"))[0]
     assert sorted(seen) == sorted(row["question"] for row in QA)
 
 
 def test_reset_repeats_the_batch_and_a_seed_starts_a_new_order(env, tokenizer):
-    first = asked(tokenizer, env.reset()[0])
-    second = asked(tokenizer, env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0])
-    assert asked(tokenizer, env.reset()[0]) == second != first
-    assert asked(tokenizer, env.reset(seed=0)[0]) == first
-    assert asked(tokenizer, env.reset(options={"step": 1})[0]) == second
-    assert asked(tokenizer, env.reset()[0]) == second
-    assert asked(tokenizer, env.reset(reset_dataloaders=True)[0]) == first  # AgileRL's word for the beginning
-    assert asked(tokenizer, env.reset(seed=5)[0]) != first
-    assert asked(tokenizer, env.reset(seed=5)[0]) == asked(tokenizer, env.reset(seed=5)[0])
+    first = questions_of(tokenizer, env.reset()[0])
+    second = questions_of(tokenizer, env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0])
+    assert questions_of(tokenizer, env.reset()[0]) == second != first
+    assert questions_of(tokenizer, env.reset(seed=0)[0]) == first
+    assert questions_of(tokenizer, env.reset(options={"step": 1})[0]) == second
+    assert questions_of(tokenizer, env.reset()[0]) == second
+    assert questions_of(tokenizer, env.reset(reset_dataloaders=True)[0]) == first  # AgileRL's argument
+    assert questions_of(tokenizer, env.reset(seed=5)[0]) != first
+    assert questions_of(tokenizer, env.reset(seed=5)[0]) == questions_of(tokenizer, env.reset(seed=5)[0])
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -101,7 +101,7 @@ def test_eval_mode_keeps_the_training_position(env, tokenizer, split):
             groups = [torch.cat([p["input_ids"], torch.tensor([[tokenizer.eos_token_id]])], dim=1) for p in prompts]
             prompts = env.step(groups)[0]
     assert len(env) == len(QA)
-    # The batch opened before is still the one to be answered, and the one after it is the next of the order.
+    # The current batch is still the one before eval_mode, and the next batch follows it.
     assert env.step(respond(tokenizer, twin_prompts, "=", "2"))[4]["starts"] == env.deal(2, 3, 3)
 
 

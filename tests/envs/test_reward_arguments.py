@@ -24,7 +24,7 @@ def defined(parameters, body="return 1.0", **scope):
     return scope["reward"]
 
 
-def asked(function):
+def call(function):
     """Call a function in AgileRL's form."""
     answers = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
     return compute_rewards(make_rewards(function, None, None), answers, "raise")
@@ -54,7 +54,7 @@ def asked(function):
 def test_parameters_are_passed_by_name_or_position(parameters):
     seen = {}
     names = re.findall(r"\b(?!strict|four|4|True)[a-z]+", parameters)
-    asked(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
+    call(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
     seen = {**seen, **seen.pop("more", {})}
     places = {"one": "c", "two": "a", "three": "q", "solution": "a", "prompt": "q"}
     right = {"completion": "c", "answer": "a", "question": "q", **places}
@@ -205,5 +205,5 @@ def test_partial_functions_and_lambdas_are_supported():
     def graded(scale, completion, question):
         return scale * len(completion + question)
 
-    assert asked(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
-    assert np.isfinite(asked(lambda c, a, q: len(c)).rewards).all()
+    assert call(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
+    assert np.isfinite(call(lambda c, a, q: len(c)).rewards).all()

@@ -270,7 +270,7 @@ def test_all_results_and_exceptions_are_handled(case, plain_function):
         return odd(completion, answer, question)
 
     if case in ("the end of an iterator", "the end of a generator") and not plain_function:
-        message = "raised"  # Python itself makes another error of it
+        message = "raised"  # Python replaces the error
     function = odd if plain_function else waiting
     rewards, given = make_rewards(function, None, None), answers(("x",), [{"question": "q", "answer": "a"}])
     with pytest.raises(RewardError, match=re.escape(message)):
@@ -278,5 +278,5 @@ def test_all_results_and_exceptions_are_handled(case, plain_function):
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
         earned = compute_rewards(rewards, given, "exclude")
     assert np.isnan(earned.rewards).all()
-    to_json(make())  # what a worker process would send back is JSON
+    to_json(make())  # results are serialisable
     json.dumps(to_json(make()))

@@ -48,13 +48,13 @@ def test_splits_are_disjoint_and_every_row_is_counted(train, held_out, given_spl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts, filtered = split(tables, max_prompt_length=20)
-    asked = [question for part in parts.values() for question in questions(part)]
-    assert len(asked) == len(set(asked))
+    used = [question for part in parts.values() for question in questions(part)]
+    assert len(used) == len(set(used))
     for name, part in parts.items():
         assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
         assert len(part.rows) >= 1, name
     left_out = sum(c.too_long + c.duplicates + c.held_out + c.reserve for c in filtered.values())
-    assert len(asked) + left_out == sum(len(table) for table in tables.values())
+    assert len(used) + left_out == sum(len(table) for table in tables.values())
 
 
 def test_left_out_rows_are_counted_by_reason():
@@ -63,9 +63,9 @@ def test_left_out_rows_are_counted_by_reason():
         "validation": rows("v", "t", "v"),
         "test": rows("t", "too long"),
     }
-    with pytest.warns(UserWarning, match=r"train: 1 too long, 1 duplicates, 2 held out elsewhere; validation") as told:
+    with pytest.warns(UserWarning, match=r"train: 1 too long, 1 duplicates, 2 held out") as caught:
         parts, filtered = split(tables, max_prompt_length=3)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert {name: questions(part) for name, part in parts.items()} == {
         "train": ["a", "b"],
         "validation": ["v"],
@@ -82,7 +82,7 @@ def test_validation_is_drawn_from_train():
     tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
     parts, _ = split(tables)
     places = [content.position(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
-    drawn = sum(place > 1 - HELD_OUT_FRACTION for place in places)  # a fifth, give or take
+    drawn = sum(place > 1 - HELD_OUT_FRACTION for place in places)  # about a fifth
     assert 5 <= drawn <= 15
     assert {name: len(part.rows) for name, part in parts.items()} == {
         "train": 50 - drawn,
@@ -114,7 +114,7 @@ def test_added_rows_move_no_question_between_splits(first, added, sizes, order):
     home = {question: name for name in SPLITS for question in questions(after[name])}
     assert {home.get(question, "train") for question in questions(before["train"])} == {"train"}
     for name in ("validation", "test"):
-        # By its place; where there is none within reach, the one that comes nearest is taken.
+        # If no question is in the interval, the nearest one is held out.
         held = [question for question in questions(before[name]) if depth(name, question) < HELD_OUT_FRACTION]
         assert {home.get(question, name) for question in held if sizes[name] is None} <= {name}
 

@@ -29,7 +29,7 @@ def returning(*values):
     return steps
 
 
-# ---- the record
+# ---- StepRewards
 
 
 def test_all_list_types_are_accepted():
@@ -61,7 +61,7 @@ def test_invalid_step_rewards_are_refused(arguments, message):
         StepRewards(*arguments)
 
 
-# ---- where they land
+# ---- token positions
 
 
 def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):

@@ -29,11 +29,11 @@ def open_batch(tokenizer, encode, tmp_path):
 
     def open_questions(*rewards, form="trl", split="train", texts=TEXTS, **options):
         place = str(tmp_path / f"calls {len(made)}")
-        asked = {"question": {"question": "q", "answer": place}, "prompt": {"prompt": "q", "place": place}}
+        columns = {"question": {"question": "q", "answer": place}, "prompt": {"prompt": "q", "place": place}}
         rows = [
             {name: f"{value}{number}" if value == "q" else value for name, value in each.items()}
             for number in range(12)
-            for each in [asked["prompt" if form == "trl" else "question"]]
+            for each in [columns["prompt" if form == "trl" else "question"]]
         ]
         given = {"reward_funcs": list(rewards)} if form == "trl" else {"reward_fn": rewards[0]}
         env = HuggingFaceGym(rows, None, tokenizer, validation_size=3, **given, **options)
@@ -93,15 +93,15 @@ def test_failures_are_raised_by_score(open_batch, way, where):
     function, workers = WAYS[way]
     form, texts = "agilerl" if "one by one" in way else "trl", list(TEXTS)
     texts[where] = "raise"
-    told = []
+    messages = []
     for early in (True, False):
         batch, transcripts, _ = open_batch(function, form=form, texts=texts, reward_workers=workers)
         if early:
             start(batch, transcripts)
         with pytest.raises(RewardError) as caught:
             batch.score(transcripts)
-        told.append(str(caught.value))
-    assert told[0] == told[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     for early in (True, False):
         batch, transcripts, _ = open_batch(
             function, form=form, texts=texts, reward_workers=workers, on_reward_error="exclude"

@@ -69,7 +69,7 @@ def gone(pid, within=5.0):
     return False
 
 
-# ---- the same results as without processes
+# ---- results equal those in process
 
 
 def test_results_equal_those_in_process(verified):
@@ -116,7 +116,7 @@ def test_completions_are_split_and_returned_in_order(verified):
 
 
 def test_workers_run_in_parallel(verified):
-    earned = verified(functions.processes, workers=4)("a", "b", "c", "d")  # each for longer than it takes to start one
+    earned = verified(functions.processes, workers=4)("a", "b", "c", "d")  # calls are slower than starts
     assert len(set(earned.rewards)) > 1
     assert os.getpid() not in earned.rewards
 
@@ -130,7 +130,7 @@ def test_printed_text_is_not_a_reply(verified, capfd):
     assert verified(functions.noisy)("x", "y").rewards.tolist() == [1.0, 1.0]
     errors = ""
     deadline = time.monotonic() + 20
-    while errors.count("more") < 2 and time.monotonic() < deadline:  # it comes by another pipe than the reply
+    while errors.count("more") < 2 and time.monotonic() < deadline:  # replies have another pipe
         captured = capfd.readouterr()
         assert captured.out == ""
         errors += captured.err
@@ -138,7 +138,7 @@ def test_printed_text_is_not_a_reply(verified, capfd):
     assert errors.count("more") == 2
 
 
-# ---- hanging
+# ---- time limits
 
 
 @pytest.mark.parametrize("text", ["hang", "spin"])
@@ -191,7 +191,7 @@ def test_calls_slow_only_with_several_completions_are_raised(verified, tmp_path)
         verified(load_named(f"{path}:slow", "reward function"), timeout=0.3, workers=1)("a", "b")
 
 
-# ---- dying
+# ---- workers that die
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_async_functions_run_concurrently_in_a_worker(verified):
     assert verified(functions.patient)("a", "bb").rewards.tolist() == [1.0, 2.0]
     single = verified(functions.patient_single, form="agilerl")
     assert single(*["abc"] * 40).rewards.tolist() == [3.0] * 40
-    assert time.monotonic() - began < 6  # 12 s one after another
+    assert time.monotonic() - began < 6  # 12 s sequentially
 
 
 @pytest.mark.parametrize("text", ["wait", "hang"])
@@ -245,7 +245,7 @@ def test_hanging_async_functions_are_excluded(verified, function, form, text):
     np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2])
 
 
-# ---- what can be sent
+# ---- functions and arguments that can be pickled
 
 
 def test_functions_that_cannot_be_pickled_are_refused():
@@ -319,7 +319,7 @@ def test_a_timeout_uses_workers_for_synchronous_functions():
         runner.close()
 
 
-# ---- the environment
+# ---- environments
 
 
 def test_environments_score_in_workers(tokenizer, encode):
@@ -347,11 +347,11 @@ def test_workers_end_with_the_environment(tokenizer):
     assert gone(worker._process.pid)
 
 
-# ---- whole programs
+# ---- programs
 
 PROGRAM = """
 import os, signal, sys, time, warnings
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore Ctrl-C, and children inherit that
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards, make_reward_runner
 from evogrpo.envs.text.scoring import compute_rewards
@@ -386,7 +386,7 @@ def program(tmp_path, ending):
 def test_scripts_may_define_reward_functions(tmp_path):
     output, errors = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0)').communicate(timeout=120)
     assert output == "[3.0]\n", errors
-    assert errors == ""  # nothing is left over when it ends
+    assert errors == ""
 
 
 def test_scripts_without_main_guard_are_refused(tmp_path):
