@@ -196,10 +196,10 @@ class TestRLParameter:
     def test_names_keep_their_order_and_have_no_bounds(self):
         parameter = RLParameter(choices=["sapo", "grpo", "dapo"])
         assert parameter.choices == parameter.names == ("sapo", "grpo", "dapo")
-        assert parameter.ladder == ()
+        assert parameter.numbers == ()
         with pytest.raises(ValueError, match="names have no bounds"):
             _ = parameter.bounds
-        assert RLParameter(choices=[2, 1]).ladder == (1, 2)
+        assert RLParameter(choices=[2, 1]).numbers == (1, 2)
         assert RLParameter(choices=[2, 1]).names == RLParameter(min=1, max=2).names == ()
 
     @pytest.mark.parametrize(

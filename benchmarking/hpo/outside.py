@@ -102,7 +102,7 @@ def _distributions(optuna: Any, task: Task) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in task.space.items():
         if parameter.choices is not None:
-            found[name] = optuna.distributions.CategoricalDistribution([int(choice) for choice in parameter.ladder])
+            found[name] = optuna.distributions.CategoricalDistribution([int(choice) for choice in parameter.numbers])
         else:
             low, high = parameter.bounds
             log = parameter.scale == "log"
@@ -148,7 +148,7 @@ def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
                     perturbation_interval=1,
                     # Of a list Ray takes a neighbour, of a domain it multiplies what was drawn, a group's size too.
                     hyperparam_mutations={
-                        name: [int(choice) for choice in task.space[name].ladder] or domain
+                        name: [int(choice) for choice in task.space[name].numbers] or domain
                         for name, domain in space.items()
                     },
                 ),
@@ -244,7 +244,7 @@ def _domain(tune: Any, task: Task, name: str) -> Any:
     """Return one hyperparameter's range or choices in Ray's words."""
     parameter = task.space[name]
     if parameter.choices is not None:
-        return tune.choice([int(choice) for choice in parameter.ladder])
+        return tune.choice([int(choice) for choice in parameter.numbers])
     low, high = parameter.bounds
     return tune.lograndint(int(low), int(high) + 1) if is_integer(name) else tune.loguniform(low, high)
 

@@ -30,14 +30,14 @@ Scale = Literal["linear", "log"]
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class RLParameter:
-    """Values that one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
+    """Values that one hyperparameter may take: a range (`min` and `max`), a list of numbers or a set of names.
 
     Attributes:
         min: Smallest value of the range.
         max: Largest value of the range.
         scale: "log" multiplies or divides by `factor`; "linear" adds or subtracts (`factor` - 1) times the range.
-        choices: At least two distinct values, instead of a range. Numbers form a ladder in ascending order; mutation
-            moves one or a few rungs. Names have no order; mutation takes any other one.
+        choices: At least two distinct values, instead of a range. Numbers are ordered, and mutation
+            moves by one or a few of them. Names have no order, and mutation takes any other one.
         factor: Size of every mutation on a range, greater than 1. With 1.2 a log step is x1.2 or /1.2, and a linear
             step is a fifth of the range. By default steps start at about a fifth of the range on its scale and adapt,
             and some mutations draw from the whole range; see `Mutation`.
@@ -48,7 +48,7 @@ class RLParameter:
             by it. None as a value means the objective's. By default there is no condition.
 
     Raises:
-        ValueError: If the fields do not describe a range, a ladder or a set.
+        ValueError: If the fields do not describe a range or choices.
     """
 
     min: float | None = None
@@ -120,7 +120,7 @@ class RLParameter:
         return tuple(value for value in self.choices or () if isinstance(value, str))
 
     @property
-    def ladder(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """Numbers to choose from, ascending; empty for a range and for names."""
         return tuple(value for value in self.choices or () if not isinstance(value, str))
 
@@ -129,8 +129,8 @@ class RLParameter:
         """Smallest and largest number; raises ValueError for names, which have no order."""
         if self.names:
             raise ValueError(f"names have no bounds, got choices {list(self.names)}")
-        if self.ladder:
-            return self.ladder[0], self.ladder[-1]
+        if self.numbers:
+            return self.numbers[0], self.numbers[-1]
         assert self.min is not None and self.max is not None
         return self.min, self.max
 
@@ -152,12 +152,12 @@ class RLParameter:
         if isinstance(value, str):
             return value if value in self.names else None
         low, high = self.bounds
-        if self.ladder:
-            return min(self.ladder, key=lambda rung: abs(rung - value))
+        if self.numbers:
+            return min(self.numbers, key=lambda number: abs(number - value))
         return min(max(value, low), high)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that describe this range, ladder or set."""
+        """Return the fields that describe this range or these choices."""
         own = {
             "factor": self.factor,
             "founders": None if self.founders is None else list(self.founders),
@@ -283,7 +283,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if parameter.choices is None and is_categorical(name):
                 raise ValueError(f"{name} must have choices, got a range: names have no order")
             if name == "group_size" and parameter.founders is not None:
-                raise ValueError("group_size takes no founders: its range becomes a ladder of divisors")
+                raise ValueError("group_size takes no founders: its range becomes a list of divisors")
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
@@ -331,7 +331,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         """Names in an order in which each follows those of its condition."""
         return self._ordered
 
-    def counts(self, name: str, values: Mapping[str, Value]) -> bool:
+    def is_active(self, name: str, values: Mapping[str, Value]) -> bool:
         """Return True if a hyperparameter has an effect in a member with these values; see `RLParameter.when`.
 
         The hyperparameters of its condition must have an effect themselves.
@@ -339,12 +339,12 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         condition = self._conditions.get(name)
         if condition is None:
             return True
-        return all(values[other] in needed and self.counts(other, values) for other, needed in condition.items())
+        return all(values[other] in needed and self.is_active(other, values) for other, needed in condition.items())
 
-    def point(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
+    def active_values(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
         """Return a member's values for comparison with others: None for those without effect."""
         values = hyperparameters.to_json()
-        return tuple(value if self.counts(name, values) else None for name, value in values.items())
+        return tuple(value if self.is_active(name, values) else None for name, value in values.items())
 
     def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; a default outside the space is moved to the nearest value.
@@ -382,18 +382,18 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return dataclasses.replace(record, **near)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
-        """Return this space with group_size, if it evolves, as a ladder of divisors of `samples_per_step`.
+        """Return this space with group_size, if it evolves, as a list of divisors of `samples_per_step`.
 
         Raises:
             ValueError: If a choice of group_size is not a divisor, or its range has fewer than two divisors.
         """
-        ladder = feasible_group_sizes(samples_per_step)
+        divisors = feasible_group_sizes(samples_per_step)
         parameter = self.get("group_size")
         if parameter is None:
             return self
-        valid = ", ".join(map(str, ladder))
+        valid = ", ".join(map(str, divisors))
         if parameter.choices is not None:
-            wrong = [value for value in parameter.ladder if value not in ladder]
+            wrong = [value for value in parameter.numbers if value not in divisors]
             if wrong:
                 raise ValueError(
                     f"every choice of group_size must divide samples_per_step={samples_per_step}, got {wrong}: "
@@ -401,7 +401,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 )
             return self
         low, high = parameter.bounds
-        inside = [value for value in ladder if low <= value <= high]
+        inside = [value for value in divisors if low <= value <= high]
         if len(inside) < 2:
             raise ValueError(
                 f"the range of group_size must hold at least two divisors of samples_per_step={samples_per_step}, "

@@ -38,7 +38,7 @@ class TakenPoints:
 
     def add(self, parent: int | None, hyperparameters: Hyperparameters) -> None:
         """Take a point: that of a member with this parent, by index, or None for a founder."""
-        self._points.add((parent, self._space.point(hyperparameters)))
+        self._points.add((parent, self._space.active_values(hyperparameters)))
 
     def draw(
         self, parent: int | None, draw: Proposal, stream: Callable[[int], np.random.Generator]
@@ -72,7 +72,7 @@ class TakenPoints:
 
     def free(self, parent: int | None, hyperparameters: Hyperparameters) -> bool:
         """Say whether nobody with this parent has these hyperparameters."""
-        return not self._space or (parent, self._space.point(hyperparameters)) not in self._points
+        return not self._space or (parent, self._space.active_values(hyperparameters)) not in self._points
 
 
 def points(
@@ -101,7 +101,7 @@ def _combined(
         yield values
         return
     # What does not count makes no other point.
-    for value in axes[names[0]] if space.counts(names[0], values) else [values[names[0]]]:
+    for value in axes[names[0]] if space.is_active(names[0], values) else [values[names[0]]]:
         yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
 
 

@@ -130,7 +130,7 @@ def at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[st
     values = base.to_json()
     for name in space.ordered:
         parameter, fraction = space[name], fractions[name]
-        if not space.counts(name, values):
+        if not space.is_active(name, values):
             continue
         if is_categorical(name):
             values[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]

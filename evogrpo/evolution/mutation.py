@@ -83,7 +83,7 @@ class Mutation:
         draws = rng.random((4, len(names)))
         around, spare = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
         before = hyperparameters.to_json()
-        counting = [name for name in names if space.counts(name, before)]
+        counting = [name for name in names if space.is_active(name, before)]
         moving = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
         if not moving.intersection(counting) and counting:
             moving = {counting[int(spare * len(counting))]}
@@ -153,8 +153,8 @@ def mutate(
     before = hyperparameters.to_json()
     after = dict(before)
     for column, name in enumerate(space.ordered):
-        if space.counts(name, after):
-            counted = space.counts(name, before)
+        if space.is_active(name, after):
+            counted = space.is_active(name, before)
             after[name] = moved(column, name) if counted else uniform_value(name, space[name], float(fractions[column]))
     return Hyperparameters.from_json(after)
 
@@ -193,10 +193,10 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     """
     low, high = parameter.bounds
     if parameter.choices is not None:
-        above = [rung for rung in parameter.ladder if rung > value]
-        below = [rung for rung in reversed(parameter.ladder) if rung < value]
+        above = [rung for rung in parameter.numbers if rung > value]
+        below = [rung for rung in reversed(parameter.numbers) if rung < value]
         way = above if above and (upward or not below) else below
-        rungs = max(1, round(size * (len(parameter.ladder) - 1))) if low <= value <= high else 1
+        rungs = max(1, round(size * (len(parameter.numbers) - 1))) if low <= value <= high else 1
         return way[min(rungs, len(way)) - 1]
     if not low <= value <= high:
         return low if value < low else high
@@ -229,8 +229,8 @@ def place(parameter: RLParameter, value: float) -> float:
     """Return where a value lies, from 0 at the smallest to 1 at the largest, on the range's scale or in rungs."""
     low, high = parameter.bounds
     inside = min(max(value, low), high)
-    if parameter.ladder:
-        return sum(rung < inside for rung in parameter.ladder) / (len(parameter.ladder) - 1)
+    if parameter.numbers:
+        return sum(rung < inside for rung in parameter.numbers) / (len(parameter.numbers) - 1)
     if parameter.scale == "log":
         return math.log(inside / low) / math.log(high / low)
     return (inside - low) / (high - low)
@@ -248,7 +248,7 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
         A value of the range or ladder.
     """
     if parameter.choices is not None:
-        return parameter.ladder[min(int(fraction * len(parameter.ladder)), len(parameter.ladder) - 1)]
+        return parameter.numbers[min(int(fraction * len(parameter.numbers)), len(parameter.numbers) - 1)]
     low, high = parameter.founders or parameter.bounds
     if parameter.scale == "log":
         value = low * math.pow(high / low, fraction)

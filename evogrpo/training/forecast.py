@@ -85,7 +85,7 @@ def possible(config: AnyConfig, name: str) -> list[int]:
     space = config.search_space.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
-        values.update(int(value) for value in space[name].ladder or space[name].bounds)
+        values.update(int(value) for value in space[name].numbers or space[name].bounds)
     return sorted(values)
 
 

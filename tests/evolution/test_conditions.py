@@ -80,7 +80,9 @@ def test_what_does_not_count_makes_no_difference():
 
 def test_none_is_a_value_of_its_own():
     space = HyperparameterConfig(beta=RLParameter(choices=[0.0, 0.1], when={"loss_type": [None, "dapo"]}))
-    answers = {name: space.counts("beta", Hyperparameters(loss_type=name).to_json()) for name in (None, "dapo", "grpo")}
+    answers = {
+        name: space.is_active("beta", Hyperparameters(loss_type=name).to_json()) for name in (None, "dapo", "grpo")
+    }
     assert answers == {None: True, "dapo": True, "grpo": False}
 
 
