@@ -13,8 +13,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from evogrpo.models.fast_llama import weight_layout as reading
-from evogrpo.models.language import causal_model as causal
+from evogrpo.models.fast_llama import weight_layout
+from evogrpo.models.language import causal_model
 
 NAME = "pretended"
 CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -136,19 +136,20 @@ def _by_tests() -> bool:
 
 
 def _matrix_of(head: Any, hidden: Tensor) -> Tensor | None:
-    return head.weight.data if type(head) is nn.Linear and head.bias is None and reading.is_unmodified(head) else None
+    plain = type(head) is nn.Linear and head.bias is None and weight_layout.is_unmodified(head)
+    return head.weight.data if plain else None
 
 
 def pytest_configure() -> None:
-    """Make the device, and let the tests of accelerators, and the direct pass, know it."""
+    """Register the device for the accelerator tests and for fast_llama."""
     from tests.models import test_precision
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device=) is not seen here
     test_precision.DEVICES[:] = [f"{NAME}:0"]
-    # The direct pass reads plain weights only, which these are meant to be.
-    reading.DEVICES = (*reading.DEVICES, NAME)
-    reading._types = lambda weights: (nn.Parameter, Tensor)
-    causal.head_matrix = _matrix_of
+    # fast_llama requires plain weights; treat these as such.
+    weight_layout.DEVICES = (*weight_layout.DEVICES, NAME)
+    weight_layout._types = lambda weights: (nn.Parameter, Tensor)
+    causal_model.head_matrix = _matrix_of
     Pretending().__enter__()

@@ -9,7 +9,7 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-CHOSEN = "(neighbours and not reads) or waves or separate or accelerator_computes"
+CHOSEN = "(other_rows and not resumed) or waves or separate or devices_agree"
 MIXING = """
 import sys
 
