@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from evogrpo import GRPO, evolve, load_base
-from evogrpo.algorithms.rollout.collect import evaluate
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evogrpo import GRPO, evolve
-from evogrpo.algorithms.rollout.collect import evaluate
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 from evogrpo.models.language.loading import demo_model_folder

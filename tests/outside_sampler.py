@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo import Population
 from evogrpo.data import Rollout, SamplingBatch, SamplingOptions
+from evogrpo.models.bank import FinishedCallback
 from tests.forking import started
 from tests.tiny_models import EOS, PAD
 
@@ -40,7 +41,9 @@ class GenerateSampler:
             self._population.agents[slot].save_checkpoint(path, replace=True)
             self._ask("load", slot, str(path))
 
-    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
+    def sample(
+        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+    ) -> Rollout:
         width = rows.max_new_tokens
         actions = torch.full((len(rows), width), PAD)
         log_probs = torch.zeros(len(rows), width)

@@ -19,7 +19,7 @@ import torch
 from recipes import RECIPES
 from run_evogrpo import CountedGroups, make_population
 
-from evogrpo.algorithms.rollout.collect import evaluate
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.evolution.strategies import Tournament
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.schedule import Schedule

@@ -31,7 +31,7 @@ from evogrpo.algorithms.policies.distributed import check_single_rank, distribut
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.collect import common_scores, evaluate
+from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
 from evogrpo.algorithms.rollout.testing import open_test_environment
 from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown, unknown_name_error
 from evogrpo.config.hyperparameters import Hyperparameters

@@ -10,8 +10,8 @@ from torch import Tensor
 from evogrpo.algorithms.executor import executor_for
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.rollout.collect import check_groups, common_scores
-from evogrpo.algorithms.rollout.evaluation import FitnessResult, evaluate_questions, measure_fitness
+from evogrpo.algorithms.rollout.collect import check_groups
+from evogrpo.algorithms.rollout.evaluation import FitnessResult, common_scores, evaluate_questions, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport

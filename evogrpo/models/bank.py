@@ -9,17 +9,25 @@ from torch import Tensor
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, UpdateReport
 
+FinishedCallback = Callable[[Sequence[int], Sequence[Sequence[int]]], None]
+"""Called while sampling with the numbers of newly finished rows and their token ids without padding; both may be
+empty."""
+
 
 class Sampler(Protocol):
     """Generates completions, either in-process (the bank) or through an external engine such as vLLM."""
 
-    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
+    def sample(
+        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+    ) -> Rollout:
         """Sample one completion per row, in the order of the rows; tensors may be on any device.
 
         Args:
             rows: Prompts, member of each row, and sampling options. Log-probabilities are those of the truncated and
                 rescaled distribution that `rows.options` describes.
             base: Sample from the untrained base model and ignore `rows.member_ids`.
+            on_finished: May be called with each finished row, at most once, so that rewards can start early. A sampler
+                may ignore it.
         """
         ...
 

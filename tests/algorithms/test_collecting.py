@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.rollout.collect import collect, evaluate
+from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.randomness import generator
 from tests.rounding import assert_gradients_agree
 from tests.tiny_models import EOS, tiny_model

@@ -70,7 +70,7 @@ class Halves:
     def __init__(self, bank):
         self.bank = bank
 
-    def sample(self, rows, *, base=False):
+    def sample(self, rows, *, base=False, on_finished=None):
         first, last = torch.arange(len(rows)).chunk(2)
         later, earlier = (self.bank.sample(rows.select(half), base=base) for half in (last, first))
         names = ("actions", "present", "log_probs", "truncated")

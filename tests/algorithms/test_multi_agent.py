@@ -478,8 +478,8 @@ def test_arguments_that_cannot_be_are_refused():
         ({"policies": "common"}, "policies must be one of"),
         ({"credit": "mine"}, "credit must be one of"),
         ({"learning_rate": 1.0}, "learning_rate"),
-        ({"objective": Objective()}, "small networks learn from single transitions"),
-        ({"loss_type": "grpo"}, "small networks learn from single transitions"),
+        ({"objective": Objective()}, "aggregation"),
+        ({"loss_type": "grpo"}, "loss_type"),
         ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "grpo"]))}, "single transitions"),
         ({"hp_config": HyperparameterConfig(group_size=RLParameter(min=2, max=8))}, "samples_per_step must be given"),
         (

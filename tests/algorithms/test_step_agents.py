@@ -85,7 +85,7 @@ def test_agents_and_environments_of_different_kinds_are_refused_before_anything_
         step_agent().test(GymnasiumGroups("Acrobot-v1"))
     with pytest.raises(ValueError, match=r"GymnasiumGroups\(\.\.\.\)"):
         step_agent(observation_space=spaces.Box(-1, 1, (4,))).test(gymnasium.make("CartPole-v1"))
-    with pytest.raises(ValueError, match=r"groups of episodes, got SyncVectorEnv: give evogrpo\.GymnasiumGroups"):
+    with pytest.raises(ValueError, match="GymnasiumGroups"):
         step_agent().test(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"))
     with pytest.raises(ValueError, match=r"got GRPO.*GRPO\.population\(1"):
         next(evolve(step_agent(), cart_pole(), generations=1))

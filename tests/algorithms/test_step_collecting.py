@@ -9,7 +9,8 @@ import torch
 from evogrpo import HyperparameterConfig, Objective, RLParameter
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.settings import STEPWISE
-from evogrpo.algorithms.rollout.collect import collect, evaluate
+from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.randomness import generator
 from tests.envs.probes import ConstantReward, Masked, MatchDict, NoisyWalk

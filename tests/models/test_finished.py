@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from evogrpo.finished import heard_by, listened
 from evogrpo.models.language import sampling, shared_prefixes
 from evogrpo.progress import progress_listener
 from tests.models.test_turns import ending
@@ -18,11 +17,11 @@ def listen(bank, rows):
     """Return a rollout and its reports: row, tokens and progress."""
     told, parts = [], [0.0]
 
-    def hear(numbers, completions):
+    def on_finished(numbers, completions):
         told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
-    with heard_by(hear, rows), progress_listener(lambda work: parts.append(work.part)):
-        return bank.sample(rows), told
+    with progress_listener(lambda work: parts.append(work.part)):
+        return bank.sample(rows, on_finished=on_finished), told
 
 
 def tokens_of(rollout):
@@ -66,23 +65,4 @@ def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
     assert torch.equal(got.truncated, expected.truncated)
     ended = int((expected.present.sum(1) < moment).sum())
     half = -(-(len(rows) - ended) // 2)
-    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of those that nobody was told of"
-
-
-def test_other_rows_are_not_reported():
-    """Rows of other batches, or of a part of the batch, are not reported."""
-    bank, heard = ending(MODEL), []
-    rows = make_rows(range(3), tokens=4)
-    half = rows.select(torch.arange(len(rows) // 2, len(rows)))
-
-    def hear(numbers, completions):
-        if not heard:
-            bank.sample(half)
-        heard.extend(numbers)
-
-    with heard_by(hear, rows):
-        bank.sample(half)
-        assert not heard
-        bank.sample(rows)
-    assert sorted(heard) == list(range(len(rows)))
-    assert not listened(rows)
+    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of the rows not reported yet"

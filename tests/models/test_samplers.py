@@ -41,7 +41,7 @@ class Returned:
                 target.b(state["adapter"]).copy_(tensors[f"{stem}.lora_B.weight"])
             self._copy.load_state(slot, state)
 
-    def sample(self, rows, *, base=False):
+    def sample(self, rows, *, base=False, on_finished=None):
         return self._copy.sample(rows, base=base)
 
 

@@ -11,7 +11,7 @@ from peft import PeftModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.algorithms.rollout.collect import evaluate
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.evolution import Plan
 from evogrpo.reporting.records import GenerationReport, TestReport
 from evogrpo.reporting.step_records import StepReport

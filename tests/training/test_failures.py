@@ -213,5 +213,5 @@ def test_a_reward_that_does_not_apply_to_held_out_questions_stops_the_run(tmp_pa
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="fitness needs a reward for every validation completion"):
+        with pytest.raises(ValueError, match="have no reward"):
             finish(tiny_run(tmp_path / "run", env=tiny_env(reward_funcs=absent)))

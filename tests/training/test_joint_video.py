@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evogrpo import MultiAgentGRPO, PettingZooGroups, record_video
-from evogrpo.algorithms.rollout.collect import evaluate
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from tests.envs import joint_probes
 from tests.tiny_steps import step_agent
 

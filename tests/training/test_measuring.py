@@ -119,7 +119,7 @@ def test_tokens_of_evaluations_are_prompts_once_and_answers():
     opened = env.open("validation", asked.questions)
 
     class Listening:
-        def sample(self, rows, *, base=False):
+        def sample(self, rows, *, base=False, on_finished=None):
             heard.append(wrapped(rows, base=base))
             return heard[-1]
 

@@ -9,7 +9,8 @@ import pytest
 from gymnasium import spaces
 
 from evogrpo import GymnasiumGroups, record_video
-from evogrpo.algorithms.rollout.collect import collect, evaluate
+from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.training.video import keeping_all
 from tests.envs.probes import Masked
 from tests.tiny_steps import cart_pole, step_agent

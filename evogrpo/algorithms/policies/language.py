@@ -196,124 +196,124 @@ class LanguagePolicySet:
         check_context(self.bank.base.context, longest + self.settings.max_output_tokens, at)
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
-        opened = env.open(split, starts)
-        if not isinstance(opened, PromptBatch):
+        batch = env.open(split, starts)
+        if not isinstance(batch, PromptBatch):
             raise ValueError(
-                f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
-                "or make members for it with its observation_space and action_space and without a language model"
+                f"Language models need an environment of prompts, but {type(env).__name__} is played step by step. Use "
+                "HuggingFaceGym, or train small networks: pass its observation_space and action_space."
             )
-        return opened
+        return batch
 
     def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+        self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest, part: Tensor | None = None
     ) -> RolloutBatch:
-        """Sample one completion for each row, or hold one conversation, and have it rewarded.
+        """Sample one completion or conversation for each requested row, and reward it.
 
-        Row r, token t of a member's turn k is drawn with number `[r, t]` of the stream (seed, purpose, step, index),
-        from the second turn on under the purpose's name with the turn's number.
+        Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index); from the second turn
+        on, the turn's number is appended to the purpose.
 
         Args:
-            env: Who rewards.
-            starts: Training starts.
-            wanted: The rows.
-            part: `[k]` which of them; None = all.
+            env: Provides prompts and rewards.
+            starts: Training prompts.
+            request: The rows.
+            part: `[k]` numbers of the rows to sample; None = all.
         """
-        asked, opened = wanted.rows(part), self._open(env, "train", starts)
+        wanted, prompts = request.rows(part), self._open(env, "train", starts)
 
-        def draws(turn: int) -> Tensor:
-            purpose = wanted.purpose if not turn else f"{wanted.purpose} turn {turn}"
+        def uniforms(turn: int) -> Tensor:
+            purpose = request.purpose if not turn else f"{request.purpose} turn {turn}"
+            shapes = [(count, self.settings.max_output_tokens) for count in request.counts]
             parts = [
-                generator(self.settings.seed, purpose, *stream).random(
-                    (count, self.settings.max_output_tokens), dtype=np.float32
-                )
-                for stream, count in zip(wanted.streams, wanted.counts, strict=True)
+                generator(self.settings.seed, purpose, *stream).random(shape, dtype=np.float32)
+                for stream, shape in zip(request.streams, shapes, strict=True)
             ]
-            return torch.from_numpy(np.concatenate(parts))[asked.chosen]
+            return torch.from_numpy(np.concatenate(parts))[wanted.chosen]
 
-        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, draws(0))
-        conversed = sample_conversations(
-            self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device
-        )
-        scores = self._scored(opened, conversed)
-        batch = rewarded_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)
+        rows, rollout = self._generate(prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
+        scores = self._score(prompts, rollout)
+        batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return RolloutBatch(
             experience={DEFAULT: batch},
             scores=replace(scores, step_rewards=None),
-            member_ids=asked.member_ids,
-            start_ids=asked.start_ids,
-            truncated=conversed.rollout.truncated,
+            member_ids=wanted.member_ids,
+            start_ids=wanted.start_ids,
+            truncated=rollout.rollout.truncated,
             tokens=self.bank.cost(batch),
-            questions=tuple(opened.questions),
+            questions=tuple(prompts.questions),
         )
 
-    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Answer held-out questions, sampled at temperature 1 or greedily.
+    def evaluate(self, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
+        """Complete held-out prompts greedily, or sampled at temperature 1.
 
-        Token t of a question's answer a is drawn with number `[a, t]` of the stream (seed, purpose, question), from the
-        second turn on under the purpose's name with the turn's number. An outside engine that draws by itself does not
-        use them: its sampled answers differ from one evaluation to the next.
+        Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose, question); from the second
+        turn on, the turn's number is appended to the purpose. External samplers draw their own random numbers.
         """
-        opened = self._open(env, asked.split, asked.questions)
-        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, self._held_out_draws(asked, 0))
-        conversed = sample_conversations(
-            self._engine(),
-            opened,
-            rows,
-            draws=lambda turn: self._held_out_draws(asked, turn),
-            room=self._room(opened),
-            device=self.device,
-            base=asked.base,
+        prompts, length = self._open(env, request.split, request.questions), self.settings.max_output_tokens
+
+        def uniforms(turn: int) -> Tensor:
+            if request.answers is None:
+                return torch.zeros(len(request.slots) * request.per_slot, length)
+            purpose = HELD_OUT if not turn else f"{HELD_OUT} turn {turn}"
+            parts = [
+                generator(self.settings.seed, purpose, *stream).random((request.each, length), dtype=np.float32)
+                for stream in request.streams
+            ]
+            return torch.from_numpy(np.concatenate(parts)).repeat(len(request.slots), 1)
+
+        start_ids, member_ids = request.start_ids, request.member_ids
+        rows, rollout = self._generate(prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base)
+        lengths = rollout.rollout.present.sum(1).tolist()
+        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, lengths)
+        rewards = self._score(prompts, rollout).rewards
+        return EvaluationResult(rewards=rewards, tokens=tuple(costs[slot] for slot in request.slots))
+
+    def _generate(
+        self,
+        prompts: PromptBatch,
+        start_ids: Tensor,
+        member_ids: Tensor,
+        temperature: Tensor,
+        uniforms: Callable[[int], Tensor],
+        *,
+        base: bool = False,
+    ) -> tuple[SamplingBatch, MultiTurnRollout]:
+        """Sample completions or conversations within the settings' limits and the model's context."""
+        rows = SamplingBatch(
+            prompts=tuple(tuple(map(int, prompt)) for prompt in prompts.prompts),
+            prompt_ids=start_ids,
+            member_ids=member_ids,
+            temperature=temperature,
+            uniforms=uniforms(0),
+            min_new_tokens=self.settings.min_output_tokens,
+            options=self.settings.sampling_options,
         )
-        lengths = conversed.rollout.present.sum(1).tolist()
-        costs = self.bank.tokens_of(rows.prompts, asked.start_ids, asked.member_ids, lengths)
-        tokens = tuple(costs[slot] for slot in asked.slots)
-        return EvaluationResult(rewards=self._scored(opened, conversed).rewards, tokens=tokens)
-
-    def _held_out_draws(self, asked: EvaluationRequest, turn: int) -> Tensor:
-        """Return `[n, t]` uniforms of all rows for a turn of held-out conversations; zeros where nothing is drawn."""
-        length = self.settings.max_output_tokens
-        if asked.answers is None:
-            return torch.zeros(len(asked.slots) * asked.per_slot, length)
-        purpose = HELD_OUT if not turn else f"{HELD_OUT} turn {turn}"
-        parts = [
-            generator(self.settings.seed, purpose, *stream).random((asked.each, length), dtype=np.float32)
-            for stream in asked.streams
-        ]
-        return torch.from_numpy(np.concatenate(parts)).repeat(len(asked.slots), 1)
-
-    def _scored(self, opened: PromptBatch, conversed: MultiTurnRollout) -> Scores:
-        """Let the environment reward what was said."""
-        ProgressCounter("rewarding", len(conversed.transcripts), "completions")
-        return opened.score(conversed.transcripts)
-
-    def _room(self, opened: PromptBatch) -> int | None:
-        """Return the most tokens after a prompt: what the settings allow and the model's context leaves."""
-        bounds = [self.settings.max_episode_tokens]
+        limits = [self.settings.max_episode_tokens]
         if self.bank.base.context is not None:
-            bounds.append(self.bank.base.context - max(map(len, opened.prompts)))
-        return min((bound for bound in bounds if bound is not None), default=None)
+            limits.append(self.bank.base.context - max(map(len, prompts.prompts)))
+        max_tokens = min((limit for limit in limits if limit is not None), default=None)
+        rollout = sample_conversations(
+            self._synced_sampler(),
+            prompts,
+            rows,
+            uniforms=uniforms,
+            max_tokens=max_tokens,
+            device=self.device,
+            base=base,
+        )
+        return rows, rollout
+
+    def _score(self, prompts: PromptBatch, rollout: MultiTurnRollout) -> Scores:
+        ProgressCounter("rewarding", len(rollout.transcripts), "completions")
+        return prompts.score(rollout.transcripts)
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Do nothing: prompts have no running statistics."""
 
-    def _engine(self) -> Sampler:
-        """Return the sampler, told whose weights have changed since it was last asked."""
+    def _synced_sampler(self) -> Sampler:
+        """Return the sampler after it has reloaded changed weights."""
         self.sampler.sync(sorted(self.banks.changed))
         self.banks.changed.clear()
         return self.sampler
-
-    def _rows(
-        self, opened: PromptBatch, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
-    ) -> SamplingBatch:
-        return SamplingBatch(
-            prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
-            prompt_ids=start_ids,
-            member_ids=member_ids,
-            temperature=temperature,
-            uniforms=uniforms,
-            min_new_tokens=self.settings.min_output_tokens,
-            options=self.settings.sampling_options,
-        )
 
     # ---- in a caller's own loop
 
@@ -324,7 +324,7 @@ class LanguagePolicySet:
         if action_mask is not None:
             raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
         rows = prompt_rows(prompt_tokens(seen), learner, self.settings, training=training)
-        return as_completions(rows.prompts, self._engine().sample(rows), self.settings.pad_token_id)
+        return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
 
     def predict(
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
@@ -341,7 +341,9 @@ class LanguagePolicySet:
         if not len(prompts):
             return []
         tokenizer = tokenizer or self._tokenizer
-        rollout = self._engine().sample(text_rows(prompts, tokenizer, learner, self.settings, **options), base=base)
+        rollout = self._synced_sampler().sample(
+            text_rows(prompts, tokenizer, learner, self.settings, **options), base=base
+        )
         return [
             str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
             for tokens, present in zip(rollout.actions, rollout.present, strict=True)

@@ -1,4 +1,4 @@
-"""Held-out questions asked of members, all of them at once or in rounds, and what they earned and cost."""
+"""Evaluation on held-out questions: all members at once, or in racing rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from evogrpo.warnings import warn
 
 @dataclass(frozen=True, kw_only=True)
 class FitnessResult:
-    """What members earned on held-out questions.
+    """Fitness of members, and its cost.
 
     Attributes:
         fitness: By slot.
-        tokens: Tokens that were read and written for it, or steps in the environment; by slot.
+        tokens: Tokens (or environment steps) processed, by slot.
     """
 
     fitness: dict[int, Fitness]
@@ -36,30 +36,65 @@ class FitnessResult:
 
 
 def evaluate_questions(
-    members: PolicySet, env: GroupEnvironment, asked: EvaluationRequest
+    members: PolicySet, env: GroupEnvironment, request: EvaluationRequest
 ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
-    """Answer held-out questions.
+    """Evaluate members on held-out questions.
 
     Returns:
-        `[slots, questions]` raw task rewards, each the mean over the answers to a question that have one; NaN where
-        none has. And for each slot the tokens, or steps in the environment, that this took.
+        `[slots, questions]` raw task rewards, averaged over the answers that have one; NaN where none has. And the
+        tokens (or environment steps) of each slot.
 
     Raises:
-        ValueError: If no reward applies to a completion and the environment is not to leave such ones out.
+        ValueError: If no reward applies to a completion and the environment does not exclude failures.
     """
-    found = members.evaluate(env, asked)
-    missing = int((~np.isfinite(found.rewards)).sum())
+    result = members.evaluate(env, request)
+    missing = int((~np.isfinite(result.rewards)).sum())
     if missing and not (isinstance(env, PromptEnvironment) and env.excludes_failures):
         raise ValueError(
-            f"fitness needs a reward for every {asked.split} completion, but none applied to {missing} of "
-            f"{found.rewards.size}: let at least one reward function return a number for every question of the "
-            "held-out splits, or leave out those that have none (on_reward_error='exclude')"
+            f"{missing} of {result.rewards.size} {request.split} completions have no reward, but fitness needs one for "
+            "each. Return a number for every held-out question, or set on_reward_error='exclude'."
         )
-    rewards = found.rewards.reshape(len(asked.slots), len(asked.questions), asked.each)
+    rewards = result.rewards.reshape(len(request.slots), len(request.questions), request.each)
     scored = np.isfinite(rewards)
     with np.errstate(invalid="ignore"):  # 0 / 0 where no answer has a reward
         means = np.where(scored, rewards, 0.0).sum(axis=2) / scored.sum(axis=2)
-    return means, found.tokens
+    return means, result.tokens
+
+
+def evaluate(
+    members: PolicySet,
+    slots: Sequence[int],
+    env: GroupEnvironment,
+    split: Split,
+    *,
+    questions: int | None = None,
+    base: bool = False,
+    answers: int | None = None,
+) -> NDArray[np.float64]:
+    """Evaluate members on held-out questions, all in one batch; training random streams are not touched.
+
+    Args:
+        members: All members.
+        slots: Slots to evaluate; one entry, of any value, for the base.
+        env: Provides questions and rewards.
+        split: "validation" for selection, "test" for the final report.
+        questions: Number of questions, from the first on; None = all.
+        base: Evaluate the untrained base instead of members.
+        answers: Number of sampled answers per question, averaged; None = one greedy answer.
+
+    Returns:
+        `[members, questions]` raw task rewards, float64; NaN where the environment excludes a completion.
+
+    Raises:
+        ValueError: If the split is empty, or a completion has no reward and the environment does not exclude failures.
+    """
+    count = env.size(split) if questions is None else min(questions, env.size(split))
+    if count < 1:
+        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+    request = EvaluationRequest(
+        split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers
+    )
+    return evaluate_questions(members, env, request)[0]
 
 
 def measure_fitness(
@@ -73,52 +108,55 @@ def measure_fitness(
     rival: Fitness | None = None,
     base: bool = False,
 ) -> FitnessResult:
-    """Measure what members earn on the first questions of a split, in rounds where the settings say so.
+    """Measure the fitness of members on the first questions of a split, in racing rounds if configured.
 
-    A race is over when the leader is the only one that is still asked; it answers all the same, unless it is clearly
-    behind the rival. So whoever could be the best ever has answered everything.
+    A race ends when only the leader is left. The leader still answers all questions, unless it is clearly behind the
+    rival, so the best member so far always has a complete evaluation.
 
     Args:
-        members: Who acts.
-        slots: Those that are asked, at least one.
-        env: Where the questions come from.
-        split: Which of its splits.
-        config: How they are asked.
-        questions: How many at most; None = all of them.
-        rival: The best so far, on questions of the same split.
-        base: Whether it is the untrained base that answers, as one slot of any number.
+        members: All members.
+        slots: Slots to evaluate, at least one.
+        env: Provides questions and rewards.
+        split: Name of the split.
+        config: Sampling and racing settings.
+        questions: Maximum number of questions; None = all.
+        rival: Fitness of the best member so far, on the same split.
+        base: Evaluate the untrained base, as one slot of any number.
 
     Raises:
-        ValueError: If the split is empty, or too few of its questions have a reward for everybody.
+        ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
     """
     count = env.size(split) if questions is None else min(questions, env.size(split))
-    table, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
-    asked = np.zeros(table.shape, dtype=np.bool_)
+    if count < 1:
+        raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
+    scores, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
+    evaluated = np.zeros(scores.shape, dtype=np.bool_)
     error = config.race_error / max(1, looks(count)) / max(1, len(slots) - 1)
     running = list(range(len(slots)))
-    if count < 1:
-        raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
+    # 1. Evaluate in rounds; members that are clearly behind leave the race.
     for first, last in rounds(count, racing=config.racing and not base):
-        wanted = EvaluationRequest(
+        request = EvaluationRequest(
             split=split,
             questions=tuple(range(first, last)),
             slots=tuple(slots[row] for row in running),
             base=base,
             answers=config.answers if config.sampled else None,
         )
-        table[running, first:last], spent = evaluate_questions(members, env, wanted)
-        asked[running, first:last] = True
-        for slot, amount in zip(wanted.slots, spent, strict=True):
+        scores[running, first:last], spent = evaluate_questions(members, env, request)
+        evaluated[running, first:last] = True
+        for slot, amount in zip(request.slots, spent, strict=True):
             tokens[slot] += amount
         if last < count:
-            running = [running[row] for row in still_racing(table[running, :last], error)]
-            if len(running) == 1 and rival is not None and _is_behind(table[running[0]], rival, error):
+            running = [running[row] for row in still_racing(scores[running, :last], error)]
+            if len(running) == 1 and rival is not None and _is_behind(scores[running[0]], rival, error):
                 break
-    kept = common_questions(table, asked, split)
+    # 2. Compare members on the questions that have a reward for all of them.
+    kept = common_questions(scores, evaluated, split)
     every = [
         Fitness.from_scores(row[own].tolist(), np.flatnonzero(own).tolist())
-        for row, own in zip(table, kept & asked, strict=True)
+        for row, own in zip(scores, kept & evaluated, strict=True)
     ]
+    # 3. Estimate the fitness of members that left on all questions.
     leader = max((every[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in every]
     return FitnessResult(fitness=dict(zip(slots, fitness, strict=True)), tokens=tokens)
@@ -132,25 +170,30 @@ def _is_behind(scores: NDArray[np.float64], rival: Fitness, error: float) -> boo
     return clearly_behind(theirs, scores, error)
 
 
-def common_questions(rewards: NDArray[np.float64], asked: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
-    """Return `[questions]` which questions have a reward for all that were asked, so that all are compared alike.
+def common_questions(rewards: NDArray[np.float64], evaluated: NDArray[np.bool_], split: Split) -> NDArray[np.bool_]:
+    """Return `[questions]` True for questions that have a reward for every member evaluated on them.
 
     Args:
         rewards: `[members, questions]`; NaN where there is none.
-        asked: `[members, questions]` who was asked what.
-        split: For messages.
+        evaluated: `[members, questions]` True where a member was evaluated.
+        split: Name of the split, for messages.
 
     Raises:
-        ValueError: If these are less than half of the questions that anybody was asked.
+        ValueError: If these are fewer than half of the evaluated questions.
     """
-    anybody = np.any(asked, axis=0)
-    kept: NDArray[np.bool_] = np.logical_and(anybody, np.all(np.isfinite(rewards) | ~asked, axis=0))
-    total, left = int(anybody.sum()), int(kept.sum())
+    any_member = np.any(evaluated, axis=0)
+    kept: NDArray[np.bool_] = np.logical_and(any_member, np.all(np.isfinite(rewards) | ~evaluated, axis=0))
+    total, left = int(any_member.sum()), int(kept.sum())
+    if 2 * left < total:
+        raise ValueError(
+            f"Only {left} of {total} {split} questions have a reward for all members; half are needed. Fix the "
+            "reward function, or return a number where it fails."
+        )
     if left < total:
-        if 2 * left < total:
-            raise ValueError(
-                f"members are compared by the {split} questions that all of them have a reward for, but these are only "
-                f"{left} of {total}: mend the reward function, or let it return a number where it fails"
-            )
-        warn(f"{total - left} of {total} {split} questions are left out: not everybody's completion could be rewarded")
+        warn(f"{total - left} of {total} {split} questions are left out: not all members have a reward for them.")
     return kept
+
+
+def common_scores(rewards: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
+    """Return `[members, k]` rewards of the questions that have one for all members; see `common_questions`."""
+    return rewards[:, common_questions(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]

@@ -1,8 +1,7 @@
-"""Multi-turn sampling: members and an environment that replies take turns."""
+"""Sampling of conversations: members and an environment that replies take turns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,34 +11,7 @@ from evogrpo.data import Conversation, Rollout, SamplingBatch
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.protocol import PromptBatch
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.finished import heard_by
-from evogrpo.models.bank import Sampler
-
-
-class Handover:
-    """Hands over groups as soon as all of their completions are finished.
-
-    Args:
-        opened: Who rewards.
-        rows: All that are being written; those in which one member completes one prompt are a group.
-    """
-
-    def __init__(self, opened: SingleTurnBatch, rows: SamplingBatch) -> None:
-        self._opened = opened
-        self._groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
-        self._unfinished = Counter(self._groups)
-        self._finished: dict[tuple[int, int], list[Conversation]] = {}
-
-    def __call__(self, rows: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
-        """Take note of finished completions, none perhaps; see `evogrpo.finished.tell`."""
-        for row, tokens in zip(rows, completions, strict=True):
-            group = self._groups[row]
-            told = Conversation(row=row, start=group[1], completions=(tuple(tokens),))
-            self._finished.setdefault(group, []).append(told)
-            self._unfinished[group] -= 1
-            if not self._unfinished[group]:
-                self._opened.start_scoring(sorted(self._finished.pop(group), key=lambda each: each.row))
-        self._opened.poll()
+from evogrpo.models.bank import FinishedCallback, Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +19,11 @@ class MultiTurnRollout:
     """Conversations in the order of their rows.
 
     Attributes:
-        rollout: `[n, t]` everything after the prompts; what was heard is present, but does not count as action. A
-            conversation is truncated if its last turn ran out of tokens or a further one had no room.
-        transcripts: The same by turns.
-        turn_lengths: `[n, k]` tokens said in each turn; 0 where there was none.
-        turn_places: `[n, t]` place of each token within its turn, counted from 0; None = all had a single turn.
+        rollout: `[n, t]` all tokens after the prompts; replies are present but do not count as actions. A conversation
+            is truncated if its last turn ran out of tokens or a further turn had no room.
+        transcripts: The same conversations by turns.
+        turn_lengths: `[n, k]` tokens sampled in each turn; 0 for missing turns.
+        turn_places: `[n, t]` index of each token within its turn; None = single turn.
     """
 
     rollout: Rollout
@@ -61,8 +33,8 @@ class MultiTurnRollout:
 
 
 @dataclass(kw_only=True)
-class _Talk:
-    """One conversation under way."""
+class _State:
+    """An unfinished conversation."""
 
     completions: list[list[int]] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
@@ -71,154 +43,168 @@ class _Talk:
 
     @property
     def length(self) -> int:
-        """Tokens up to the last that was said."""
+        """Number of tokens up to the end of the last completion."""
         return sum(map(len, self.completions)) + sum(map(len, self.replies[: len(self.completions) - 1]))
 
     @property
     def history(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
         parts = [part for pair in zip(self.completions, [*self.replies, []], strict=False) for part in pair]
         return tuple(token for part in parts for token in part)
+
+    def transcript(self, row: int, start: int) -> Conversation:
+        completions, replies = (tuple(map(tuple, parts)) for parts in (self.completions, self.replies))
+        return Conversation(row=row, start=start, completions=completions, replies=replies)
 
 
 def sample_conversations(
     sampler: Sampler,
-    opened: PromptBatch,
+    batch: PromptBatch,
     rows: SamplingBatch,
     *,
-    draws: Callable[[int], Tensor | None],
-    room: int | None,
+    uniforms: Callable[[int], Tensor | None],
+    max_tokens: int | None,
     device: torch.device,
     base: bool = False,
 ) -> MultiTurnRollout:
-    """Hold one conversation for each row.
+    """Sample one conversation for each row.
 
-    Members say at most `rows.max_new_tokens` tokens a turn. The environment is asked for a reply wherever a turn ended
-    by itself; a conversation goes on where it replies and a whole further turn has room. Where there is one turn, whole
-    groups are handed over to be rewarded while others are still being written.
+    A turn has at most `rows.max_new_tokens` tokens. After each turn that ended by itself the environment may reply; the
+    conversation continues if it does and another full turn fits. Rewards of single-turn batches can start per group,
+    while other groups are still being sampled.
 
     Args:
-        sampler: Who speaks for members.
-        opened: What they speak about; `rows.prompt_ids` are positions of its starts.
+        sampler: Generates completions.
+        batch: The prompts; `rows.prompt_ids` are positions in it.
         rows: The first turn.
-        draws: Number of a further turn, from 1 -> uniforms `[n, t]` of all rows; None = the sampler draws by itself.
-        room: Most tokens after a prompt, said and heard together; None = no bound.
-        device: Where the rollout is wanted, whatever the sampler's.
-        base: Whether the untrained base speaks.
+        uniforms: Returns the uniforms `[n, t]` of all rows for a further turn, from 1; None = drawn by the sampler.
+        max_tokens: Maximum tokens after a prompt, replies included; None = no limit.
+        device: Device of the result.
+        base: Sample from the untrained base model.
 
     Raises:
-        ValueError: If the environment gives another number of replies than it was asked for, or an empty one.
+        ValueError: If the environment returns a wrong number of replies, or an empty reply.
     """
-    several = opened.max_turns > 1
-    with nullcontext() if several else _handed_over(opened, rows):
-        said = sampler.sample(replace(rows, keep=True) if several else rows, base=base).to(device)
-    if not several:
-        lengths = said.present.sum(1, keepdim=True)
-        starts = rows.prompt_ids.tolist()
-        return MultiTurnRollout(
-            rollout=said, transcripts=single_turn_conversations(starts, _tokens(said)), turn_lengths=lengths
-        )
-    talks = [_Talk() for _ in range(len(rows))]
-    exact, speaking = said.exact, list(range(len(rows)))
-    _record(talks, speaking, said)
-    for turn in range(1, opened.max_turns):
-        waiting = [row for row in speaking if not talks[row].truncated]
-        going = _answered(opened, rows, talks, waiting, None if room is None else room - rows.max_new_tokens)
-        if not going:
+    # 1. A single turn: the rollout is complete after one call.
+    if batch.max_turns == 1:
+        sampled = _sample_single_turn(sampler, batch, rows, base=base).to(device)
+        transcripts = single_turn_conversations(rows.prompt_ids.tolist(), _token_lists(sampled))
+        lengths = sampled.present.sum(1, keepdim=True)
+        return MultiTurnRollout(rollout=sampled, transcripts=transcripts, turn_lengths=lengths)
+
+    # 2. First turn of all conversations; KV caches are kept for the next one.
+    states = [_State() for _ in range(len(rows))]
+    sampled, active = sampler.sample(replace(rows, keep=True), base=base).to(device), list(range(len(rows)))
+    exact = sampled.exact
+    _append(states, active, sampled)
+
+    # 3. Further turns of the conversations that got a reply and have room.
+    room = None if max_tokens is None else max_tokens - rows.max_new_tokens
+    for turn in range(1, batch.max_turns):
+        continued = _reply(batch, rows, states, [row for row in active if not states[row].truncated], room)
+        if not continued:
             break
-        place = {row: number for number, row in enumerate(speaking)}
-        chosen, uniforms = torch.tensor(going), draws(turn)
+        place = {row: number for number, row in enumerate(active)}
+        chosen, drawn = torch.tensor(continued), uniforms(turn)
         part = replace(
             rows.select(chosen),
-            uniforms=None if uniforms is None else uniforms[chosen],
-            history=tuple(talks[row].history for row in going),
-            keep=turn + 1 < opened.max_turns,
-            kept=said.kept,
-            kept_rows=None if said.kept is None else torch.tensor([place[row] for row in going]),
+            uniforms=None if drawn is None else drawn[chosen],
+            history=tuple(states[row].history for row in continued),
+            keep=turn + 1 < batch.max_turns,
+            kept=sampled.kept,
+            kept_rows=None if sampled.kept is None else torch.tensor([place[row] for row in continued]),
         )
-        said, speaking = sampler.sample(part, base=base).to(device), going
-        exact = exact and said.exact
-        _record(talks, speaking, said)
-    return _laid_out(rows, talks, said, exact)
+        sampled, active = sampler.sample(part, base=base).to(device), continued
+        exact = exact and sampled.exact
+        _append(states, active, sampled)
+
+    # 4. One row per conversation, its turns and replies next to each other.
+    return _stack(rows, states, sampled, exact)
 
 
-@contextmanager
-def _handed_over(opened: PromptBatch, rows: SamplingBatch) -> Iterator[None]:
-    """Let whole groups be rewarded from when they are finished, where somebody can do that meanwhile."""
-    if not (isinstance(opened, SingleTurnBatch) and opened.streams_rewards):
-        yield
-        return
+def _sample_single_turn(sampler: Sampler, batch: PromptBatch, rows: SamplingBatch, *, base: bool) -> Rollout:
+    """Sample, and pass each group on to be rewarded as soon as all of its completions are finished."""
+    if not (isinstance(batch, SingleTurnBatch) and batch.streams_rewards):
+        return sampler.sample(rows, base=base)
     try:
-        with heard_by(Handover(opened, rows), rows):
-            yield
+        return sampler.sample(rows, base=base, on_finished=_stream_groups(batch, rows))
     except BaseException:
-        opened.cancel()
+        batch.cancel()
         raise
 
 
-def _tokens(rollout: Rollout) -> list[list[int]]:
+def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallback:
+    groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
+    unfinished, finished = Counter(groups), dict[tuple[int, int], list[Conversation]]()
+
+    def on_finished(numbers: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
+        for row, tokens in zip(numbers, completions, strict=True):
+            group = groups[row]
+            conversation = Conversation(row=row, start=group[1], completions=(tuple(tokens),))
+            finished.setdefault(group, []).append(conversation)
+            unfinished[group] -= 1
+            if not unfinished[group]:
+                batch.start_scoring(sorted(finished.pop(group), key=lambda each: each.row))
+        batch.poll()
+
+    return on_finished
+
+
+def _token_lists(rollout: Rollout) -> list[list[int]]:
     """Return the sampled token ids of each row, without padding."""
     lengths = rollout.present.sum(1).tolist()
     return [row[:length] for row, length in zip(rollout.actions.tolist(), lengths, strict=True)]
 
 
-def _record(talks: Sequence[_Talk], speaking: Sequence[int], said: Rollout) -> None:
-    cut_off = said.truncated.tolist()
-    for number, (row, tokens) in enumerate(zip(speaking, _tokens(said), strict=True)):
-        talks[row].completions.append(tokens)
-        talks[row].log_probs.append(said.log_probs[number, : len(tokens)])
-        talks[row].truncated = cut_off[number]
+def _append(states: Sequence[_State], active: Sequence[int], sampled: Rollout) -> None:
+    """Append one turn to the active conversations."""
+    truncated = sampled.truncated.tolist()
+    for number, (row, tokens) in enumerate(zip(active, _token_lists(sampled), strict=True)):
+        states[row].completions.append(tokens)
+        states[row].log_probs.append(sampled.log_probs[number, : len(tokens)])
+        states[row].truncated = truncated[number]
 
 
-def _answered(
-    opened: PromptBatch, rows: SamplingBatch, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
+def _reply(
+    batch: PromptBatch, rows: SamplingBatch, states: Sequence[_State], waiting: Sequence[int], room: int | None
 ) -> list[int]:
-    """Ask for replies, and return the rows that go on: those that got one and have room for a further turn."""
+    """Append the environment's replies, and return the rows that continue."""
     if not waiting:
         return []
-    replies = opened.respond([_transcript(rows, talks[row], row) for row in waiting])
+    replies = batch.respond([states[row].transcript(row, int(rows.prompt_ids[row])) for row in waiting])
     if len(replies) != len(waiting):
-        raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}")
-    going = []
+        raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}.")
+    continued = []
     for row, reply in zip(waiting, replies, strict=True):
         if reply is None:
             continue
         if not len(reply):
-            raise ValueError("a reply must hold at least one token, got none: return None where a conversation is over")
-        talks[row].replies.append([int(token) for token in reply])
-        if room is not None and len(talks[row].history) > room:
-            talks[row].truncated = True
+            raise ValueError("respond returned an empty reply. Return None to end a conversation.")
+        states[row].replies.append([int(token) for token in reply])
+        if room is not None and len(states[row].history) > room:
+            states[row].truncated = True
         else:
-            going.append(row)
-    return going
+            continued.append(row)
+    return continued
 
 
-def _transcript(rows: SamplingBatch, talk: _Talk, row: int) -> Conversation:
-    return Conversation(
-        row=row,
-        start=int(rows.prompt_ids[row]),
-        completions=tuple(map(tuple, talk.completions)),
-        replies=tuple(map(tuple, talk.replies)),
-    )
-
-
-def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact: bool) -> MultiTurnRollout:
+def _stack(rows: SamplingBatch, states: Sequence[_State], like: Rollout, exact: bool) -> MultiTurnRollout:
     """Put the turns of each conversation next to each other."""
-    device, width = like.actions.device, max(talk.length for talk in talks)
-    actions = torch.zeros((len(talks), width), dtype=torch.long)
-    counted, present = (torch.zeros((len(talks), width), dtype=torch.bool) for _ in range(2))
-    log_probs = torch.zeros((len(talks), width), device=device)
-    places = torch.zeros((len(talks), width), dtype=torch.long)
-    lengths = torch.zeros((len(talks), max(len(talk.completions) for talk in talks)), dtype=torch.long)
-    for row, talk in enumerate(talks):
+    device, count, width = like.actions.device, len(states), max(state.length for state in states)
+    actions, places = (torch.zeros((count, width), dtype=torch.long) for _ in range(2))
+    action_mask, present = (torch.zeros((count, width), dtype=torch.bool) for _ in range(2))
+    log_probs = torch.zeros((count, width), device=device)
+    lengths = torch.zeros((count, max(len(state.completions) for state in states)), dtype=torch.long)
+    for row, state in enumerate(states):
         at = 0
-        for turn, tokens in enumerate(talk.completions):
+        for turn, tokens in enumerate(state.completions):
             own = slice(at, at + len(tokens))
-            actions[row, own], counted[row, own] = torch.tensor(tokens), True
-            places[row, own], log_probs[row, own] = torch.arange(len(tokens)), talk.log_probs[turn]
+            actions[row, own], action_mask[row, own] = torch.tensor(tokens), True
+            places[row, own], log_probs[row, own] = torch.arange(len(tokens)), state.log_probs[turn]
             lengths[row, turn] = len(tokens)
             at = own.stop
             # A reply after the last completion is left out.
-            for reply in talk.replies[turn : len(talk.completions) - 1][:1]:
+            for reply in state.replies[turn : len(state.completions) - 1][:1]:
                 actions[row, at : at + len(reply)] = torch.tensor(reply)
                 at += len(reply)
         present[row, :at] = True
@@ -226,11 +212,13 @@ def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact:
         actions=actions.to(device),
         present=present.to(device),
         log_probs=log_probs,
-        truncated=torch.tensor([talk.truncated for talk in talks], device=device),
+        truncated=torch.tensor([state.truncated for state in states], device=device),
         exact=exact,
-        action_mask=counted.to(device),
+        action_mask=action_mask.to(device),
     )
-    transcripts = tuple(_transcript(rows, talk, row) for row, talk in enumerate(talks))
     return MultiTurnRollout(
-        rollout=rollout, transcripts=transcripts, turn_lengths=lengths.to(device), turn_places=places.to(device)
+        rollout=rollout,
+        transcripts=tuple(state.transcript(row, int(rows.prompt_ids[row])) for row, state in enumerate(states)),
+        turn_lengths=lengths.to(device),
+        turn_places=places.to(device),
     )

@@ -1,4 +1,4 @@
-"""What is asked of members that act, to learn from or to be evaluated, and what comes back."""
+"""Requests for samples and evaluations, and their results."""
 
 import math
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from evogrpo.text import short_repr
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """Samples that members are to make, the rows of a member next to each other.
+    """Samples to generate; the rows of a member are next to each other.
 
     Attributes:
-        learners: The members, all at the same learning step.
-        counts: How many rows each of them makes.
-        start_ids: `[n]` position of each row's start among those opened.
+        learners: The members that act, all at the same learning step.
+        counts: Number of rows of each member.
+        start_ids: `[n]` position of each row's start among the opened ones.
         group_ids: `[n]` one number per member and start.
-        purpose: Names the random stream, with step and index.
-        number: Tells apart streams of one purpose within a step.
+        purpose: Name of the random stream, with step and index.
+        number: Distinguishes streams of one purpose within a step.
     """
 
     learners: tuple[Learner, ...]
@@ -41,21 +41,21 @@ class SamplingRequest:
     @property
     def member_ids(self) -> Tensor:
         """`[n]` slots."""
-        return self._spread(torch.tensor([learner.slot for learner in self.learners]))
+        return self._per_row(torch.tensor([learner.slot for learner in self.learners]))
 
     @property
     def temperature(self) -> Tensor:
         """`[n]` sampling temperatures."""
-        return self._spread(torch.tensor([learner.hyperparameters.temperature for learner in self.learners]))
+        return self._per_row(torch.tensor([learner.hyperparameters.temperature for learner in self.learners]))
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """The numbers that name each member's random stream, beside the purpose."""
+        """Numbers of each member's random stream."""
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
     def rows(self, part: Tensor | None = None) -> "RequestedRows":
-        """Return the rows, or the given ones of them."""
+        """Return all rows, or those with the numbers `part`."""
         chosen = torch.arange(len(self.start_ids)) if part is None else part
         return RequestedRows(
             chosen=chosen,
@@ -65,18 +65,18 @@ class SamplingRequest:
             temperature=self.temperature[chosen],
         )
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def _per_row(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(torch.tensor(self.counts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestedRows:
-    """Rows that are sampled at once, of all that are wanted.
+    """Rows of a request that are sampled together.
 
     Attributes:
-        chosen: `[k]` which of all; random numbers are drawn by these.
+        chosen: `[k]` numbers of the rows in the request; they select the random numbers.
         member_ids: `[k]` slots.
-        start_ids: `[k]` position of each row's start among those opened.
+        start_ids: `[k]` position of each row's start among the opened ones.
         group_ids: `[k]` one number per member and start.
         temperature: `[k]` sampling temperatures.
     """
@@ -91,25 +91,25 @@ class RequestedRows:
 
 
 ObservedStatistics = Mapping[str, ObservationStatistics]
-"""What samples add to the running statistics of observations, by policy."""
+"""Observation statistics of a rollout, by policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """Rewarded samples, the rows of a member next to each other, and so those of a group.
+    """Rewarded samples; the rows of a member, and within them of a group, are next to each other.
 
     Attributes:
-        experience: What members learn from.
-        scores: What the environment said, row by row, without any penalty; step rewards are in the experience alone.
-        member_ids: `[n]` who acted, by slot.
-        start_ids: `[n]` positions among `starts`.
-        truncated: `[n]` which completions ran out of length, or in which episodes somebody was cut off.
-        tokens: Tokens (or environment steps) processed, by slot; groups that were sampled and discarded included.
+        experience: The samples as batches to learn from, by policy.
+        scores: Rewards and texts of the environment, row by row, without penalties and step rewards.
+        member_ids: `[n]` slots of the members that acted.
+        start_ids: `[n]` positions in `starts`.
+        truncated: `[n]` completions that ran out of length, or episodes in which an agent was truncated.
+        tokens: Tokens (or environment steps) processed, by slot, discarded groups included.
         starts: Training starts that were opened.
-        questions: What these starts ask, in words for people; untrusted text. Empty where they ask nothing.
-        observed: What these samples add to running statistics of observations; one entry per sampling.
-        earned: By slot, the mean raw reward of each group whose samples have any, by the position of its start; without
-            the groups that took the place of others because these taught nothing.
+        questions: Texts of the starts, for display; untrusted. Empty for environments without texts.
+        observed: Observation statistics to add to the running ones; one entry per sampling.
+        earned: By slot and position of the start, the mean raw reward of each group that has rewards, before dynamic
+            sampling.
     """
 
     experience: Experience
@@ -126,7 +126,7 @@ class RolloutBatch:
     __repr__ = short_repr
 
     def by_start(self) -> dict[int, dict[int, float]]:
-        """Return what `earned` is for these samples as they are."""
+        """Return the mean raw reward of each group, by slot and position of its start."""
         found: dict[int, dict[int, list[float]]] = {}
         rows = zip(self.member_ids.tolist(), self.start_ids.tolist(), self.scores.rewards.tolist(), strict=True)
         for slot, start, reward in rows:
@@ -139,19 +139,19 @@ class RolloutBatch:
 
 
 HELD_OUT = "held-out answers"
-"""Names the random numbers of sampled evaluations: the same for all members and at every evaluation."""
+"""Purpose of the random stream of sampled evaluations, the same for all members and evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """Held-out questions that members are to answer: each slot all of them, each question as often as wanted.
+    """Held-out questions to evaluate members on; every slot answers every question.
 
     Attributes:
-        split: Where the questions come from.
-        questions: Their positions in it.
-        slots: Who answers; for the untrained base one entry, of any value.
-        base: Whether the untrained base answers.
-        answers: How many answers are sampled to each question, at temperature 1; None = a greedy one.
+        split: Name of the split.
+        questions: Positions of the questions in the split.
+        slots: Slots to evaluate; for the untrained base one entry, of any value.
+        base: Evaluate the untrained base.
+        answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
     """
 
     split: Split
@@ -162,12 +162,12 @@ class EvaluationRequest:
 
     @property
     def each(self) -> int:
-        """Answers of a slot to a question."""
+        """Number of answers of a slot to a question."""
         return self.answers or 1
 
     @property
     def start_ids(self) -> Tensor:
-        """`[n]` position of each row's question among `questions`: slot by slot, question by question."""
+        """`[n]` position in `questions` of each row, ordered by slot, then question."""
         return torch.arange(len(self.questions)).repeat_interleave(self.each).repeat(len(self.slots))
 
     @property
@@ -177,27 +177,27 @@ class EvaluationRequest:
 
     @property
     def per_slot(self) -> int:
-        """Rows of a slot."""
+        """Number of rows of a slot."""
         return len(self.questions) * self.each
 
     @property
     def temperature(self) -> Tensor:
-        """`[n]` 1 where answers are sampled, 0 where they are greedy."""
+        """`[n]` 1 for sampled answers, 0 for greedy ones."""
         return torch.full((len(self.slots) * self.per_slot,), 0.0 if self.answers is None else 1.0)
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """The numbers that name each question's random stream, beside the purpose."""
+        """Numbers of each question's random stream."""
         return [(number,) for number in self.questions]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationResult:
-    """Answers to held-out questions.
+    """Results of an evaluation.
 
     Attributes:
-        rewards: `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN where there is none.
-        tokens: For each of the slots asked, tokens that were read and written, or steps in the environment.
+        rewards: `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward.
+        tokens: Tokens (or environment steps) processed, for each slot of the request.
     """
 
     rewards: NDArray[np.float64]

@@ -15,7 +15,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.interruption import before_changes
-from evogrpo.models.bank import LossFunction, PolicyVersion
+from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.adapter_weights import AdapterWeights
@@ -103,12 +103,15 @@ class LanguageBank(Generic[W]):
 
     # ---- sampling
 
-    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
+    def sample(
+        self, rows: SamplingBatch, *, base: bool = False, on_finished: FinishedCallback | None = None
+    ) -> Rollout:
         """Sample one completion per row; rows may be in any order.
 
         Args:
             rows: Prompts, members and sampling options.
             base: Sample from the base model and ignore `rows.member_ids`.
+            on_finished: Called once for each finished row; see `evogrpo.models.bank.FinishedCallback`.
 
         Returns:
             Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
@@ -117,7 +120,7 @@ class LanguageBank(Generic[W]):
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast():
-            return sample(self.base, self.weights, rows, self.end_ids, base=base)
+            return sample(self.base, self.weights, rows, self.end_ids, base=base, on_finished=on_finished)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""

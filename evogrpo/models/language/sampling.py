@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
-from evogrpo.finished import listened, tell
+from evogrpo.models.bank import FinishedCallback
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.decode import OutputBuffers, generate
 from evogrpo.models.language.forward import lexsort, share_prefixes
@@ -63,7 +63,15 @@ class _Wave:
     caches: list[tuple[Tensor, Any]]
 
 
-def sample(model: CausalModel, weights: Weights, rows: SamplingBatch, end_ids: Tensor, *, base: bool) -> Rollout:
+def sample(
+    model: CausalModel,
+    weights: Weights,
+    rows: SamplingBatch,
+    end_ids: Tensor,
+    *,
+    base: bool,
+    on_finished: FinishedCallback | None = None,
+) -> Rollout:
     """Sample one completion per row; see `evogrpo.models.bank.Sampler`.
 
     A row continues from its saved KV cache if its weights are unchanged and its prompt and history extend the cached
@@ -75,12 +83,12 @@ def sample(model: CausalModel, weights: Weights, rows: SamplingBatch, end_ids: T
         rows: Rows in any order; without uniforms, torch's default generator draws them.
         end_ids: `[e]` token ids that end a completion.
         base: Sample from the base model.
+        on_finished: Called once for each finished row.
 
     Raises:
         ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
     """
     # 1. Validate; prompt and history become one prompt.
-    hearing = listened(rows)
     if not len(rows):
         raise ValueError("rows must contain at least one row, got none")
     if any(not prompt for prompt in rows.prompts):
@@ -107,7 +115,7 @@ def sample(model: CausalModel, weights: Weights, rows: SamplingBatch, end_ids: T
         make_hook=weights.hook_factory("base" if base else "weights"),
         end_ids=end_ids,
         counter=ProgressCounter("writing", len(rows), "completions"),
-        hearing=hearing,
+        on_finished=on_finished,
     )
     budget, waves = CACHED_TOKENS, list[_Wave]()
     for caches, numbers in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
@@ -152,14 +160,14 @@ class _WaveSampler:
         make_hook: Hooks of the policy version.
         end_ids: `[e]` token ids that end a completion.
         counter: Progress in completions.
-        hearing: Report finished rows to the listener.
+        on_finished: Called once for each finished row; None = not needed.
     """
 
     model: CausalModel
     make_hook: HookFactory
     end_ids: Tensor
     counter: ProgressCounter
-    hearing: bool
+    on_finished: FinishedCallback | None
 
     def sample(self, rows: SamplingBatch, wave: Tensor, kept: CachedRows | None) -> list[_Wave]:
         """Sample rows with the numbers `wave` together; if out of memory, sample the unfinished ones in halves."""
@@ -175,9 +183,10 @@ class _WaveSampler:
         buffers = OutputBuffers.empty(len(wave), part.max_new_tokens, self.model.pad_id, device)
         exact = self.model.exact and rows.options.whole
 
-        def finished(local: Tensor) -> None:
+        def report(local: Tensor) -> None:
+            assert self.on_finished is not None
             new = local[~buffers.reported[local]]
-            tell(wave[new.cpu()].tolist(), buffers.tokens(new))
+            self.on_finished(wave[new.cpu()].tolist(), buffers.tokens(new))
             buffers.reported[new] = True
 
         try:
@@ -191,7 +200,7 @@ class _WaveSampler:
                 self.end_ids,
                 self.counter,
                 buffers,
-                finished if self.hearing else None,
+                None if self.on_finished is None else report,
             )
             rollout = buffers.rollout(slice(None), self.end_ids, exact=exact)
             return [_Wave(numbers=wave, rollout=rollout, caches=caches)]
