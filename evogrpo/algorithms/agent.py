@@ -35,7 +35,7 @@ _COPIED = (
 
 
 class HyperparameterAttribute:
-    """A hyperparameter as an attribute of an agent; setting it replaces the agent's frozen record, validated."""
+    """Hyperparameter as an attribute of an agent. Setting it validates and replaces the agent's frozen record."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -50,34 +50,33 @@ class HyperparameterAttribute:
 class Agent:
     """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
 
-    Agents are made by their algorithm's constructor or `population`, not by this class.
+    Create agents with their algorithm's constructor or `population`, not with this class.
 
     Attributes:
-        slot: Where its weights live in the bank.
-        index: Who it is in the lineage; never reused within a run.
-        parent: Index of the member it was cloned from; None for a founder.
-        born: Generation of its birth.
-        members: All agents of its population, with their weights.
-        hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, checked as by the constructor, and
-            take effect at the next use.
-        fitness: Its last evaluation; None before the first, or when it failed.
-        failed: Why it must be replaced; None when all is well.
-        retired: Whether its slot holds nobody: it neither acts nor learns until a plan fills it.
-        training: Whether `get_action` samples (True) or takes what is most likely.
-        steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
+        slot: Slot of the bank that holds its weights.
+        index: Identity in the lineage; never reused within a run.
+        parent: Index of the member it was cloned from; None for founders.
+        born: Generation in which it was created.
+        members: Policies of all members of its population.
+        hyperparameters: Its frozen record; `agent.lr = x` replaces it, validated, and takes effect at the next use.
+        fitness: Its last evaluation; None before the first one or after a failure.
+        failed: Reason of its failure; None for a healthy member.
+        retired: True if its slot is empty: it neither acts nor learns until a plan fills the slot.
+        training: True if `get_action` samples, False if it takes the most likely action.
+        steps: Calls of `get_action` in training plus calls of `learn`; part of the name of its random streams.
     """
 
-    # A name that is not declared cannot be set by mistake; a subclass that declares no slots takes any.
+    # Slots prevent misspelt attributes; a subclass without __slots__ accepts any name.
     __slots__ = (
         *("members", "slot", "index", "parent", "back_to", "born", "fitness", "failed", "retired", "training", "steps"),
         *("_hyperparameters", "_hooks", "_predictions", "_evaluated", "__weakref__"),
     )
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of members that agents of this class have."""
+    """Kinds of policy sets that agents of this class use."""
 
     unused_options: ClassVar[tuple[str, ...]] = ("objective",)
-    """Constructor arguments and hyperparameters that mean nothing to the algorithm, and are refused."""
+    """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an error."""
 
     lr = HyperparameterAttribute()
     clip_coef = HyperparameterAttribute()
@@ -123,7 +122,7 @@ class Agent:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The member's frozen record; see `Hyperparameters`."""
+        """Frozen record of hyperparameters; see `Hyperparameters`."""
         return self._hyperparameters
 
     @hyperparameters.setter
@@ -137,11 +136,11 @@ class Agent:
 
     @property
     def hp_config(self) -> HyperparameterConfig | None:
-        """What evolves and between which values; None when nothing does."""
+        """Search space; None = nothing evolves."""
         return self.members.hp_config
 
     def record(self) -> MemberRecord:
-        """Return what evolution needs to know about this member."""
+        """Return this member's record for evolution."""
         return MemberRecord(
             slot=self.slot,
             index=self.index,
@@ -152,7 +151,7 @@ class Agent:
         )
 
     def learner(self, step: int | None = None) -> Learner:
-        """Return what a learning step needs to know; `step` defaults to the agent's own count."""
+        """Return this member's record for a learning step; `step` defaults to the agent's own count."""
         return Learner(
             slot=self.slot,
             index=self.index,
@@ -161,20 +160,22 @@ class Agent:
         )
 
     def mutate(self, rng: np.random.Generator, mutation: Mutation | None = None) -> Changes:
-        """Change some evolving hyperparameters at random, and perhaps the network, then run the mutation hooks.
+        """Mutate some evolving hyperparameters, and possibly the network, then run the mutation hooks.
 
         Args:
-            rng: Source of the draws.
-            mutation: How hyperparameters change; the default moves each with probability 1/2, at least one.
+            rng: Random generator.
+            mutation: Mutation operator; the default changes each hyperparameter with probability 1/2, at least one.
 
         Returns:
-            What changed, by name: (old, new); a network in words.
+            Changes by name: (old, new); networks as text.
 
         Raises:
             ValueError: If the agent has neither `hp_config` nor `evolve_network`.
         """
         if not self.hp_config and not self.members.evolves:
-            raise ValueError("nothing can be mutated: the agent was made without hp_config")
+            raise ValueError(
+                "The agent has no hp_config, so there is nothing to mutate. Pass hp_config to the constructor."
+            )
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:
             before = self.hyperparameters
@@ -193,20 +194,20 @@ class Agent:
             hook()
 
     def register_init_hook(self, hook: Callable[[], object]) -> None:
-        """Have `hook()` called after every mutation of this agent, by `mutate` or by evolution."""
+        """Call `hook()` after every mutation of this agent, by `mutate` or by evolution."""
         self._hooks.append(hook)
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """Return an independent agent that has learnt the same: a bank of one over the same base model.
+        """Return an independent copy of this agent, in a bank of its own over the same base model.
 
         Args:
-            index: Its identity; this agent's own by default.
-            wrap: Whether it computes under the same accelerator's precision.
+            index: Identity of the copy; this agent's own by default.
+            wrap: Keep the precision of the accelerator.
         """
         return self.copy_with_state(self.state(), index=index, wrap=wrap)
 
     def copy_with_state(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
-        """Return an independent agent that is like this one, but has learnt what the learner state says."""
+        """Return an independent copy of this agent with another train state."""
         members = self.members.new_member(wrap=wrap)
         twin = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
         twin.load_state(state)
@@ -215,7 +216,7 @@ class Agent:
 
     @classmethod
     def _member(cls, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
-        """Make an agent in a slot of an existing bank."""
+        """Create an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
@@ -231,15 +232,15 @@ class Agent:
         spread: bool,
         given: Sequence[Hyperparameters] = (),
     ) -> list[Self]:
-        """Make the agents of a new population.
+        """Create the agents of a new population.
 
         Args:
-            members: What they are made of.
-            first: Hyperparameters of the first; those that evolve are spread over their ranges for the others.
-            index: Identity of the first; the others count up from it.
-            samples: Samples per learning step, which group sizes divide.
-            spread: False gives all of them those of the first. They still sample for themselves, so they soon differ.
-            given: Those of the first members, if they are chosen.
+            members: Their policies.
+            first: Hyperparameters of the first agent; those that evolve are spread over their ranges for the others.
+            index: Identity of the first agent; the others count up from it.
+            samples: Samples per learning step; group sizes divide it.
+            spread: False gives all agents the hyperparameters of the first.
+            given: Hyperparameters of the first agents, if chosen by the user.
         """
         first = given[0] if given else first
         space = members.hp_config if spread and members.hp_config else HyperparameterConfig()
@@ -249,7 +250,7 @@ class Agent:
 
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
-        """Copy everything but weights, optimiser, slot and index from `agent` to `clone`, and return `clone`."""
+        """Copy everything except weights, optimizer, slot and index to `clone`, and return `clone`."""
         for name in _COPIED:
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
@@ -261,15 +262,15 @@ class Agent:
     def learn_together(
         cls, members: PolicySet, learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Take one learning step of agents that share members: all that an algorithm is.
+        """Take one learning step of agents that share a policy set. Subclasses define their algorithm here.
 
-        Members must not influence each other: what one learns is what it would learn alone. Whether all goes well is
-        each member's own as well; one whose update is not finite is reported as failed.
+        Members must not influence each other: each learns what it would learn alone. A member with a non-finite update
+        is reported as failed.
 
         Args:
-            members: Of the agents, and perhaps of others.
-            learners: Those that learn: slot, identity, number of the step and hyperparameters.
-            experience: By policy (a single agent has one, "default"), rows of these members and their sources.
+            members: Policies of the agents; may include other members.
+            learners: The members that learn.
+            experience: Rows of these members and their sources, by policy ("default" for a single policy).
 
         Returns:
             One report per learner, by slot.
@@ -279,19 +280,19 @@ class Agent:
     # ---- looking inside
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of everything the agent has learnt, by name: weights, moments, step count, statistics."""
+        """Return a copy of the train state by name: weights, moments, step count, running statistics."""
         return self.members.banks.state(self.slot)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put what `state` returned into this agent.
+        """Load a train state that `state` returned.
 
         Raises:
-            ValueError: If names, shapes or types are not this agent's; nothing is changed then.
+            ValueError: If names, shapes or types do not match; the agent is unchanged then.
         """
         self.members.banks.load_state(self.slot, state)
 
     def keep_reference(self) -> None:
-        """Make the current policy the member's own reference, which beta then holds it to.
+        """Make the current policy the member's reference for the KL term.
 
         Raises:
             ValueError: If the objective's reference is the base.
@@ -299,22 +300,22 @@ class Agent:
         self.members.banks.keep_reference([self.slot])
 
     def set_training_mode(self, training: bool) -> None:
-        """Choose between sampling (True) and what is most likely (False) in `get_action`."""
+        """Set whether `get_action` samples (True) or takes the most likely action (False)."""
         self.training = training
 
     # ---- spaces and devices
 
     @property
     def observation_space(self) -> spaces.Space[Any] | None:
-        """What the agent reads; None for a language model unless given."""
+        """Observation space; None for a language model unless given."""
         return self.members.observation_space
 
     @property
     def action_space(self) -> spaces.Space[Any] | None:
-        """What the agent does; None for a language model unless given."""
+        """Action space; None for a language model unless given."""
         return self.members.action_space
 
     @property
     def device(self) -> torch.device:
-        """Where the bank computes."""
+        """Device of the bank."""
         return self.members.device

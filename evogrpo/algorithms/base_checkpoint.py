@@ -1,4 +1,4 @@
-"""Base models of checkpoints: recognised by fingerprint, saved beside adapters, or named and loaded again."""
+"""Base models of checkpoints: checked by fingerprint, saved with the adapters, or loaded by name."""
 
 import json
 from collections.abc import Mapping
@@ -22,69 +22,69 @@ BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
 def base_files(model: PreTrainedModel) -> CheckpointFiles:
-    """Return the files that `saved_base` reads, made when they are written.
+    """Return the files that `saved_base` reads.
 
     Raises:
-        ValueError: If this process holds a part of the base only, or it is quantised.
+        ValueError: If the base is sharded or quantised.
     """
     if is_quantised(model):
         raise ValueError(
-            "a quantised base is not saved, as it would have to be widened: leave out include_base, and give the base "
-            "as actor_network= where the checkpoint is loaded, in any precision"
+            "A quantised base cannot be saved. Leave out include_base, and pass the base as actor_network= when "
+            "loading, in any precision."
         )
     if sharded_over(model) > 1:
         raise ValueError(
-            f"the base is held in {sharded_over(model)} parts, so no process can save it: leave out include_base, and "
-            "give the base as actor_network= where the checkpoint is loaded"
+            f"the base is held in {sharded_over(model)} parts, so no rank can save it. Leave out include_base, and "
+            "pass the base as actor_network= when loading."
         )
     return {
-        # Tied weights are one parameter, so nothing is stored twice.
+        # Tied weights are one parameter, so they are stored once.
         BASE_WEIGHTS: lambda: tensors_file({name: value.detach() for name, value in model.named_parameters()}),
         BASE_CONFIG: model.config.to_json_string(use_diff=False).encode(),
     }
 
 
 FOLLOWED = ("auto_map", "custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
-"""Fields of a model's configuration that name code to import; found in a checkpoint, nothing may follow them."""
+"""Configuration fields that name code to import. They are dropped, because checkpoints are untrusted."""
 
 LABELS = ("num_labels", "id2label", "label2id")
-"""Fields of what classifies, each label of which would be written out."""
+"""Configuration fields of classifiers, dropped because transformers expands each label."""
 
 MOST_PARTS, MOST_OF_ANYTHING = 1024, 2**24
 
 
 def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
-    """Refuse a base model whose fingerprint is not the recorded one."""
+    """Raise CheckpointError if the base model's fingerprint is not the recorded one."""
     if record["fingerprint"] != actual:
         raise CheckpointError(
             f"{where} was trained on the base model {record['source']!r} with fingerprint {record['fingerprint']}, but "
-            f"the model given has {actual}: adapters mean nothing on another base, so give the same model"
+            f"the model passed has {actual}. Pass the same base model."
         )
 
 
 def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
-    """Load the base model that a record names, unless that name is a path: paths in checkpoints are never followed.
+    """Load the base model that a record names. Paths in checkpoints are never followed.
 
     Raises:
-        ValueError: If it is a path or cannot be loaded; the message names the argument to give instead.
+        ValueError: If the name is a path or cannot be loaded.
     """
     source = str(record["source"])
-    remedy = "give the base model as actor_network=, loaded with evogrpo.load_base"
+    remedy = "Pass the base model as actor_network=, loaded with evogrpo.load_base"
     if is_path(source):
-        raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
+        raise ValueError(f"The checkpoint's base model came from the path {source!r}, which is not followed. {remedy}.")
     try:
         return load_base(source).model
     except ValueError as error:
-        raise ValueError(f"the checkpoint's base model {source!r} cannot be loaded: {remedy}. {error}") from error
+        raise ValueError(f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}") from error
 
 
 def is_path(source: str) -> bool:
-    """Tell whether a base model's name is, or may be, a place on this machine."""
+    """Return True if a base model's name is, or may be, a local path."""
     return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
 
 
 def saved_base(folder: Path) -> PreTrainedModel | None:
-    """Load the base model saved inside a checked checkpoint, or return None."""
+    """Load the base model saved inside a validated checkpoint; None if there is none."""
     if not (folder / BASE_WEIGHTS).is_file():
         return None
     weights = load_file(folder / BASE_WEIGHTS)
@@ -92,7 +92,7 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
         values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
         _refuse_huge(values)
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-        with torch.device("meta"):  # first without memory: what the file says of sizes is anybody's word
+        with torch.device("meta"):  # without memory first: sizes in the file are untrusted
             outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         unmatched = _unmatched(outline, weights)
         if not unmatched:
@@ -100,7 +100,9 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder / BASE_CONFIG} describes no model of transformers ({reason:.300})") from error
+        raise CheckpointError(
+            f"{folder / BASE_CONFIG} is not the configuration of a transformers model ({reason:.300})"
+        ) from error
     if unmatched:
         raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {unmatched[:3]} are unmatched")
     model.load_state_dict(weights, strict=False)
@@ -109,10 +111,10 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
 
 
 def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of parameters that are missing, too many or of another shape.
+    """Return the names of parameters that are missing, unexpected or of another shape.
 
     Raises:
-        ValueError: If what the model keeps besides them is out of all proportion.
+        ValueError: If the model's buffers do not fit into memory.
     """
     declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
@@ -124,7 +126,7 @@ def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[
 
 
 def _refuse_huge(values: Any, name: str = "") -> None:
-    """Raise ValueError for sizes that no model has: some are looped over before anything can be compared."""
+    """Raise ValueError for sizes that no model has, before transformers loops over them."""
     if isinstance(values, dict):
         for key, value in values.items():
             _refuse_huge(value, str(key))
@@ -135,7 +137,7 @@ def _refuse_huge(values: Any, name: str = "") -> None:
 
 
 def _harmless(values: Any) -> Any:
-    """Return a configuration without what transformers would follow: code, kernels, and paths, wherever they stand."""
+    """Return a configuration without code, kernels and paths that transformers would follow, at any depth."""
     if isinstance(values, list):
         return [_harmless(value) for value in values]
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Agents and populations as checkpoints: what is stored, and the checks before anything is loaded."""
+"""Checkpoints of agents and populations: saving, validation and loading."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
 CONSTANT = "shared by all: "
-"""Begins the names of tensors that a checkpoint's members share."""
+"""Prefix of the names of tensors that all members of a checkpoint share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Counters:
-    """What a checkpoint says of a member beside what it has learnt; see `Agent`."""
+    """Fields of a member in a checkpoint, beside its train state; see `Agent`."""
 
     index: int
     parent: int | None
@@ -59,9 +59,15 @@ def save_agent(
     note: Mapping[str, Any] | None = None,
     fitness: Fitness | None = None,
 ) -> None:
-    """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`.
+    """Save one agent; see `GRPO.save_checkpoint`.
 
-    A `fitness` takes the place of the agent's own.
+    Args:
+        agent: The agent.
+        path: Folder to create.
+        include_base: Also save the base model.
+        replace: Replace an existing checkpoint.
+        note: Plain JSON values to store in the record.
+        fitness: Fitness to store instead of the agent's own.
     """
     members, member = agent.members, _member_record(agent)
     if fitness is not None:
@@ -80,17 +86,17 @@ def load_agent(
     accelerator: Accelerator | None,
     actor_network: nn.Module | None,
 ) -> AnyAgent:
-    """Bring one agent back in a bank of its own; see `GRPO.load`."""
+    """Load one agent into a bank of its own; see `GRPO.load`."""
     best = Path(path) / "best"
     if checkpoint_path(best).is_dir() and not checkpoint_path(Path(path) / "manifest.json").exists():
-        raise CheckpointError(f"{path} is the folder of a run, not of an agent: load its best member, {best}")
+        raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
     tensors, record = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         stored = record["shared"]["kind"]
         if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
-                f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
-                f"{POLICY_SETS[stored].agent_class}.load"
+                f"{path} holds an agent of kind {stored!r}, not a {kind.__name__}. Load it with "
+                f"{POLICY_SETS[stored].agent_class}.load."
             )
         folder = checkpoint_path(Path(path))
         network = _as_saved(actor_network, tensors, path)
@@ -101,7 +107,7 @@ def load_agent(
 
 
 def read_agent(agent: "Agent", path: str | Path) -> None:
-    """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
+    """Load a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
         stored = record["shared"]["kind"]
@@ -109,8 +115,8 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         if stored != members.kind:
             made_by = POLICY_SETS[stored].agent_class if stored in POLICY_SETS else "its own class"
             raise CheckpointError(
-                f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}: bring the saved "
-                f"one back with {made_by}.load"
+                f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}. Load it with "
+                f"{made_by}.load."
             )
         members.check_record(record["shared"], path)
         own, saved = (
@@ -119,17 +125,17 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         )
         if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
             raise CheckpointError(
-                f"{path} holds an agent whose module came with other weights or buffers than this one's, or that "
-                f"started from another adapter: bring it back with {type(agent).__name__}.load"
+                f"{path} holds an agent whose module had other weights or buffers, or that started from another "
+                f"adapter. Load it with {type(agent).__name__}.load."
             )
         _restore(agent, record["member"], learnt(tensors))
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return everything a checkpoint of a population must hold: tensors by name, and a JSON record.
+    """Return the contents of a population's checkpoint: tensors by name, and a JSON record.
 
-    The tensors are copied when they are asked for, each time anew, so that the members are never in memory twice: save
-    them before the population goes on, or keep `dict(tensors)`.
+    Tensors are copied on access, so members are never in memory twice. Save them before the population changes, or keep
+    `dict(tensors)`.
     """
     record = {
         "shared": _members_record(population.members),
@@ -150,18 +156,18 @@ def restore_population(
     *,
     device: str | torch.device | None = None,
 ) -> Population:
-    """Build a population from what `population_state` returned.
+    """Build a population from the results of `population_state`.
 
     Args:
-        kind: The agents' class.
-        tensors: As returned.
-        record: As returned.
-        actor_network: The base model, or the caller's own module; see `GRPO.load`.
-        path: Where the state was read.
-        device: Where to put the model; it stays where it is by default.
+        kind: Class of the agents.
+        tensors: Tensors of the checkpoint.
+        record: Record of the checkpoint.
+        actor_network: The base model, or the user's own module; see `GRPO.load`.
+        path: Path of the checkpoint.
+        device: Device of the model; None = where it is.
 
     Raises:
-        CheckpointError: If the state is of another base model or does not fit together.
+        CheckpointError: If the state is of another base model or inconsistent.
     """
     with checkpoint_errors(path):
         stored = record["members"]
@@ -185,16 +191,16 @@ def restore_population(
 
 
 def _next_index(value: object, population: Population) -> int:
-    """Return the next index, if members and lineage agree on who there is and it names nobody yet."""
+    """Validate the next index: members and lineage must agree, and it must be unused."""
     living = [agent.index for agent in population.agents]
     born = {birth.index for birth in population.lineage.births}
     if len(set(living)) < len(living) or not set(living) <= born:
-        raise ValueError(f"every member must have an index of its own, under which it was born, got {living}")
+        raise ValueError(f"Members must have distinct indices that are in the lineage, got {living}.")
     return whole_between("next_index", value, max(born, default=-1) + 1)
 
 
 def learnt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint without those that its members share."""
+    """Return the tensors of a checkpoint without the shared ones."""
     return {name: value for name, value in tensors.items() if not name.startswith(CONSTANT)}
 
 
@@ -203,12 +209,12 @@ def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the members of a checkpoint share: `PolicySet.shared_tensors`."""
+    """Return the shared tensors of a checkpoint; see `PolicySet.shared_tensors`."""
     return {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
 
 
 def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
-    """Return a copy of the caller's module with the weights and buffers that it had when the agents were made."""
+    """Return a copy of the user's module with its weights and buffers from the checkpoint."""
     state = _shared(tensors)
     if not state or not isinstance(network, nn.Module) or isinstance(network, PreTrainedModel):
         return network
@@ -216,7 +222,7 @@ def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> 
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} holds another module than the one given: {error}") from error
+        raise CheckpointError(f"{path} was saved with another module than the one passed: {error}") from error
     return network
 
 
@@ -230,7 +236,7 @@ def _open(
     device: str | torch.device | None,
     accelerator: Accelerator | None,
 ) -> PolicySet:
-    """Build the members of a checkpoint, fresh."""
+    """Build the policy set of a checkpoint, without train states."""
     if record["kind"] not in POLICY_SETS:
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], POLICY_SETS)
     config = record["hp_config"]
@@ -266,7 +272,7 @@ def _member_record(agent: "Agent") -> dict[str, Any]:
 
 
 def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
+    """Restore a saved agent into this one; on errors nothing changes."""
     counters = vars(_Counters(**declared_fields(_Counters, {name: member[name] for name in COUNTERS})))
     hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
     fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
@@ -277,10 +283,7 @@ def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 class _MemberTensors(Mapping[str, Tensor]):
-    """The learner states of members: `{slot}.{name}` -> a copy made when it is asked for.
-
-    Beside them what they share, and the states that are kept: as they are, for nobody changes them.
-    """
+    """Train states of members by `{slot}.{name}`, copied on access; shared tensors and kept states without a copy."""
 
     def __init__(self, members: PolicySet, kept: KeptStates) -> None:
         self._banks, self._shared = members.banks, {**_named(members.shared_tensors()), **dict(kept.tensors())}

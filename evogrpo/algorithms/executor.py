@@ -1,4 +1,4 @@
-"""Who lets the members of a population act and learn: this process, or several that have some of them each."""
+"""Executors: run rollouts and learning steps in one process, or with the members divided among ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """Lets all members act and learn in this process.
+    """Runs all members in this process.
 
     Args:
-        members: All of them.
+        members: All members.
 
     Attributes:
-        members: Those in this process.
-        processes: Who trains them.
+        members: Members of this process.
+        processes: The process group.
     """
 
     def __init__(self, members: PolicySet) -> None:
@@ -47,36 +47,35 @@ class Executor:
         block: int,
         samples: Mapping[int, int] | None,
     ) -> RolloutBatch:
-        """Let members sample what they learn from; see `collecting.collect`."""
+        """Sample and reward one learning step; see `rollout.collect.collect`."""
         return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=samples)
 
     def learn(
         self, algorithm: "type[Agent]", learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Let members learn from what they sampled; see `Agent.learn_together`."""
+        """Take one learning step; see `Agent.learn_together`."""
         return algorithm.learn_together(self.members, learners, experience)
 
     def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:
-        """Give slot i everything slot parents[i] has learnt; some slots hold nobody from now on."""
+        """Copy the train state of slot `parents[i]` to slot i; slots in `vacant` become empty."""
         self.members.banks.inherit(parents)
 
     def settle(self, vacant: Collection[int]) -> None:
-        """Share out members that have their states, where some slots hold nobody: here all are in one process."""
+        """Distribute restored members among ranks; `vacant` slots are empty."""
 
     def checkpoint_agent(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
-        """Return an agent that can be saved in this process, given what it has learnt: here it is all there."""
+        """Return an agent with this train state that can be saved on this rank."""
         return agent
 
     def evaluation_member(self) -> PolicySet:
-        """Return one fresh member, to be given a learner state and asked held-out questions."""
+        """Return one fresh member, to load train states into and evaluate them."""
         return self.members.new_member()
 
 
 class DistributedExecutor(Executor):
-    """Lets every process's members act and learn there, and tells all processes what came of it.
+    """Runs each rank's members on that rank and shares the results.
 
-    What members have sampled stays in their process, unless others learn from it: in `RolloutBatch.experience` rows are
-    numbered by place.
+    Samples stay on their rank unless members elsewhere learn from them; `RolloutBatch.experience` has local slots.
     """
 
     def __init__(self, members: DistributedPolicySet) -> None:
@@ -88,18 +87,18 @@ class DistributedExecutor(Executor):
         return self._banks.places
 
     @property
-    def _speaks(self) -> bool:
-        """Whether this process tells the others of its members: one of those that have the same."""
+    def _reports(self) -> bool:
+        """True on the rank that reports for its members: the first of those that hold the same ones."""
         own = self._places.own
         return len(own) > 0 and self._places.owner(own[0]) == self._places.rank
 
     @property
     def _shares_learning(self) -> bool:
-        """Whether this process does a part of what a member learns, and others the rest."""
+        """True if several ranks divide the learning of one member."""
         return self._places.divided and isinstance(self.members, ReplicatedPolicySet) and self.members.shares_learning
 
-    def _here(self, learners: Sequence[Learner]) -> list[Learner]:
-        """Return the learners of this process by its own numbers, and so those whom they learn from."""
+    def _local_learners(self, learners: Sequence[Learner]) -> list[Learner]:
+        """Return the learners of this rank, with local slot numbers."""
         places = self._places
         return [
             replace(
@@ -120,8 +119,8 @@ class DistributedExecutor(Executor):
         block: int,
         samples: Mapping[int, int] | None,
     ) -> RolloutBatch:
-        """Let members sample where they live."""
-        here, slots = self._here(learners), self._places.own
+        """Sample on each rank, and merge."""
+        here, slots = self._local_learners(learners), self._places.own
         counts = None if samples is None else {place: samples[slot] for place, slot in enumerate(slots)}
         own: RolloutBatch | None = None
 
@@ -130,7 +129,7 @@ class DistributedExecutor(Executor):
             if not here:
                 return None
             own = collect(self.members, here, env, samples_per_step=samples_per_step, block=block, samples=counts)
-            if not self._speaks:
+            if not self._reports:
                 return None
             return replace(
                 own,
@@ -147,21 +146,21 @@ class DistributedExecutor(Executor):
     def learn(
         self, algorithm: "type[Agent]", learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Let members learn where they live, from what they and their sources elsewhere have sampled."""
-        here, places = self._here(learners), self._places
+        """Learn on each rank, from its own samples and those of sources on other ranks."""
+        here, places = self._local_learners(learners), self._places
         lent = lent_slots(places, learners)
         if lent:
-            experience = self._with_lent(here, experience, lent)
+            experience = self._add_foreign_rows(here, experience, lent)
 
         def learn() -> dict[int, LearnReport]:
             found = algorithm.learn_together(self.members, here, experience) if here else {}
-            return {places.own[place]: report for place, report in found.items()} if self._speaks else {}
+            return {places.own[place]: report for place, report in found.items()} if self._reports else {}
 
         reports = self.processes.run_section(learn, divided=self._shares_learning)
         return {slot: report for part in reports for slot, report in part.items()}
 
-    def _with_lent(self, here: Sequence[Learner], experience: Experience, lent: Sequence[int]) -> Experience:
-        """Return what was sampled here, and what members here learn from of what was sampled elsewhere."""
+    def _add_foreign_rows(self, here: Sequence[Learner], experience: Experience, lent: Sequence[int]) -> Experience:
+        """Add the samples of other ranks that members of this rank learn from."""
         places, own = self._places, dict[str, Batch]()
 
         def find() -> None:
@@ -173,24 +172,24 @@ class DistributedExecutor(Executor):
         return borrow(self.members, places, experience, here, parts)
 
     def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:
-        """Let members take over states, and share them out anew."""
+        """Copy train states and redistribute members."""
         self._banks.inherit(parents, vacant)
         if isinstance(self.members, ReplicatedPolicySet):
             self.members.regroup(self.processes.squad(self._places.squads))
 
     def settle(self, vacant: Collection[int]) -> None:
-        """Share out those that remain; each keeps its state."""
+        """Redistribute the remaining members; each keeps its state."""
         self.inherit([None if slot in vacant else slot for slot in range(self._banks.size)], vacant)
 
     def checkpoint_agent(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
-        """Return an agent of its own, wherever the member lives."""
+        """Return an independent agent with this train state."""
         return agent.copy_with_state(state)
 
     def evaluation_member(self) -> PolicySet:
-        """Return one fresh member, of whom every process asks a part of the questions."""
+        """Return one fresh member; each rank evaluates it on part of the questions."""
         return cast(PolicySet, SplitEvaluator(self.members.new_member(), self.processes))
 
 
 def executor_for(members: PolicySet) -> Executor:
-    """Return who lets these members act and learn."""
+    """Return the executor of these members."""
     return DistributedExecutor(members) if isinstance(members, DistributedPolicySet) else Executor(members)

@@ -1,4 +1,4 @@
-"""Construction of agents and populations from their arguments."""
+"""Construction of policy sets from the arguments of agents and populations."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -52,39 +52,38 @@ from evogrpo.warnings import warn
 class CommonOptions(TypedDict, total=False):
     """Optional arguments of all agents.
 
-    Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
+    Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
     `evogrpo.algorithms.policies.settings`).
 
     Attributes:
-        hp_config: What evolution may change; nothing by default. "auto", for a population: what decides most and has no
-            value here, over wide ranges (`evogrpo.config.search_space`).
+        hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the most important
+            hyperparameters that are not set here, over wide ranges (`evogrpo.config.search_space`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        batch_size: Completions (for small networks transitions, of several agents each policy's) per optimizer step; 64
-            by default, for small networks 2048.
+        batch_size: Completions per optimizer step, 64 by default; for small networks transitions per policy, 2048 by
+            default.
         lr: AdamW step size; 1e-4 by default, for small networks 5e-3.
-        clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
-        max_grad_norm: Bound on the norm of each policy's gradient; 0.5 by default.
+        clip_coef: Half-width of the clipping interval of the probability ratio; 0.2 by default.
+        max_grad_norm: Maximum norm of each policy's gradient; 0.5 by default.
         update_epochs: Passes over each learning step's samples; 1 by default, for small networks 4.
         group_size: Completions per prompt (episodes per reset seed); 8 by default.
         temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
         beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
-        clip_low: The lower half-width of the trust region apart; `clip_coef` by default.
-        clip_high: The upper one; `clip_coef` by default.
+        clip_low: Lower half-width of the clipping interval; `clip_coef` by default.
+        clip_high: Upper half-width; `clip_coef` by default.
         entropy_coef: Weight of the entropy bonus; 0 by default.
         advantage_clip: Bound on the size of advantages; none by default.
-        gamma: Discount per action of the rewards ahead; 1 by default, for small networks 0.99.
+        gamma: Discount factor per action; 1 by default, for small networks 0.99.
         loss_type: The member's own loss type; the objective's by default.
         advantage: The member's own advantage; the objective's by default.
         objective: The loss, advantages, KL, reference and reward switches.
         optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
         seed: Root of every random stream; 0 by default.
-        device: Where to put the model; it stays where it is by default. Small networks are on the CPU by default.
-        network: For small networks, like all that follow. The architecture that members start with; two tanh layers
-            of 64 by default, behind convolutions for images.
-        evolve_network: Lets architectures change when members are mutated, within these limits; they stay as they are
-            by default.
-        normalise_observations: Show each member floating-point observations in deviations from their running mean;
+        device: Device of the model; by default where it is, and the CPU for small networks.
+        network: Small networks only, as the next two: initial architecture; by default two tanh layers of 64, after
+            convolutions for images.
+        evolve_network: Limits within which mutation changes architectures; None (default) = architectures are fixed.
+        normalise_observations: Standardise floating-point observations by each member's running mean and variance;
             False by default.
     """
 
@@ -115,34 +114,32 @@ class CommonOptions(TypedDict, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """Optional arguments of `GRPO` and `GRPO.population`, beside the common ones.
+    """Optional arguments of `GRPO` and `GRPO.population`, in addition to the common ones.
 
     Attributes:
         accelerator: Chooses the device and the precision of forward passes.
-        calc_position_embeddings: For language models, like all that follow: pass positions, counted without padding,
-            to the model; True by default. False is for models that take none.
+        calc_position_embeddings: Language models only, as all that follow: pass position ids, counted without padding;
+            True by default. False is for models that take none.
         reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False computes the
             logits of a whole micro-batch at once. Same results, up to rounding.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
-        max_output_tokens: Most tokens of a completion, or of one turn of a conversation; 128 by default.
-        max_episode_tokens: Most tokens of a conversation, said and heard together; by default what the model's context
-            takes.
-        top_k: Draw completions from so many of the most likely tokens only; 0, all of them, by default. What is learnt
-            is the whole distribution: where this or one of the next three leaves some of it out, old log-probabilities
-            are the trainer's, and `Objective.importance_correction` can weigh the difference.
-        top_p: Only from the most likely tokens that together have this probability; 1 by default.
-        min_p: Only from tokens at least this many times as likely as the most likely one; 0 by default.
-        repetition_penalty: Make tokens that are there already less likely, in greedy answers too; 1, no penalty, by
-            default.
-        eos_token_ids: Token, or tokens, that end a completion; the model's generation config names them by default.
-        lora_config: What to adapt, as a `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers but
-            the vocabulary head.
-        adapter: Folder of a PEFT adapter that every member starts from, an export or a checkpoint for instance, with
-            the lora_config that it brings; the reference and the baseline stay the base without adapters.
-        micro_batch_tokens: Most tokens in one forward pass with gradients, which trades memory for speed. Defaults
-            to 1024 on CPUs, and on CUDA to the largest power of two that fits into half of the memory left by the base
-            and the members, by estimate. Halved when memory runs out.
-        source: What the base model was loaded from, for checkpoints; the model's own name by default.
+        min_output_tokens: Minimum tokens before an end of sequence; 0 by default.
+        max_output_tokens: Maximum tokens of a completion, or of one turn of a conversation; 128 by default.
+        max_episode_tokens: Maximum tokens of a conversation, replies included; the model's context by default.
+        top_k: Sample from the k most likely tokens; 0 (default) = all. Learning uses the full distribution: if this or
+            one of the next three truncates it, old log-probabilities are computed by the trainer, and
+            `Objective.importance_correction` can correct for the difference.
+        top_p: Sample from the most likely tokens with this total probability; 1 by default.
+        min_p: Sample from tokens at least this many times as likely as the most likely one; 0 by default.
+        repetition_penalty: Divisor of the logits of tokens that occurred before, also in greedy decoding; 1 (default) =
+            none.
+        eos_token_ids: Token or tokens that end a completion; by default those of the model's generation config.
+        lora_config: A `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers except the head.
+        adapter: Folder of a PEFT adapter, such as an export or a checkpoint, that all members start from; its
+            lora_config is used. The reference and the baseline are the base without adapters.
+        micro_batch_tokens: Maximum tokens in one forward pass with gradients. Default: 1024 on CPUs; on CUDA the
+            largest power of two estimated to fit into half of the memory left by the base and the members. Halved if
+            memory runs out.
+        source: Name that the base model was loaded by, for checkpoints; the model's own name by default.
     """
 
     accelerator: Accelerator | None
@@ -163,14 +160,14 @@ class Options(CommonOptions, total=False):
 
 
 class MultiAgentOptions(CommonOptions, total=False):
-    """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, beside the common ones.
+    """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, in addition to the common ones.
 
     Attributes:
-        policies: "shared" (default): one policy for all agents; "prefix": one for all agents whose names agree before
-            the last underscore; "independent": one for each agent.
-        credit: "team" (default): an agent's action is worth what all agents earn from then on; "agent": what the agent
-            earns itself, as in a competition.
-        agent_ids: Tell a policy that acts for several agents which of them it acts for; False by default.
+        policies: "shared" (default): one policy for all agents; "prefix": one for each group of agents whose names
+            agree before the last underscore; "independent": one for each agent.
+        credit: "team" (default): rewards of all agents; "agent": the agent's own rewards, as in a competition.
+        agent_ids: Add the agent's identity to the observations of a policy shared by several agents; False by
+            default.
     """
 
     policies: Policies
@@ -202,7 +199,7 @@ LANGUAGE_ONLY = (
     "source",
 )
 FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
-"""The arguments that constructors name before the options."""
+"""Positional arguments of the constructors."""
 NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
 
 
@@ -214,15 +211,13 @@ def build_policy_set(
     pad_token_id: int | None,
     options: Options,
 ) -> tuple[PolicySet, Hyperparameters]:
-    """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
-
-    A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
+    """Validate constructor arguments and build the policy set: language models for a transformers model, else networks.
 
     Returns:
-        The members, and the first one's hyperparameters.
+        The policy set, and the first member's hyperparameters.
 
     Raises:
-        ValueError: If an argument is unknown, missing or out of range; nothing is built then.
+        ValueError: If an argument is unknown, missing or out of range.
     """
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
     given = observation_space, action_space
@@ -278,7 +273,7 @@ def _open_language(
     _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
     check_causal_class(model)
     if pad_token_id is None:
-        raise ValueError("pad_token_id must be given, for instance tokenizer.pad_token_id")
+        raise ValueError("pad_token_id must be given, such as tokenizer.pad_token_id.")
     names = LanguageSettings.__dataclass_fields__
     settings = LanguageSettings(
         pad_token_id=pad_token_id,
@@ -322,9 +317,9 @@ def _open_networks(
     values = {name: value for name, value in chosen.items() if value is not None}
     _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
     if pad_token_id is not None:
-        raise ValueError("pad_token_id is for language models: leave it out, or give a transformers model")
+        raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
     if module is not None and "network" in values:
-        raise ValueError("network describes evogrpo's own networks: leave it out beside an actor_network")
+        raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
     settings = NetworkSettings(
         **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
     )
@@ -360,16 +355,15 @@ def build_joint_policy_set(
 
 
 def check_space(name: str, space: object) -> None:
-    """Refuse with a ValueError what is no space, such as the policy or the environment that others' agents take."""
+    """Raise ValueError if the argument is not a Gymnasium space."""
     if isinstance(space, spaces.Space):
         return
     what = repr(space) if isinstance(space, str) else type(space).__name__
     if isinstance(space, nn.Module):
         raise ValueError(f"{name} must be a Gymnasium space, got {what}. Pass a model as actor_network={what}(...).")
     raise ValueError(
-        f"{name} must be a Gymnasium space, got {what:.80}: an agent is made for spaces, "
-        "GRPO(env.observation_space, env.action_space); to train in an environment write evogrpo.train(env, "
-        "total_timesteps=...) with its id or what makes it"
+        f"{name} must be a Gymnasium space, got {what:.80}. Use GRPO(env.observation_space, env.action_space), or "
+        "evogrpo.train(env, total_timesteps=...) to train in an environment."
     )
 
 
@@ -377,24 +371,24 @@ def check_size(size: int | None, options: Mapping[str, Any]) -> int:
     """Return the number of members, or raise ValueError if it is missing or out of range."""
     if size is None:
         refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
-        raise ValueError("size must be given: how many members the population has")
+        raise ValueError("size must be given: the number of members.")
     return whole_between("size", size, 1, MAX_MEMBERS)
 
 
 def check_founders(
     given: object, first: Hyperparameters, space: HyperparameterConfig | None, samples: int
 ) -> tuple[Hyperparameters, ...]:
-    """Return the first members that the caller has chosen, and warn of values that had to be moved; none for None.
+    """Return the user's founders, with a warning for values moved into range; empty for None.
 
     Raises:
-        ValueError: If they are not hyperparameters of members.
+        ValueError: If they are not `Hyperparameters`.
     """
     if given is None:
         return ()
     if not isinstance(given, Sequence) or not given or not all(isinstance(each, Hyperparameters) for each in given):
         raise ValueError(
-            "founders must be the hyperparameters of at least one member, as evogrpo.best_hyperparameters(RUN) returns "
-            f"them, got {given!r:.80}"
+            "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
+            f"{given!r:.80}."
         )
     founders, moved = warm_start_founders(given, first, space or HyperparameterConfig(), samples)
     for words in moved:
@@ -403,15 +397,15 @@ def check_founders(
 
 
 def founder_samples(options: CommonOptions, samples_per_step: int | None) -> int:
-    """Return the samples per learning step that founders' group sizes are to divide.
+    """Return the samples per learning step that group sizes must divide.
 
     Raises:
-        ValueError: If none are given and there is no common number, or they are out of range.
+        ValueError: If they are out of range, or not given and the group sizes have no common multiple in range.
     """
     if samples_per_step is not None:
         return whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
     config = options.get("hp_config")
-    if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
+    if not isinstance(config, HyperparameterConfig):  # None, or invalid and rejected later
         config = HyperparameterConfig()
     return common_samples(options.get("group_size", Hyperparameters().group_size), config)
 
@@ -419,13 +413,13 @@ def founder_samples(options: CommonOptions, samples_per_step: int | None) -> int
 def resolve_search_space(
     options: OptionsT, samples_per_step: int | None, *, words: bool, unused: Collection[str] = ()
 ) -> OptionsT:
-    """Return a population's options with the space that is searched where `hp_config` is "auto"; others as they are.
+    """Replace `hp_config="auto"` by the default search space; other options are unchanged.
 
     Args:
-        options: As given.
-        samples_per_step: As given; group sizes evolve only where it is.
-        words: Whether members are language models.
-        unused: Hyperparameters that mean nothing to the algorithm.
+        options: Options of the population.
+        samples_per_step: Samples per learning step; group sizes evolve only if it is given.
+        words: True for language models.
+        unused: Hyperparameters that the algorithm does not use.
     """
     values: Mapping[str, Any] = options
     if values.get("hp_config") != "auto":
@@ -435,7 +429,7 @@ def resolve_search_space(
         {} if words else {name: NETWORK_DEFAULTS[name] for name in HYPERPARAMETER_NAMES if name in NETWORK_DEFAULTS}
     )
     objective = values.get("objective")
-    if not isinstance(objective, Objective):  # none, or one that is refused where members are made
+    if not isinstance(objective, Objective):  # None, or invalid and rejected later
         objective = Objective() if words else STEPWISE
     space = default_space(
         LANGUAGE_RANGES if words else NETWORK_RANGES,
@@ -453,11 +447,11 @@ def resolve_search_space(
 def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
     for name in names:
         if name in values:
-            raise ValueError(f"{name} is for {kind}: leave it out")
+            raise ValueError(f"{name} is for {kind}. Leave it out.")
 
 
 def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
-    """Return the hyperparameters of the first member, checked with the objective and with what evolves."""
+    """Return the first member's hyperparameters, checked against the objective and the search space."""
     given = values.get("hp_config")
     if given is not None:
         instance("hp_config", given, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
@@ -473,10 +467,10 @@ def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mappi
 
 
 def _eos_of(model: PreTrainedModel) -> Any:
-    """Return the end-of-sequence token, or tokens, that the model itself declares."""
+    """Return the end-of-sequence token or tokens in the model's configuration."""
     declared = getattr(model.generation_config, "eos_token_id", None)
     if declared is None:
         declared = getattr(model.config.get_text_config(), "eos_token_id", None)
     if declared is None:
-        raise ValueError("eos_token_ids must be given: the model's configs name no end-of-sequence token")
+        raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
     return declared

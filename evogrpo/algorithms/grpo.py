@@ -1,4 +1,4 @@
-"""GRPO: an agent that learns by comparing the completions or episodes of a group."""
+"""GRPO: an agent that learns by comparing the completions (or episodes) of a group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -43,10 +43,10 @@ from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
 @dataclass(frozen=True)
 class NetworkGroup:
-    """Which of an agent's networks is evaluated as its policy.
+    """Choice of the network that is evaluated as an agent's policy.
 
     Attributes:
-        eval_network: "actor", the network that learns, or "base", what it was before it had learnt anything.
+        eval_network: "actor", the network that learns, or "base", the untrained network.
     """
 
     eval_network: str
@@ -56,15 +56,15 @@ _NETWORKS = ("actor", "base")
 
 
 class AgileRLAgent(Agent):
-    """What AgileRL's users further call on an agent, in its terms."""
+    """Methods of AgileRL's agents, under AgileRL's names."""
 
     __slots__ = ()
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of what selection copies: the policy's own weights, its own reference, optimiser, statistics.
+        """Return copies of what selection copies: weights, own reference, optimizer state and running statistics.
 
         Args:
-            networks_only: Leave the optimiser and the running statistics out.
+            networks_only: Return weights only.
         """
         state = self.state()
         weights = {name: state.pop(name) for name in self.members.weights}
@@ -76,11 +76,11 @@ class AgileRLAgent(Agent):
 
     @staticmethod
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return an agent's attributes other than networks and optimisers.
+        """Return an agent's attributes other than networks and optimizers.
 
         Args:
             agent: The agent.
-            input_args_only: Only those that are constructor arguments.
+            input_args_only: Return constructor arguments only.
         """
         members = agent.members
         arguments: dict[str, Any] = {
@@ -96,7 +96,7 @@ class AgileRLAgent(Agent):
         return {**arguments, **{name: getattr(agent, name) for name in state}}
 
     def register_network_group(self, group: NetworkGroup) -> None:
-        """Set which network `get_policy` returns and `test` evaluates; the actor learns all the same.
+        """Set the network that `get_policy` returns and `test` evaluates. Learning is not affected.
 
         Raises:
             ValueError: If the agent has no network of that name.
@@ -118,11 +118,11 @@ class AgileRLAgent(Agent):
     def preprocess_observation(self, observation: Any) -> Any:
         """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
         if self.observation_space is None:
-            raise ValueError("observation_space must be given to the agent before observations can be preprocessed")
+            raise ValueError("preprocess_observation needs observation_space. Pass it to the constructor.")
         return preprocess_observation(observation, self.observation_space, self.device)
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Return the experiences with every tensor in them, however nested, on the agent's device."""
+        """Move all tensors in the experiences, nested ones included, to the agent's device."""
         return tuple(_moved(item, self.device) for item in experiences)
 
 
@@ -137,19 +137,19 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 class EvolvableAlgorithm(AgileRLAgent):
-    """An agent that learns from groups of completions or episodes; how, its subclass says in `learn_together`.
+    """Base class of agents that learn from groups of completions or episodes; subclasses define `learn_together`.
 
-    The constructor makes one agent in a bank of its own; `population` makes several that share one bank, and learn in
-    the same batches. What they share (`members.policies[name].bank`) computes log-probabilities, and takes an optimizer
-    step for every member under any loss: see `evogrpo.models.bank.PolicyBank.update`.
+    The constructor creates one agent in a bank of its own. `population` creates several agents that share one bank and
+    learn in the same batches. The bank (`members.policies[name].bank`) computes log-probabilities and takes optimizer
+    steps for all members under any loss; see `evogrpo.models.bank.PolicyBank.update`.
 
     Args:
-        observation_space: What it reads; may be None for a language model.
-        action_space: What it does; may be None for a language model.
-        actor_network: A causal language model of transformers; its weights and flags are never changed. Without one the
-            agent is a small network for its spaces; a torch module of your own takes the default network's place.
+        observation_space: Observation space; may be None for a language model.
+        action_space: Action space; may be None for a language model.
+        actor_network: A causal language model of transformers; its weights and flags are never changed. None = a small
+            network for the spaces. A torch module of your own replaces the default network.
         pad_token_id: Token used for padding, for language models.
-        options: Everything else, with defaults: see `evogrpo.algorithms.factory.Options`.
+        options: All other options, with defaults; see `evogrpo.algorithms.factory.Options`.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
@@ -190,7 +190,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         founders: Sequence[Hyperparameters] | None = None,
         **options: Unpack[Options],
     ) -> Population:
-        """Make agents that share one bank: language models over one base model, or small networks side by side.
+        """Create agents that share one bank: language models over one base model, or small networks.
 
         The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
 
@@ -198,15 +198,15 @@ class EvolvableAlgorithm(AgileRLAgent):
             size: Number of members.
             observation_space: As for one agent.
             action_space: As for one agent.
-            wrapper_cls: Wraps every agent that the population hands out: `wrapper_cls(agent, **wrapper_kwargs)`.
-            wrapper_kwargs: See `wrapper_cls`.
+            wrapper_cls: Class that wraps every agent: `population[i]` is `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_kwargs: Keyword arguments of `wrapper_cls`.
             actor_network: As for one agent; one for all.
             pad_token_id: As for one agent.
-            samples_per_step: Completions (or episodes) per member and learning step, if group_size evolves over a
-                range: only its divisors are dealt. Unneeded when group_size has choices.
-            spread: False lets every member start with the given hyperparameters.
-            founders: What the first members begin with of what evolves, as `evogrpo.best_hyperparameters(RUN)` gives;
-                the rest are spread. Values outside their ranges are moved to the nearest, with a warning.
+            samples_per_step: Completions (or episodes) per member and learning step. Only needed if group_size evolves
+                over a range: values are then divisors of it.
+            spread: False starts all members with the given hyperparameters.
+            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)` returns them; the
+                others are spread. Values outside their ranges are moved to the nearest bound, with a warning.
             options: As for one agent.
 
         Raises:
@@ -229,31 +229,29 @@ class EvolvableAlgorithm(AgileRLAgent):
     @classmethod
     def _check_class(cls, options: Mapping[str, Any]) -> None:
         if cls.learn_together.__func__ is Agent.learn_together.__func__:  # type: ignore[attr-defined]
-            raise TypeError(
-                f"{cls.__name__} does not say how it learns: define learn_together in a subclass, as GRPO does"
-            )
+            raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
         for name in cls.unused_options:
-            space = options.get("hp_config")  # which may be anything yet
+            space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
-                raise ValueError(f"{name} means nothing to {cls.__name__}: leave it out")
+                raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
 
     # ---- acting and learning
 
     def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
-        """Answer prompts, or choose actions.
+        """Complete prompts, or choose actions.
 
         Args:
-            states: For a language model prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
-                serves them; for a small network one observation, or a batch of them along a leading axis.
-            training: True samples, `group_size` completions per prompt, one action per observation; False takes what is
-                most likely, once each. None = the agent's training mode.
-            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments give them in their info;
+            states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
+                returns them; for a small network, one observation or a batch along a leading axis.
+            training: True samples `group_size` completions per prompt, or one action per observation; False takes the
+                most likely one. None = the agent's training mode.
+            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`;
                 None = all.
 
         Returns:
             For prompts, per prompt, the completion ids `[g, P + C]`, prompt included and padded on the right, and the
-            action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations an array of
-            actions, to be given back to `learn` as they are; boxes are not clipped to their bounds yet.
+            action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations, an array of
+            actions; pass them to `learn` unchanged. Box actions are not clipped to their bounds.
 
         Raises:
             ValueError: If the states or the mask do not fit.
@@ -271,17 +269,17 @@ class EvolvableAlgorithm(AgileRLAgent):
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[NDArray[Any], Any]:
-        """Choose actions as the environment takes them, boxes clipped: the interface of Stable-Baselines3.
+        """Choose actions in the environment's format, with Box actions clipped; compatible with Stable-Baselines3.
 
-        Training and its random streams are not touched, so it may be called at any time.
+        Training random streams are not touched, so it may be called at any time.
 
         Args:
-            observation: One observation, or a batch of them along a leading axis.
-            state: Handed back as it is: there are no recurrent networks.
-            episode_start: Not needed, as there is no state.
+            observation: One observation, or a batch along a leading axis.
+            state: Returned unchanged; there are no recurrent networks.
+            episode_start: Ignored.
             deterministic: Take the most likely action.
-            action_masks: Legal values, as the environment's `info["action_mask"]` has them; None = all are. What an
-                environment rules out has to be passed here, or another policy acts than the one that was trained.
+            action_masks: Legal values, as in the environment's `info["action_mask"]`; None = all. Pass them if the
+                environment has them: the policy was trained with them.
 
         Returns:
             The action, or actions along a leading axis; and `state`.
@@ -309,24 +307,24 @@ class EvolvableAlgorithm(AgileRLAgent):
         temperature: float = 0.0,
         max_output_tokens: int | None = None,
     ) -> list[str]:
-        """Answer texts with texts; for language models.
+        """Complete texts; for language models.
 
-        Training and its random streams are not touched, so it may be called at any time.
+        Training random streams are not touched, so it may be called at any time.
 
         Args:
-            prompts: Texts, which are continued as they are, or conversations: lists of {"role": ..., "content": ...},
-                which go through the tokenizer's chat template.
-            tokenizer: The base model's; loaded from where the base came from by default.
-            n: Answers per prompt.
-            temperature: 0 (default) takes what is most likely, always the same; above 0, as in training, probabilities
-                are p^(1/T), and every call draws anew.
-            max_output_tokens: Most tokens of an answer; the agent's own by default.
+            prompts: Texts to continue, or conversations: lists of {"role": ..., "content": ...}, formatted by the
+                tokenizer's chat template.
+            tokenizer: Tokenizer of the base model; loaded from the base model's source by default.
+            n: Completions per prompt.
+            temperature: 0 (default) is greedy; above 0, tokens are sampled with probabilities p^(1/T), differently in
+                every call.
+            max_output_tokens: Maximum tokens of a completion; the agent's own by default.
 
         Returns:
-            `len(prompts) * n` texts, the n answers to a prompt next to each other, without special tokens.
+            `len(prompts) * n` texts without special tokens; the n completions of a prompt are next to each other.
 
         Raises:
-            ValueError: If the agent is a small network, a prompt is none or too long, or the tokenizer is not known.
+            ValueError: If the agent is a small network, a prompt is invalid or too long, or the tokenizer is unknown.
         """
         texts = self.members.generate(
             self.learner(),
@@ -342,19 +340,19 @@ class EvolvableAlgorithm(AgileRLAgent):
         return texts
 
     def learn(self, experiences: Any = None, **elsewhere: Any) -> LearnReport:
-        """Learn from rewarded completions or episodes of a loop of the caller's own.
+        """Learn from rewarded completions or episodes of your own loop.
 
         Args:
             experiences: For a language model `(completion_ids, action_masks, rewards)`: the first two as `get_action`
                 returns them, rewards `[prompts, group_size]`; NaN = no reward applies. For a small network
                 `(observations, actions, action_masks, rewards)`, each `[starts, group_size, steps, ...]`: whole
-                episodes, padded to the longest, `group_size` of them from each start (reset seed); actions as
-                `get_action` returns them, masks True for steps taken, and what each step earned. Where `get_action`
-                was given an `action_mask`, those masks are a fifth part, `[starts, group_size, steps, k]`.
-            elsewhere: None; what the method of this name takes in Stable-Baselines3 is answered.
+                episodes, padded to the longest, `group_size` from each start (reset seed); actions as `get_action`
+                returns them, masks True for steps taken, and the reward of each step. If `get_action` was called with
+                an `action_mask`, these masks are a fifth part, `[starts, group_size, steps, k]`.
+            elsewhere: Not accepted; arguments of Stable-Baselines3's `learn` get a hint.
 
         Returns:
-            A report that unpacks as `loss, kl`; other measurements are its attributes.
+            A report that unpacks as `loss, kl`; other metrics are its attributes.
 
         Raises:
             ValueError: If the parts do not fit together.
@@ -379,26 +377,25 @@ class EvolvableAlgorithm(AgileRLAgent):
         episodes: int | None = None,
         render: bool = False,
     ) -> float:
-        """Return the mean greedy reward (or undiscounted return) on a held-out split; training is not touched.
+        """Return the mean greedy reward (or undiscounted return) on a held-out split.
 
         Args:
-            env: Where the starts come from; or a single environment of Gymnasium, which is reset with seeds 0, 1, ...
-                and stays open. One that was made with render_mode="human" shows itself.
-            loop: How often to go through the split. Greedy answers to fixed questions do not vary, so more than once
-                matters for rewards that do.
+            env: A group environment; or a single Gymnasium environment, which is reset with seeds 0, 1, ... and stays
+                open. With render_mode="human" it shows a window.
+            loop: Number of passes over the split. More than one is useful only if rewards are random.
             split: "validation", or "test" for the final report.
-            episodes: Only the first so many starts; None = all, but 1 of a single environment or with `render`.
-            render: Play one episode after the other in a window, at the environment's own speed.
+            episodes: Number of starts, from the first on; None = all, but 1 for a single environment or with `render`.
+            render: Show episodes in a window, one after the other, at the environment's own speed.
 
         Raises:
-            ImportError: If what draws is not installed.
-            ValueError: If an argument is out of range, the environment is not one for this agent, or it cannot be drawn
-                or there is no display, or the agent is a member of a population that several processes share out.
+            ImportError: If a package for rendering is missing.
+            ValueError: If an argument is out of range, the environment does not fit the agent or cannot be rendered, or
+                the agent belongs to a population that is divided among ranks.
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
         refuse_unknown("split", [split], SPLITS)
-        check_single_rank(self.members, "test")  # whose questions are shared out as well: it would wait for the others
+        check_single_rank(self.members, "test")  # evaluation is a collective: it would wait for the other ranks
         base = self._evaluated == "base"
         with open_test_environment(env, episodes=episodes, render=render) as (shown, count):
             self.members.check(shown)
@@ -410,37 +407,36 @@ class EvolvableAlgorithm(AgileRLAgent):
     # ---- the network
 
     def get_policy(self) -> nn.Module:
-        """Return the policy as a module that reads the agent's weights and holds none of its own.
+        """Return the policy as a module that shares the agent's weights.
 
-        For a language model `policy(input_ids, attention_mask)` gives logits `[n, t, v]`; for a small network
-        `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `StackedPolicy.module`).
+        For a language model, `policy(input_ids, attention_mask)` returns logits `[n, t, v]`; for a small network,
+        `policy(observations)` returns the distribution parameters `[m, o]` (see `StackedPolicy.module`).
         """
         return self.members.policy(self.slot, base=self._evaluated == "base")
 
     def recompile(self) -> None:
-        """Forget what torch.compile made of the base model, so that the next call compiles it again.
+        """Reset torch.compile, so that the next call compiles the model again.
 
-        Does nothing for a model that the user has not compiled.
+        Does nothing for a model that is not compiled.
         """
         self.members.recompile()
 
     def unwrap_models(self) -> None:
-        """Stop computing under the accelerator's precision; affects all members of the bank."""
+        """Stop using the accelerator's precision, for all members of the bank."""
         self.members.unwrap()
 
     # ---- checkpoints
 
     def save_checkpoint(self, path: str | Path, *, include_base: bool = False, replace: bool = False) -> None:
-        """Save the agent as a checkpoint folder, which for a language model is a PEFT adapter at once.
+        """Save the agent as a checkpoint folder. For a language model the folder is also a PEFT adapter.
 
         Args:
             path: Folder to create.
-            include_base: Save the base model as well, so that the folder needs nothing else; that of a small network
-                never does.
-            replace: Whether a checkpoint that is already there may be replaced.
+            include_base: Also save the base model of a language model.
+            replace: Replace an existing checkpoint.
 
         Raises:
-            CheckpointError: If something is there and may not be replaced.
+            CheckpointError: If the path exists and must not be replaced.
         """
         save_agent(self, path, include_base=include_base, replace=replace)
 
@@ -453,26 +449,26 @@ class EvolvableAlgorithm(AgileRLAgent):
         actor_network: nn.Module | None = None,
         **elsewhere: Any,
     ) -> Self:
-        """Bring a saved agent back, in a bank of its own.
+        """Load a saved agent into a bank of its own.
 
         Args:
             path: Folder written by `save_checkpoint`.
-            device: Where to put the model; where `actor_network` is, or the CPU, by default.
+            device: Device of the model; by default that of `actor_network`, or the CPU.
             accelerator: See the constructor.
-            actor_network: The base model; by default the saved base, or the one named in the checkpoint if that is
-                the demo model or a hub id. A folder named in a checkpoint is never followed. For small networks only a
-                module of your own has to be given.
-            elsewhere: None; what other libraries' `load` takes is answered.
+            actor_network: The base model; by default the saved base, or the demo model or hub id named in the
+                checkpoint. Paths named in a checkpoint are never followed. For small networks, only needed for a
+                module of your own.
+            elsewhere: Not accepted; arguments of other libraries' `load` get a hint.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged, or the base model is not the one it was trained on.
+            CheckpointError: If the checkpoint is damaged, or of another base model.
             ValueError: If the base model cannot be found, or a module is missing.
         """
         refuse_unknown("argument of load", elsewhere, ["path", "device", "accelerator", "actor_network"])
         return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Put a saved agent's weights, optimiser, hyperparameters and counters into this agent.
+        """Load a saved agent's weights, optimizer, hyperparameters and counters into this agent.
 
         Raises:
             CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
@@ -481,29 +477,29 @@ class EvolvableAlgorithm(AgileRLAgent):
 
 
 def _no_experiences(experiences: int | None, elsewhere: Mapping[str, Any]) -> str:
-    """Say what to write where `learn` is called as in Stable-Baselines3."""
+    """Return the message for a call of `learn` as in Stable-Baselines3."""
     given = [f"{name}={value!r:.40}" for name, value in elsewhere.items()]
     given = given if experiences is None else [repr(experiences), *given]
     steps = elsewhere.get("total_timesteps", 100_000 if experiences is None else experiences)
     return (
-        f"learn takes the experiences of one learning step, got {', '.join(given) or 'nothing'}: to train in an "
-        f"environment write evogrpo.train(env, total_timesteps={steps!r:.40}), whose result has `best`, an agent, and "
-        "`learn`, to go on"
+        f"learn takes the experiences of one learning step, got {', '.join(given) or 'nothing'}. To train in an "
+        f"environment, call evogrpo.train(env, total_timesteps={steps!r:.40}): its result has `best`, an agent, and "
+        "`learn`, to continue."
     )
 
 
 class GRPO(EvolvableAlgorithm):
     """An agent trained by group relative policy optimisation.
 
-    The constructor makes one agent in a bank of its own; `GRPO.population` makes several that share one bank.
+    The constructor creates one agent in a bank of its own; `GRPO.population` creates several that share one bank.
 
     Args:
-        observation_space: What it reads; may be None for a language model.
-        action_space: What it does; may be None for a language model.
-        actor_network: A causal language model of transformers; its weights and flags are never changed. Without one the
-            agent is a small network for its spaces; a torch module of your own takes the default network's place.
+        observation_space: Observation space; may be None for a language model.
+        action_space: Action space; may be None for a language model.
+        actor_network: A causal language model of transformers; its weights and flags are never changed. None = a small
+            network for the spaces. A torch module of your own replaces the default network.
         pad_token_id: Token used for padding, for language models.
-        options: Everything else, with defaults: see `evogrpo.algorithms.factory.Options`.
+        options: All other options, with defaults; see `evogrpo.algorithms.factory.Options`.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range.

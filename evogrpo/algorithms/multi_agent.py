@@ -1,4 +1,4 @@
-"""MultiAgentGRPO: several policies of one member, learning together in a joint environment."""
+"""MultiAgentGRPO: members with several policies that learn in a multi-agent environment."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -25,24 +25,24 @@ from evogrpo.envs.control.policy_mapping import AgentSpaces
 
 
 class MultiAgentGRPO(GRPO):
-    """A member that acts for every agent of a joint environment, trained by group relative policy optimisation.
+    """A member that acts for all agents of a multi-agent environment, trained by group relative policy optimisation.
 
     A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an episode is compared with
     the same agent's parts of the group's other episodes: an advantage is relative within (seed, agent). A policy that
     several agents share learns from all their rows.
 
-    Everything else is as in `GRPO`; `learn` takes what `collect` returned as `experience`. The constructor makes one
-    member in banks of its own; `MultiAgentGRPO.population` makes several that share them.
+    Everything else is as in `GRPO`; `learn` takes the `experience` that `collect` returned. The constructor creates one
+    member in banks of its own; `MultiAgentGRPO.population` creates several that share them.
 
     Args:
-        observation_spaces: What each agent sees, by its name, as `PettingZooGroups.observation_spaces` has it.
-        action_spaces: Where each agent acts, by its name.
-        options: Everything else, with defaults: see `evogrpo.algorithms.factory.MultiAgentOptions`.
+        observation_spaces: Observation space of each agent by name, as in `PettingZooGroups.observation_spaces`.
+        action_spaces: Action space of each agent by name.
+        options: All other options, with defaults; see `evogrpo.algorithms.factory.MultiAgentOptions`.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
 
-    Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
+    Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to each agent separately.
     """
 
     __slots__ = ()
@@ -74,7 +74,7 @@ class MultiAgentGRPO(GRPO):
         founders: Sequence[Hyperparameters] | None = None,
         **options: Unpack[MultiAgentOptions],
     ) -> Population:
-        """Make members that play and learn together.
+        """Create members that play and learn in the same batches.
 
         The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
 
@@ -82,13 +82,13 @@ class MultiAgentGRPO(GRPO):
             size: Number of members.
             observation_spaces: As for one member.
             action_spaces: As for one member.
-            wrapper_cls: Wraps every agent that the population hands out: `wrapper_cls(agent, **wrapper_kwargs)`.
-            wrapper_kwargs: See `wrapper_cls`.
-            samples_per_step: Joint episodes per member and learning step, if group_size evolves over a range: only its
-                divisors are dealt. Unneeded when group_size has choices.
-            spread: False lets every member start with the given hyperparameters.
-            founders: What the first members begin with of what evolves, as `evogrpo.best_hyperparameters(RUN)` gives;
-                the rest are spread. Values outside their ranges are moved to the nearest, with a warning.
+            wrapper_cls: Class that wraps every agent: `population[i]` is `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_kwargs: Keyword arguments of `wrapper_cls`.
+            samples_per_step: Joint episodes per member and learning step. Only needed if group_size evolves over a
+                range: values are then divisors of it.
+            spread: False starts all members with the given hyperparameters.
+            founders: Hyperparameters of the first members, as `evogrpo.best_hyperparameters(RUN)` returns them; the
+                others are spread. Values outside their ranges are moved to the nearest bound, with a warning.
             options: As for one member.
 
         Raises:
@@ -108,15 +108,15 @@ class MultiAgentGRPO(GRPO):
     # ---- acting and learning
 
     def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
-        """Choose what every living agent does in one joint environment.
+        """Choose the actions of all active agents in one multi-agent environment.
 
         Args:
-            states: What each of them sees, by agent, as the environment's `reset` and `step` return it.
+            states: Observations by agent, as the environment's `reset` and `step` return them.
             training: True samples; False takes the most likely actions. None = the member's training mode.
-            action_mask: Legal values by agent, where the observations themselves do not say; None = all.
+            action_mask: Legal values by agent, unless the observations contain them; None = all.
 
         Returns:
-            The environment's own actions, by agent.
+            Actions by agent, in the environment's format.
 
         Raises:
             ValueError: If an agent has no policy, or an observation or a mask does not fit.
@@ -124,14 +124,14 @@ class MultiAgentGRPO(GRPO):
         return super().get_action(states, training, action_mask)
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
-        """Play groups of joint episodes on the training starts of the agent's present step, to learn from.
+        """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.
 
         Args:
-            env: Where to act.
-            samples_per_step: Joint episodes; one group by default.
+            env: The environment.
+            samples_per_step: Number of joint episodes; one group by default.
 
         Raises:
-            ValueError: If the group size does not divide it, or the environment is not one for this member.
+            ValueError: If the group size does not divide it, or the environment does not fit the member.
         """
         self.members.check(env)
         samples = samples_per_step or self.group_size
@@ -143,7 +143,7 @@ _CLASSES: dict[str, type[GRPO]] = {kind: each for each in (GRPO, MultiAgentGRPO)
 
 
 def own_algorithm(algorithm: type[Agent]) -> str | None:
-    """Return what a checkpoint calls an algorithm of the user's own; None for ours."""
+    """Return the name of a user's own algorithm for checkpoints; None for built-in ones."""
     return None if algorithm in _CLASSES.values() else algorithm.__qualname__
 
 
@@ -151,20 +151,20 @@ def algorithm_class(kind: str, stored: str | None, given: type[Agent] | None = N
     """Return the class of a stored population's agents; a name in a checkpoint is never imported.
 
     Args:
-        kind: Of their members.
-        stored: What the checkpoint calls the algorithm; None = one of ours.
-        given: The class, if the caller has one of its own.
+        kind: Kind of their policy set.
+        stored: Name of the algorithm in the checkpoint; None = built-in.
+        given: The user's class; None = the built-in class of this kind.
 
     Raises:
-        ValueError: If a class of the user's own is needed, or another one was given.
-        KeyError: If nothing of ours has members of that kind.
+        ValueError: If the user's class is missing or does not match.
+        KeyError: If no built-in class has this kind.
     """
     found = _CLASSES[kind] if given is None and stored is None else given
     if found is None:
-        raise ValueError(f"this run's agents are of a class of your own, {stored!r}: give it as algorithm={stored}")
+        raise ValueError(f"The run's agents have a class of your own, {stored!r}. Pass algorithm={stored}.")
     if own_algorithm(found) != stored or kind not in found.kinds:
         ours = stored or _CLASSES[kind].__name__
         raise ValueError(
-            f"this run's agents are of the class {ours!r}, got {found.__qualname__!r}: give algorithm={ours}"
+            f"The run's agents have the class {ours!r}, got {found.__qualname__!r}. Pass algorithm={ours}."
         )
     return found

@@ -1,4 +1,4 @@
-"""Population: agents that share one bank, learn together and are selected together."""
+"""Population: agents that share one bank, learn in the same batches and evolve."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ State = Mapping[str, Tensor]
 
 
 class KeptStates:
-    """Learner states by whose they are and after which generation, in the order in which they were kept.
+    """Train states that plans may return to, by member index and generation, in the order in which they were kept.
 
-    They lie in the CPU's memory, wherever members live, and in every checkpoint of the population.
+    They are stored in CPU memory and in every checkpoint of the population.
     """
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ class KeptStates:
 
     @property
     def seen(self) -> tuple[KeptState, ...]:
-        """What strategies see of them."""
+        """Records of the kept states, for strategies."""
         return tuple(kept for kept, _ in self._states.values())
 
     def keep(self, kept: KeptState, state: State) -> None:
-        """Keep a state; it is not copied where it lies in the CPU's memory already."""
+        """Keep a state; tensors on the CPU are not copied."""
         self._states[kept.key] = kept, {name: tensor.cpu() for name, tensor in state.items()}
 
     def drop(self, keys: Sequence[KeptStateKey]) -> None:
-        """Forget states.
+        """Drop states.
 
         Raises:
-            ValueError: If one is not kept; none is forgotten then.
+            ValueError: If one is not kept; none is dropped then.
         """
         for key in keys:
             self.state(key)
@@ -70,32 +70,34 @@ class KeptStates:
             ValueError: If it is not kept.
         """
         if key not in self._states:
-            raise ValueError(f"the state of #{key[0]} after generation {key[1]} is not kept, only {list(self._states)}")
+            raise ValueError(
+                f"The state of member {key[0]} after generation {key[1]} is not kept. Kept: {list(self._states)}."
+            )
         return self._states[key][1]
 
     # ---- checkpoints
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its name in a checkpoint."""
+        """Yield all tensors with their names in a checkpoint."""
         for key, (_, state) in self._states.items():
             yield from ((f"{_prefix(key)}{part}", tensor) for part, tensor in state.items())
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return all but the tensors as plain JSON values."""
+        """Return the records as plain JSON values, without tensors."""
         return [kept.to_json() for kept in self.seen]
 
     @classmethod
     def restored(cls, record: list[Mapping[str, Any]], tensors: State, banks: Banks) -> Self:
-        """Build from what `to_json` returned and the tensors of a checkpoint.
+        """Build from the result of `to_json` and the tensors of a checkpoint.
 
         Args:
-            record: As returned.
-            tensors: By name, others among them.
-            banks: Where members could go back to the states; they are as before afterwards.
+            record: Result of `to_json`.
+            tensors: All tensors of the checkpoint, by name.
+            banks: Banks that validate the states; unchanged afterwards.
 
         Raises:
             KeyError: If a tensor is missing.
-            ValueError: If a state is none that a member could have.
+            ValueError: If a state does not fit the banks.
         """
         states = cls()
         for kept in map(KeptState.from_json, record):
@@ -113,17 +115,17 @@ def _prefix(key: KeptStateKey) -> str:
 
 
 class Population(Sequence[Any]):
-    """A sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
+    """Sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
 
-    Made by `GRPO.population`.
+    Create populations with `GRPO.population`.
 
     Attributes:
         agents: The agents in slot order, without wrappers.
-        members: What they are made of, with the weights of all.
-        lineage: Every birth so far.
-        next_index: The first index that no member has had.
-        kept: Earlier learner states that plans may go back to.
-        executor: Lets the members act and learn, in one process or in several.
+        members: Policies of all members.
+        lineage: All births so far.
+        next_index: First unused index.
+        kept: Earlier train states that plans may return to.
+        executor: Runs rollouts and learning steps, in one process or in several.
     """
 
     __slots__ = ("__weakref__", "_handed_out", "agents", "executor", "kept", "lineage", "members", "next_index")
@@ -164,22 +166,22 @@ class Population(Sequence[Any]):
 
     @property
     def space(self) -> HyperparameterConfig:
-        """What evolves; empty when nothing does."""
+        """Search space; empty if nothing evolves."""
         return self.members.hp_config or HyperparameterConfig()
 
     @property
     def plays(self) -> bool:
-        """Whether its members take steps in an environment, rather than write."""
+        """True if members act step by step in an environment, False if they generate text."""
         return any(bank.rows_are_transitions for bank in self.members.banks.values())
 
     @property
     def algorithm(self) -> "type[Agent]":
-        """The class of its agents, which says how they learn."""
+        """Class of the agents; it defines how they learn."""
         return type(self.agents[0])
 
     @property
     def best(self) -> Any:
-        """The agent with the highest fitness at the last evaluation, the lowest index (the oldest) among equals.
+        """Agent with the highest fitness at the last evaluation; among equals the oldest.
 
         Raises:
             ValueError: If no member has been evaluated.
@@ -188,15 +190,15 @@ class Population(Sequence[Any]):
 
     @property
     def best_slot(self) -> int:
-        """Where the best agent lives; see `best`."""
+        """Slot of the best agent; see `best`."""
         evaluated = [agent for agent in self.agents if agent.fitness is not None]
         if not evaluated:
-            raise ValueError("no member has a fitness yet: call evaluate or evolve first")
+            raise ValueError("No member has a fitness yet. Call evaluate or evolve first.")
         return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index)).slot
 
     @property
     def healthy(self) -> "list[Agent]":
-        """The agents that have neither failed nor been retired."""
+        """Agents that have neither failed nor been retired."""
         return [agent for agent in self.agents if agent.failed is None and not agent.retired]
 
     def collect(
@@ -208,18 +210,18 @@ class Population(Sequence[Any]):
         block: int,
         samples: Sequence[int] | None = None,
     ) -> RolloutBatch:
-        """Let the healthy members act from their shares of one learning step's starts; see `collecting.collect`.
+        """Sample and reward one learning step of the healthy members; see `rollout.collect.collect`.
 
         Args:
-            env: Where to act.
+            env: Provides starts and rewards.
             step: Number of the learning step.
-            samples_per_step: Samples of each member.
-            block: Most starts that any member uses.
-            samples: Samples of the member in each slot instead; one that has none does not act.
+            samples_per_step: Samples per member.
+            block: Largest number of starts that a member uses.
+            samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
         """
         counts = None if samples is None else dict(enumerate(samples))
         acting = [agent for agent in self.healthy if counts is None or counts[agent.slot]]
-        if not acting:  # all that were to have failed since: nobody would learn
+        if not acting:  # all members with samples have failed: let the others act instead
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
         return self.executor.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
@@ -232,28 +234,28 @@ class Population(Sequence[Any]):
         sources: Mapping[int, Sequence[int]] | None = None,
         shared: SharedExperience | None = None,
     ) -> dict[int, LearnReport]:
-        """Let the healthy members learn from what was sampled, and mark those that fail.
+        """Take one learning step of the healthy members, and mark those that fail.
 
         Args:
-            experience: By policy, rows of every healthy member, or of those that these learn from.
-            step: Number of the learning step; names the random streams.
-            sources: For slots that are to learn from others' samples, by their ratio to the policy that acted and at
-                its temperature: the slots whose samples they learn from, their own only if it is among them.
-            shared: Which of these sources count, and how; None = all of them, each row like one of its own.
+            experience: Rows of every healthy member, or of the members they learn from, by policy.
+            step: Number of the learning step; part of the name of the random streams.
+            sources: For each slot that learns from other members' samples, the source slots. A member's own slot must
+                be listed to be included.
+            shared: Filter for samples of other members; None = all count like the member's own.
 
         Returns:
             One report per member, by slot.
 
         Raises:
-            ValueError: If `sources` names a slot that nobody healthy is in, or no slot to learn from; or the
-                experience does not fit.
+            ValueError: If `sources` names a slot without a healthy member or an empty list, or the experience does not
+                fit.
         """
         given, healthy = sources or {}, {agent.slot for agent in self.healthy}
         for slot, own in given.items():
             if not own or not healthy.issuperset((slot, *own)):
                 raise ValueError(
-                    f"sources names healthy members and for each at least one that it learns from, got {slot}: "
-                    f"{list(own)} with healthy slots {sorted(healthy)}"
+                    f"sources must map healthy slots to at least one healthy slot, got {slot}: {list(own)}. "
+                    f"Healthy slots: {sorted(healthy)}."
                 )
         learners = [
             replace(agent.learner(step), sources=tuple(given[agent.slot]), shared=shared)
@@ -268,17 +270,17 @@ class Population(Sequence[Any]):
         return reports
 
     def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
-        """Set every healthy member's fitness, all on the same questions; failed and retired ones get None.
+        """Set the fitness of all healthy members, on the same questions; failed and retired members get None.
 
         Args:
-            env: Where the questions come from.
+            env: Provides questions and rewards.
             split: "validation" for selection.
-            questions: Only the first so many; None = the whole split.
+            questions: Number of questions, from the first on; None = all.
         """
         self.check(env)
         healthy = [agent.slot for agent in self.healthy]
         earned = self.measure_fitness(env, split, slots=healthy, questions=questions).fitness if healthy else {}
-        for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
+        for agent in self.agents:  # last, so that an interrupted evaluation changes nothing
             agent.fitness = earned.get(agent.slot)
 
     def measure_fitness(
@@ -291,7 +293,7 @@ class Population(Sequence[Any]):
         config: FitnessConfig = GREEDY_EVALUATION,
         rival: Fitness | None = None,
     ) -> FitnessResult:
-        """Return what members earn on held-out questions, and nothing else; see `assessing.measure_fitness`."""
+        """Return the fitness of members and change nothing; see `rollout.evaluation.measure_fitness`."""
         return measure_fitness(self.members, slots, env, split, config=config, questions=questions, rival=rival)
 
     def baseline(
@@ -302,7 +304,7 @@ class Population(Sequence[Any]):
         questions: int | None = None,
         config: FitnessConfig = GREEDY_EVALUATION,
     ) -> FitnessResult:
-        """Return the fitness of the untrained base, as that of slot 0."""
+        """Return the fitness of the untrained base, under slot 0."""
         return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True)
 
     def compare(
@@ -314,7 +316,7 @@ class Population(Sequence[Any]):
         questions: int | None = None,
         config: FitnessConfig = GREEDY_EVALUATION,
     ) -> tuple[Fitness, Fitness, int]:
-        """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
+        """Return the fitness of the untrained base and of a train state, and the tokens processed."""
         alone = self.executor.evaluation_member()
         alone.banks.load_state(0, state)
         count = env.size(split) if questions is None else min(questions, env.size(split))
@@ -336,7 +338,7 @@ class Population(Sequence[Any]):
         questions: Sequence[int],
         config: FitnessConfig = GREEDY_EVALUATION,
     ) -> tuple[list[Fitness], int]:
-        """Return what learner states earn on questions of a split, and the tokens that this took."""
+        """Return the fitness of train states on questions of a split, and the tokens processed."""
         alone, found, tokens = self.executor.evaluation_member(), [], 0
         for state in states:
             alone.banks.load_state(0, state)
@@ -350,45 +352,45 @@ class Population(Sequence[Any]):
         return [Fitness.from_scores(row) for row in scores], tokens
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Let an outside engine write the completions of language models instead of the bank itself.
+        """Generate completions with an external engine instead of the bank.
 
-        It is told before it samples whose weights have changed. Where its log-probabilities are not the trainer's, the
-        objective's `importance_correction` corrects for the difference.
+        `sampler.sync` is called with changed slots before sampling. If the engine's log-probabilities differ from the
+        trainer's, set the objective's `importance_correction`.
 
         Raises:
-            ValueError: If the members are small networks, which act as their environments ask.
+            ValueError: If the members are small networks.
         """
         self.members.sample_with(sampler)
 
     def check(self, env: Any) -> None:
-        """Refuse an environment that the members cannot act in.
+        """Check that the members can act in an environment.
 
         Raises:
-            ValueError: With what does not fit, and what to do.
+            ValueError: If they cannot.
         """
         check_groups(env)
         self.members.check(env)
 
     def history(self, generations: Sequence[Generation]) -> History:
-        """Return what strategies see of these generations and of the members' line of descent."""
+        """Return the history that strategies plan from."""
         return History(
             space=self.space, next_index=self.next_index, generations=tuple(generations), kept_states=self.kept.seen
         )
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
-        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.
+        """Return a strategy's plan for the next generation; if architectures evolve, children may get new ones.
 
         Args:
-            strategy: The rule.
-            generations: What it sees; the last one is that of the members as they are now.
+            strategy: The strategy.
+            generations: All generations so far; the last one describes the current members.
 
         Raises:
-            ValueError: If every member failed, or the plan cannot be carried out.
+            ValueError: If all members failed, or the plan is invalid.
         """
         seed, history = self.members.settings.seed, self.history(generations)
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
-            raise ValueError(f"a strategy returns a Plan, got {type(plan).__name__}: see evogrpo.evolution.Plan")
+            raise ValueError(f"Strategy.plan must return an evogrpo.evolution.Plan, got {type(plan).__name__}.")
         plan.check(history)
         if not self.members.evolves or not strategy.mutates:
             return plan
@@ -404,14 +406,14 @@ class Population(Sequence[Any]):
         return replace(plan, children=tuple(children))
 
     def apply(self, plan: Plan) -> None:
-        """Carry a plan out: keep and copy learner states, retire members, give children identity, settings and network.
+        """Apply a plan: copy train states, retire members, and set up children.
 
         Raises:
-            ValueError: If the plan is for another number of members, repeats an index, keeps the state of a member
-                without fitness, or goes back to one that is not kept.
+            ValueError: If the plan has another number of slots, repeats an index, keeps the state of a member without
+                fitness, or returns to a state that is not kept.
         """
         if len(plan.parents) != len(self):
-            raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
+            raise ValueError(f"The plan has {len(plan.parents)} slots, the population {len(self)}.")
         lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         went_back = self._keep_and_drop(plan)
         self.executor.inherit(plan.parents, plan.vacant)
@@ -435,12 +437,12 @@ class Population(Sequence[Any]):
                 agent.mutated()
 
     def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
-        """Keep and drop states as a plan says; return by slot those that children begin with."""
+        """Keep and drop states; return the kept states that children start from, by slot."""
         kept = {}
         for slot in plan.keep:
             agent = self.agents[slot]
             if agent.fitness is None:
-                raise ValueError(f"a member's state is kept with its fitness, but the one in slot {slot} has none")
+                raise ValueError(f"The plan keeps the state of slot {slot}, but its member has no fitness.")
             kept[slot] = KeptState(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
         going_back = ((child.slot, child.parent, child.back_to) for child in plan.children)
         states = {

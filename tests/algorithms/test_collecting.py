@@ -211,7 +211,7 @@ def test_fitness_needs_a_reward_for_every_question(population):
     def sometimes(completions, answer, **columns):
         return [None if int(number) % 2 else 1.0 for number in answer]
 
-    with pytest.raises(ValueError, match=r"none applied to \d+ of 24.*at least one reward function"):
+    with pytest.raises(ValueError, match="have no reward"):
         population.evaluate(tiny_env(reward_funcs=sometimes))
 
 

@@ -179,7 +179,7 @@ def test_the_overlong_penalty_is_due_turn_by_turn():
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"), [([[]], "at least one token, got none"), ([], r"one entry per conversation, got 0 for \d")]
+    ("reply", "message"), [([[]], "empty reply"), ([], r"one entry per conversation, got 0 for \d")]
 )
 def test_replies_that_cannot_be_are_refused(reply, message):
     @dataclass(frozen=True, kw_only=True)

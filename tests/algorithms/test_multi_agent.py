@@ -480,7 +480,7 @@ def test_arguments_that_cannot_be_are_refused():
         ({"learning_rate": 1.0}, "learning_rate"),
         ({"objective": Objective()}, "aggregation"),
         ({"loss_type": "grpo"}, "loss_type"),
-        ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "grpo"]))}, "single transitions"),
+        ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "grpo"]))}, "loss_type"),
         ({"hp_config": HyperparameterConfig(group_size=RLParameter(min=2, max=8))}, "samples_per_step must be given"),
         (
             {"objective": Objective(loss_type="dapo", advantage="return_to_go_timestep", dynamic_sampling=1)},
@@ -506,7 +506,7 @@ def test_environments_and_batches_that_do_not_fit_are_refused():
         population[0].learn(batch)
     with pytest.raises(ValueError, match="red"):
         population.learn({"red": batch}, step=0)
-    with pytest.raises(ValueError, match=r"got slots \[0, 1\] for \[0\]"):
+    with pytest.raises(ValueError, match="slots"):
         population[0].learn(collected.experience)
 
 

@@ -99,7 +99,7 @@ def vector():
 def test_an_agent_is_made_for_spaces_not_for_environments(make, given):
     action_space = gymnasium.spaces.Discrete(2)
     for arguments in ((given, action_space), (gymnasium.spaces.Discrete(2), given), (given, given)):
-        with pytest.raises(ValueError, match=r"must be a Gymnasium space, got .*write evogrpo.train\(env"):
+        with pytest.raises(ValueError, match=r"must be a Gymnasium space, got .*evogrpo.train\(env"):
             make(*arguments)
 
 

@@ -181,7 +181,7 @@ def test_members_of_different_architectures_share_a_population():
     env = cart_pole()
     population = step_population(3, env)
     bank = population.members.banks["default"]
-    population.members.reshape(1, {"hidden": [9, 5], "activation": "relu"}, generator(0, "test"))
+    population.members.change_architecture(1, {"hidden": [9, 5], "activation": "relu"}, generator(0, "test"))
     collected = population.collect(env, step=0, samples_per_step=8, block=2)
     assert set(population.learn(collected.experience, step=0)) == {0, 1, 2}
     assert not equal_states(state_of(population[0]), state_of(population[1]))
@@ -197,6 +197,6 @@ def test_objectives_by_member_work_on_steps():
     population = step_population(4, env, hp_config=space, objective=Objective(loss_type="dapo"), samples_per_step=8)
     assert len({agent.advantage for agent in population}) > 2
     collected = population.collect(env, step=0, samples_per_step=8, block=2)
-    with pytest.warns(UserWarning, match="every step earned 1"):
+    with pytest.warns(UserWarning, match="advantage='process'"):
         reports = population.learn(collected.experience, step=0)
     assert not any(report.failed for report in reports.values())

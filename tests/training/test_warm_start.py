@@ -143,7 +143,7 @@ def test_members_of_every_kind_begin_with_what_is_given(kind):
 
 @pytest.mark.parametrize("given", [[], "runs/earlier", [{"lr": 1e-3}], 3, FIRST])
 def test_founders_that_are_no_hyperparameters_are_refused(given):
-    with pytest.raises(ValueError, match="founders must be the hyperparameters of at least one member"):
+    with pytest.raises(ValueError, match="founders"):
         step_population(2, founders=given)
 
 
