@@ -260,13 +260,13 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch, g
     monkeypatch.setenv("HOME", str(tmp_path))
     sources = {"folder": str(tmp_path / "base"), "relative": "base", "home": "~/base", "file": "elsewhere/model.gguf"}
     edit(copy, lambda record: record["shared"].update(source=sources[given]))
-    with pytest.raises(ValueError, match="not followed.*actor_network="):
+    with pytest.raises(ValueError, match=r"not followed.*actor_network="):
         GRPO.load(copy)
     assert equal_states(state_of(GRPO.load(copy, actor_network=model)), load_file(copy / "agent.safetensors"))
 
 
 def test_a_base_that_cannot_be_found_names_the_argument(saved):
-    with pytest.raises(ValueError, match="'LlamaForCausalLM' cannot be loaded.*actor_network="):
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot be loaded.*actor_network="):
         GRPO.load(saved)
 
 

@@ -355,7 +355,7 @@ def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(
 
 
 def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
-    with pytest.raises(ValueError, match="run directory.*best"):
+    with pytest.raises(ValueError, match=r"run directory.*best"):
         GRPO.load(finished[0])
 
 
