@@ -1,4 +1,4 @@
-"""Replaying what evolution found: a hyperparameter schedule as a file, and one fresh agent trained under it."""
+"""Replay: train a new agent with the hyperparameter schedule that a run found."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +45,12 @@ _ENDS = tuple(name for name in LIMITS if name not in ("generations", "test_quest
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterSchedule:
-    """A schedule, and the run that it is from.
+    """Hyperparameter schedule of a run.
 
     Attributes:
-        stages: What is learnt with, one stage after another.
+        stages: Stages with their hyperparameters, in order.
         of: Facts about the run and its best member; untrusted.
-        configuration: The run's, as plain values; None where it was started in Python.
+        configuration: Configuration of the run as plain values; None if it was started in Python.
     """
 
     stages: tuple[ScheduleStage, ...]
@@ -64,7 +64,7 @@ class HyperparameterSchedule:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What a run's schedule has to be for it: the fields of `Schedule` that it sets."""
+        """Fields of `Schedule` that a replay needs."""
         first = self.stages[0]
         return {
             "generations": self.strategy.generations,
@@ -76,7 +76,7 @@ class HyperparameterSchedule:
 
     @classmethod
     def read(cls, source: str | Path) -> Self:
-        """Read it from the folder of a run, or from the file that `write` wrote.
+        """Read the schedule from a run directory, or from a file written by `write`.
 
         Raises:
             ValueError: If it is neither, no member has been evaluated, or a value is refused.
@@ -134,14 +134,14 @@ class HyperparameterSchedule:
         """
         path, begins, stages = Path(file), 0, []
         if path.exists():
-            raise ValueError(f"{path} exists, and is not overwritten: name a new file")
+            raise ValueError(f"{path} already exists. Choose another file.")
         for stage in self.stages:
             stages.append({"from_step": begins, **stage.to_json()})
             begins += stage.steps
         values = {"version": VERSION, "of": dict(self.of), "stages": stages}
         if self.configuration is not None:
             values["configuration"] = dict(self.configuration)
-        # One line of text whatever the run is called: nothing leads out of the comment.
+        # `ascii` keeps untrusted names on the comment line.
         names = {
             "member": self.of.get("member"),
             "run": ascii(str(self.of.get("task") or "a run")),
@@ -163,8 +163,8 @@ class HyperparameterSchedule:
         """
         if self.configuration is None:
             raise ValueError(
-                "the run of this schedule was started in Python, so nobody knows its task here: give population and "
-                "env to evogrpo.replay"
+                "The run of this schedule was started in Python, so its task is unknown. Pass population and env to "
+                "evogrpo.replay."
             )
         values = _without_place(self.configuration)
         first = self.stages[0].hyperparameters
@@ -172,10 +172,7 @@ class HyperparameterSchedule:
         started = {name: getattr(first, name) for name in space}
         kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
         if values.get("experience", "own") != "own":
-            warn(
-                "members of that run learnt from each other's samples, which one agent cannot: a replay learns from "
-                "its own alone"
-            )
+            warn("That run used shared experience, which one agent cannot. The replay learns from its own samples.")
         values |= {
             "experience": "own",
             "hyperparameters": first.to_json(),
@@ -197,7 +194,7 @@ def replay(
     progress: bool | None = None,
     skip_memory_check: bool = False,
 ) -> Run:
-    """Train a fresh agent under the hyperparameter schedule that an earlier run has found.
+    """Train a new agent with the hyperparameter schedule that an earlier run found.
 
     Args:
         source: The folder of that run, or a schedule that `evogrpo export RUN --schedule FILE` has written.
@@ -205,8 +202,8 @@ def replay(
         env: Where they act; with `population` only.
         run_dir: Where the records of the new run go; None keeps none.
         overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
-        progress: Whether the run is shown; see `evogrpo.evolve`.
-        skip_memory_check: Likewise.
+        progress: Show a live display; see `evogrpo.evolve`.
+        skip_memory_check: See `evogrpo.evolve`.
 
     Returns:
         The run, to be iterated over, or run to its end by `finish()`; it is resumed like any other.
@@ -268,5 +265,5 @@ def _facts(began: Mapping[str, Any], found: BestSchedule) -> dict[str, Any]:
 
 
 def _without_place(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without what names one run's folder."""
+    """Return a configuration without run directory and run id."""
     return {name: value for name, value in values.items() if name not in ("run_dir", "run_id")}

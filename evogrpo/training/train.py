@@ -1,4 +1,4 @@
-"""`train`: one line from an environment to a population that has learnt it."""
+"""`train`: train a population of small networks in one call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -45,7 +45,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "task": _names(EnvironmentTask, "env", "seed"),
     "logging": _names(LoggingConfig, "completions", "completions_format"),
 }
-"""Where a configuration has each setting, which all go by names of their own."""
+"""Section of each setting; names are unique over all sections."""
 _OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
 _OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
@@ -86,7 +86,7 @@ def train(
             or for 20 generations, unless the settings give another limit.
         preset: Whether to begin with the hyperparameters that were tuned in this environment: see `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
-        progress: Whether the run is shown while it goes on; None = on a terminal and in a notebook.
+        progress: Show a live display; None = only on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
         skip_memory_check: Go on although more memory is estimated to be needed than is there.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
@@ -95,7 +95,7 @@ def train(
 
     Returns:
         The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
-        `run.result` says what it came to on starts that nobody had seen; `run.learn(total_timesteps)` goes on.
+        `run.result` holds the test on unseen starts; `run.learn(total_timesteps)` goes on.
 
     Raises:
         ValueError: If a setting is unknown or out of range, there is no such environment or preset, or more memory is
@@ -119,11 +119,11 @@ def train(
     try:
         return Run(trainer, display, one_thread=prepared.one_thread).finish(callback)
     finally:
-        prepared.env.close()  # opened anew by whoever plays on
+        prepared.env.close()  # reopened on further use
 
 
 def _check_env(env: object, total_timesteps: object) -> None:
-    """Refuse what no environments can be made of, with what is meant."""
+    """Raise ValueError for arguments that make no environment, with a hint."""
     named = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()  # the policy or the environment
     if isinstance(env, str) and (env in _POLICIES or named):
         known = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
@@ -149,7 +149,7 @@ def _check_env(env: object, total_timesteps: object) -> None:
 def _configured(
     env: "str | MakesEnv | GymnasiumGroups", total_timesteps: int | None, *, preset: bool, settings: Mapping[str, Any]
 ) -> AnyConfig:
-    """Return the packaged configuration with the preset and the settings put on top."""
+    """Return the packaged configuration with preset and settings applied."""
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError("a preset is that of a registered environment: give its id, or leave preset out")
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
@@ -176,7 +176,7 @@ def _configured(
 
 
 def _named(wrapper: object) -> object:
-    """Return a wrapper as a configuration names it, so that the run can go on from its folder."""
+    """Return the name of a wrapper for the configuration, so that the run can be resumed."""
     if isinstance(wrapper, str | Mapping):
         return wrapper
     if not isinstance(wrapper, type):
@@ -188,7 +188,7 @@ def _named(wrapper: object) -> object:
 
 
 def _name(env: "str | MakesEnv | GymnasiumGroups") -> str:
-    """Return what an environment is called in a run's records."""
+    """Return the name of an environment for records."""
     if isinstance(env, str):
         return env
     return env.name if isinstance(env, GymnasiumGroups) else getattr(env, "__name__", type(env).__name__)

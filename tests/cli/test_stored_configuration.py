@@ -66,7 +66,7 @@ def test_what_is_ignored_is_said_and_what_may_change_passes(configured, capsys):
     path.write_text(changed(values, "logging.completions", 3))
     assert main(["resume", "run", "--generations", "2"]) == 0
     printed = capsys.readouterr()
-    assert "schedule.generations in run/config.yaml was changed to no effect" in " ".join(printed.err.split())
+    assert "The change of schedule.generations in run/config.yaml has no effect" in " ".join(printed.err.split())
     assert open_run("run").record["progress"]["generation"] == 2
     assert open_run("run").record["records"]["completions"] == 3
 

@@ -108,7 +108,7 @@ def test_a_run_may_start_from_an_adapter(finished, project, here, capsys):
     for agent in founders:
         assert torch.equal(agent.state()["adapter"], best.state()["adapter"])
     assert main([*train, "agent.lora.r=4"]) == 2
-    assert "brings its own rank and modules: leave out lora" in capsys.readouterr().err
+    assert "lora must be left out" in capsys.readouterr().err
     assert main([*train, "agent.adapter=nowhere"]) == 2
     assert "has no adapter_config.json" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from evogrpo.training.memory import Need, bytes_text, check_memory, kept_size, s
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
 from tests.tiny_training import tiny_env, tiny_population
-from tests.training import test_kinds
+from tests.training import test_task_types
 
 GIGABYTE = 10**9
 
@@ -128,7 +128,7 @@ def test_states_that_members_may_go_back_to_are_counted():
     assert replace(need, device="cuda").with_kept(5).size == 10  # they lie in the CPU's memory
 
 
-@pytest.mark.parametrize("case", [test_kinds.TestLanguage, test_kinds.TestNetworks, test_kinds.TestTeam])
+@pytest.mark.parametrize("case", [test_task_types.TestLanguage, test_task_types.TestNetworks, test_task_types.TestTeam])
 def test_the_forecast_of_every_kind_of_run_counts_them(case, tmp_path):
     values = case().values(tmp_path)
     needs = []

@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_with_it_as_if_never_stopped(tmp_path, own, others
     with pytest.raises(ValueError, match=r"is not imported merely because a file names it: give the strategy with it"):
         resume(tmp_path / "run", tiny_env(), actor_network=tiny_model())
     for other in others:
-        with pytest.raises(ValueError, match=r"goes on with the strategy it began|not imported|unknown setting"):
+        with pytest.raises(ValueError, match=r"strategy must be the one|not imported|unknown setting"):
             resumed_run(tmp_path / "run", strategy=dataclasses.replace(strategy, mutation=other))
     finish(resumed_run(tmp_path / "run", strategy=dataclasses.replace(strategy)))
     assert story(tmp_path / "run") == story(tmp_path / "whole")

@@ -153,7 +153,7 @@ def test_a_configured_run_of_any_settings_is_replayed_with_the_same_ones(tmp_pat
     stored = HyperparameterSchedule.read(tmp_path / "run")
     stored.write(tmp_path / "found.yaml")
     if "experience" in own:
-        with pytest.warns(UserWarning, match="learnt from each other's samples"):
+        with pytest.warns(UserWarning, match="shared experience"):
             config = HyperparameterSchedule.read(tmp_path / "found.yaml").config(["seed=3"])
     else:
         run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()

@@ -1,4 +1,4 @@
-"""The agent section of a configuration: what members share and evolution leaves alone, for each kind of members."""
+"""Agent sections of a configuration: settings that all members share."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,7 +11,7 @@ from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConf
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """The adapters; peft's names.
+    """LoRA adapters, with the names of peft.
 
     Attributes:
         r: Rank.
@@ -32,10 +32,10 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageAgent:
-    """Of language models; see `evogrpo.algorithms.factory.Options`.
+    """Settings of language models; see `evogrpo.algorithms.factory.Options`.
 
     Attributes:
-        lora: The adapters that members start with; an `adapter` takes its place.
+        lora: Initial adapters; replaced by `adapter`.
     """
 
     max_output_tokens: int = 128
@@ -55,7 +55,7 @@ class LanguageAgent:
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.lora != LoraSettings():
-            raise ValueError(f"adapter: {self.adapter} brings its own rank and modules: leave out lora")
+            raise ValueError(f"lora must be left out where adapter is given, got adapter={self.adapter!r}")
         ends = (0,) if self.eos_token_ids is None else self.eos_token_ids
         LanguageSettings(pad_token_id=0, eos_token_ids=ends, **self.settings())
 
@@ -69,7 +69,7 @@ _NOT_SETTINGS = ("lora", "adapter", "eos_token_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkAgent:
-    """Of small networks, one or one for each policy; see `evogrpo.algorithms.factory.Options`.
+    """Settings of small networks, one per policy; see `evogrpo.algorithms.factory.Options`.
 
     An objective given in part keeps the rest of the networks' own default, `STEPWISE`.
     """

@@ -1,4 +1,4 @@
-"""What a configuration leaves open as `auto`: sizes, chosen before the run, and hyperparameters, found by evolution."""
+"""`auto` settings of a configuration: sizes chosen before the run, and hyperparameters found by evolution."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from evogrpo.training.schedule import Schedule
 
 AUTO = "auto"
 IMPLIED = "search_space"
-"""Stands among what is open where a configuration does not say what evolves."""
+"""Marks a configuration without a search space among the `auto` names."""
 OPEN = {
     "hyperparameters": ("group_size",),
     "population": ("size",),
@@ -26,11 +26,11 @@ OPEN = {
 SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
 
 SAMPLES_OF_A_SEARCH = 16
-"""Of every member per learning step, where a search shares them and nobody says how many."""
+"""Default samples per member and learning step of a search with shared experience."""
 
 
 def without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return plain values without those that are `auto`, and the full names of these.
+    """Return the values without `auto` ones, and the full names of these.
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     """
@@ -52,11 +52,11 @@ def without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[s
 
 
 def found_by_evolution(auto: frozenset[str], *, chooses_sizes: bool) -> frozenset[str]:
-    """Return the hyperparameters that a configuration asks evolution to find, by name, of those that are `auto`.
+    """Return the names of the `auto` hyperparameters that evolution searches.
 
     Args:
         auto: As `without_auto` returns them.
-        chooses_sizes: Whether a group size left open is one of the sizes that are chosen before the run.
+        chooses_sizes: An `auto` group size is chosen before the run instead.
     """
     chosen = SIZES if chooses_sizes else frozenset()
     left = (name.partition(".") for name in auto - chosen)
@@ -64,7 +64,7 @@ def found_by_evolution(auto: frozenset[str], *, chooses_sizes: bool) -> frozense
 
 
 def is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
-    """Return whether a configuration leaves to the package both what evolves and how, for members that can share.
+    """Return True if a configuration sets neither search space nor strategy, and members can share experience.
 
     Args:
         values: Plain values of its sections.
@@ -78,10 +78,10 @@ def is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
 
 
 def samples_of_a_search(group_size: object) -> int:
-    """Return the samples of every member per learning step where nobody says how many: whole groups of the size given.
+    """Return the default samples per member and learning step of a search, in whole groups.
 
     Args:
-        group_size: As the configuration gives it; anything but a positive number is left for others to refuse.
+        group_size: Value of the configuration; invalid values are reported elsewhere.
     """
     size = group_size if isinstance(group_size, int) and group_size > 0 else 1
     return math.ceil(SAMPLES_OF_A_SEARCH / size) * size
@@ -90,7 +90,8 @@ def samples_of_a_search(group_size: object) -> int:
 def searched_by(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
     """Return strategy, experience and fitness of a search: those that did best in the study of unknown values.
 
-    Fitness goes by training rewards, and validation crowns; where steps have too few starts for that, by validation.
+    Selection uses training rewards and the best member is chosen by validation; with too few starts, both use
+    validation.
 
     Args:
         space: What evolves.

@@ -47,7 +47,7 @@ class EnvironmentTask:
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
         num_envs: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the episodes of a group get their own noise after reset; null = if there is any.
-        recreate_env: Whether every episode gets an environment made anew; null = if it plays otherwise after a reset.
+        recreate_env: Make a new environment for every episode; null = if a reset does not restore it.
         train_size: Training starts.
         validation_size: Starts for selection.
         test_size: Starts for the final report.
@@ -72,18 +72,18 @@ class EnvironmentTask:
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
         return self.env
 
     def facts(self) -> dict[str, str]:
-        """Return which module of the user's is imported, and what the environment is wrapped in."""
+        """Return facts on user code and wrappers."""
         module, colon, _ = self.env.partition(":")
         named = [each if isinstance(each, str) else each.name for each in self.wrappers]
         facts = {"your code": f"module {module}, which registers the environment"} if colon else {}
         return {**facts, "wrapped in": ", then ".join(named)} if named else facts
 
     def environment(self, *, seed: int) -> GymnasiumGroups:
-        """Make one environment to look at its spaces, and be ready to make the others.
+        """Make the environment groups.
 
         Args:
             seed: Of the starts and their order.
@@ -115,10 +115,10 @@ class EnvironmentTask:
 
 
 def named_wrapper(given: str | WrapperSection) -> Wrap:
-    """Return the wrapper that is named, running the code of its module.
+    """Return a wrapper by name, importing its module.
 
     Raises:
-        ValueError: If there is none of that name, or its options do not fit.
+        ValueError: If there is no such wrapper, or its options do not fit.
     """
     name, options = (given, None) if isinstance(given, str) else (given.name, given.options)
     kind = load_named(name, "wrapper", "class") if ":" in name else _gymnasiums(name)
@@ -165,7 +165,7 @@ class ParallelTask:
         score: What fitness is: sum (the default), min or mean of what all agents earn; the name of an agent, of a group
             of agents named alike but for their number, or a list of these, whose returns are added up; or
             "module:function" or "path.py:function", of what each agent earned. Its code is run.
-        recreate_env: Whether every episode gets an environment made anew; null = where that is found to matter.
+        recreate_env: Make a new environment for every episode; null = if a reset does not restore it.
         num_envs: Most joint episodes at a time.
         train_size: Training starts.
         validation_size: Starts for selection.
@@ -192,16 +192,16 @@ class ParallelTask:
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
         return self.parallel_env
 
     def facts(self) -> dict[str, str]:
-        """Return whose code makes the environment, and whose says what fitness is."""
+        """Return facts on user code."""
         scored = f"; {self.score}, fitness" if isinstance(self.score, str) and ":" in self.score else ""
         return {"your code": f"{self.parallel_env}, which makes the environment{scored}"}
 
     def environment(self, *, seed: int) -> PettingZooGroups:
-        """Make one environment to look at its agents and their spaces, and be ready to make the others.
+        """Make the environment groups.
 
         Args:
             seed: Of the starts and their order.

@@ -20,7 +20,7 @@ Messages = tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionTask(ABC):
-    """What every task that asks questions may set.
+    """Settings of all tasks with questions.
 
     Attributes:
         seed: Of the splits and the order of questions; null = the run's seed.
@@ -166,7 +166,7 @@ class ReasoningTask(QuestionTask):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFiles:
-    """Where questions come from: a file for each split, or a dataset of the Hugging Face hub.
+    """Source of questions: a file per split, or a dataset of the Hugging Face hub.
 
     A held-out split that is not named is drawn from train.
 
@@ -194,7 +194,7 @@ class DatasetFiles:
 
     @property
     def label(self) -> str:
-        """What is read, in a few words."""
+        """Short description of the source."""
         if self.hub is None:
             return Path(self.train or "").name
         return f"{self.hub}{f' {self.subset}' if self.subset else ''}"

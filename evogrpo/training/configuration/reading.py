@@ -1,4 +1,4 @@
-"""The configuration of a run, read strictly from YAML and written back with every default."""
+"""Read configurations strictly from YAML, and write them with all defaults."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def parse_config(values: Mapping[str, Any]) -> AnyConfig:
-    """Build a configuration from plain values; what can be checked without torch is checked before it is imported.
+    """Build a configuration from plain values; checks that need no torch come before its import.
 
     Raises:
         ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
@@ -70,10 +70,9 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
 
 
 def _place_of(error: UnknownKeyError) -> str | None:
-    """Return the dotted path of what was meant in another section; None if the section itself has something nearer.
+    """Return the dotted path of a key that belongs to another section, or None.
 
-    First what a section and its key would be called in one word, as `population_size`; then what is called just so;
-    then what is called so in other libraries.
+    Tries section and key in one word, as `population_size`, then the key alone, then names of other libraries.
     """
     passed: list[tuple[str, str]] = []
     for sections in (_sections,) if error.answered else (_sections, _heavy_sections):
@@ -89,14 +88,14 @@ def _place_of(error: UnknownKeyError) -> str | None:
 
 
 def setting_called(name: str) -> str | None:
-    """Return the dotted path of the setting that is called so, here or in another library, or None."""
+    """Return the dotted path of a setting by its name here or in another library, or None."""
     own = [field.name for field in dataclasses.fields(Config)]
     found = name if name in own else counterpart(name, own)
     return found or _place_of(UnknownKeyError(name, "", own))
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the path and the keys of every section that is read without torch."""
+    """Yield path and keys of every section that needs no torch."""
     sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
     for path, kind in {**sections, "logging": LoggingConfig}.items():
         yield path, [field.name for field in dataclasses.fields(kind)]
@@ -104,7 +103,7 @@ def _sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield those of the others."""
+    """Yield path and keys of the other sections."""
     from evogrpo.training.task_types.registry import TASK_TYPES
 
     for each in TASK_TYPES.values():
@@ -118,7 +117,7 @@ def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _parsed(values: Mapping[str, Any]) -> AnyConfig:
-    """Build the configuration, or raise the error for the first key or value that is refused."""
+    """Build the configuration; raise for the first invalid key or value."""
     refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
     values, auto = without_auto(values)
     if values.get("task") is None:
@@ -182,7 +181,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
 
 
 def _population(values: object) -> PopulationConfig:
-    """Build the section; founders like those of an earlier run are looked up where they are not known yet."""
+    """Build the section; look up founders of an earlier run unless they are stored already."""
     population = build(PopulationConfig, values, "population")
     if population.like is None or population.founders:
         return population
@@ -202,13 +201,13 @@ def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
 def _searched(
     parsed: Mapping[str, Any], kind: "AnyTaskType", given: Mapping[str, Any], *, search: bool
 ) -> HyperparameterConfig:
-    """Return what evolves: as the configuration says, and what it leaves evolution to find.
+    """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
 
     Args:
-        parsed: What the configuration says.
-        kind: Of the run, which knows ranges.
-        given: The hyperparameters that the configuration gives a value.
-        search: Whether how it evolves is left open as well.
+        parsed: Parsed sections.
+        kind: Task type, with default ranges.
+        given: Hyperparameters that the configuration sets.
+        search: The strategy is also left open.
     """
     auto, space = parsed["auto"], parsed["search_space"]
     names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
@@ -245,7 +244,7 @@ def _agent(values: object, kind: "AnyTaskType") -> AgentSection:
 
 
 def parse_space(values: object) -> HyperparameterConfig:
-    """Build the evolving space from its section; a hyperparameter set to null stays fixed."""
+    """Build the search space from its section; a hyperparameter set to null stays fixed."""
     section = optional_mapping(values, "search_space")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "search_space")
     parameters = {
@@ -264,7 +263,7 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Read a configuration file and put overrides on top.
+    """Read a configuration file and apply overrides.
 
     Relative paths of models, adapters, datasets, an earlier run and files of functions or a strategy are relative to
     the configuration file where they stand in it, and to the working directory where they stand in an override;
@@ -282,7 +281,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values with `key=value` overrides put on top, one after another."""
+    """Return the values with `key=value` overrides applied in order."""
     result = dict(values)
     for text in overrides:
         keys, value = parse_override(text)
@@ -294,7 +293,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values with the relative paths that `load_config` names made absolute."""
+    """Return the values with relative paths made absolute, as `load_config` describes."""
     result = dict(values)
     if isinstance(result.get("model"), str):
         result["model"] = _absolute_or_hub(result["model"], folder)
@@ -344,7 +343,7 @@ def _absolute_file(name: str, folder: Path) -> str:
 
 
 def _absolute_strategy(strategy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the strategy with the references of its own and of its mutation's absolute, where they are the user's."""
+    """Return the strategy with absolute paths to user code."""
     result = dict(strategy)
     if isinstance(strategy.get("name"), str):
         result["name"] = _absolute_reference(strategy["name"], folder)
@@ -368,7 +367,7 @@ def _absolute_wrapper(given: Any, folder: Path) -> Any:
 
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:
-    """Store a resolved configuration in a run's folder, in one step."""
+    """Write a resolved configuration to a run directory atomically."""
     head = f"{HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
     text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration and the whole, as frozen records; `configuration.reading` reads them."""
+"""Configuration of a run and its sections, as frozen records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -19,11 +19,11 @@ from evogrpo.training.schedule import Schedule
 
 
 class TaskSection(Protocol):
-    """The task section: a frozen dataclass of what members are to do.
+    """Task section: a frozen dataclass.
 
     Attributes:
-        key: The key that names such a task.
-        what: What that key names, in a few words.
+        key: Key that selects this type of task.
+        what: Description of the key.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -37,16 +37,16 @@ class TaskSection(Protocol):
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
         ...
 
     def facts(self) -> dict[str, str]:
-        """Return what should be known before a run: whose code it runs, and how rewards are computed."""
+        """Return facts for the plan: user code that is run, and how rewards are computed."""
         ...
 
 
 class AgentSection(Protocol):
-    """The agent section: a frozen dataclass of what members share and evolution leaves alone."""
+    """Agent section: a frozen dataclass of settings that all members share."""
 
     @property
     def objective(self) -> Objective:
@@ -60,19 +60,17 @@ AgentT = TypeVar("AgentT", bound=AgentSection)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What a run leaves behind besides its journal and its best member.
+    """Records of a run besides its journal and its best member.
 
     Attributes:
-        tensorboard: Whether scalars are logged for TensorBoard.
-        keep_checkpoints: How many of the newest generations stay on disk, at least 1.
-        checkpoint_steps: A checkpoint is also written after so many learning steps, where these take long; null = after
-            every generation only.
-        completions: How many completions of each learning step are written, with their rewards and advantages; 0 =
-            none.
-        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
+        tensorboard: Log scalars for TensorBoard.
+        keep_checkpoints: Number of newest generations kept on disk, at least 1.
+        checkpoint_steps: Also write a checkpoint after every so many learning steps; null = only after generations.
+        completions: Completions written per learning step, with rewards and advantages; 0 = none.
+        completions_format: "jsonl" or "parquet" (which needs the extra `datasets`).
 
     Raises:
-        ValueError: If a number is too small, or completions cannot be written like that.
+        ValueError: If a value is out of range or a package is missing.
     """
 
     tensorboard: bool = True
@@ -107,15 +105,15 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PopulationConfig:
-    """The population.
+    """Population section.
 
     Attributes:
-        size: Members.
-        spread: Whether founders are spread over the ranges of what evolves; false lets all start alike.
-        like: Folder of an earlier run: the first members begin with the hyperparameters of its best ones (see
-            `evogrpo.best_hyperparameters`), in so far as these evolve; values out of range are moved to the nearest.
-        founders: Hyperparameters of the first members, by name; what is left out is as in `hyperparameters`. What
-            `like` has found is kept here, so that the earlier run is read once.
+        size: Number of members.
+        spread: Spread founders over the search space; false = all start alike.
+        like: Directory of an earlier run, whose best hyperparameters the first members start with (see
+            `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their ranges.
+        founders: Hyperparameters of the first members; missing ones are as in `hyperparameters`. Values found by
+            `like` are stored here.
     """
 
     size: int = 4
@@ -127,7 +125,7 @@ class PopulationConfig:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, MAX_MEMBERS))
         flag("spread", self.spread)
         if self.like is not None and not isinstance(self.like, str):
-            raise ValueError(f"like must be the folder of an earlier run, got {self.like!r:.80}")
+            raise ValueError(f"like must be the directory of an earlier run, got {self.like!r:.80}")
         if isinstance(self.founders, (str, bytes)) or not isinstance(self.founders, Sequence):
             raise ValueError(f"founders must be a list of hyperparameters by name, got {self.founders!r:.80}")
         for number, founder in enumerate(self.founders, start=1):
@@ -139,7 +137,7 @@ class PopulationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Generic[TaskT, AgentT]):
-    """A run, resolved.
+    """Resolved configuration of a run.
 
     Attributes:
         model: "smollm2-135m", a local folder, a .gguf file or a hub id; null where members are small networks.
@@ -207,7 +205,7 @@ class Config(Generic[TaskT, AgentT]):
             raise ValueError(f"agent.objective: {error}") from error
 
     def _check_replay(self, replay: Replay) -> None:
-        """Refuse a run that would begin otherwise than the schedule that it is to follow."""
+        """Check that the run begins like the schedule that it replays."""
         first = replay.stages[0]
         due = (first.hyperparameters, first.samples_per_step, first.generations[0])
         found = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
@@ -219,7 +217,7 @@ class Config(Generic[TaskT, AgentT]):
 
     @property
     def founders(self) -> tuple[Hyperparameters, ...] | None:
-        """What the first members begin with, if that is chosen."""
+        """Hyperparameters of the first members, if given."""
         own = self.hyperparameters.to_json()
         chosen = tuple(Hyperparameters.from_json({**own, **founder}) for founder in self.population.founders)
         return chosen or None
@@ -242,4 +240,4 @@ class Config(Generic[TaskT, AgentT]):
 
 
 AnyConfig = Config[Any, Any]
-"""A configuration of any kind of run."""
+"""Configuration of any task type."""

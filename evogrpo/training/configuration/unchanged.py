@@ -1,19 +1,19 @@
-"""A run's stored configuration: what its file is, and whether it still says what the run began with."""
+"""Stored configuration of a run, and the check that it was not changed."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.yaml"
-"""The file in a run's folder."""
+"""Name of the file in a run directory."""
 HEAD = "# The resolved configuration of this run, written by evogrpo"
-"""What it begins with."""
+"""Its first line."""
 _FREE = ("run_dir", "model", "device", "base_parts", "logging", "run_id")
-"""May change between the parts of a run: where it lies and computes, and what it writes."""
+"""Keys that may change when a run is resumed."""
 
 
 def is_stored(path: Path) -> bool:
-    """Whether a file is one that a run wrote, rather than a configuration of the user's."""
+    """Return True if a configuration file was written by a run."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.readline(200).startswith(HEAD)
@@ -24,23 +24,23 @@ def is_stored(path: Path) -> bool:
 def check_unchanged(
     began: Mapping[str, Any] | None, run_id: str | None, now: Mapping[str, Any], path: Path, *, allow_changed_data: bool
 ) -> tuple[str, ...]:
-    """Refuse a stored configuration that would make a resumed run another experiment.
+    """Check that a stored configuration still describes the same experiment.
 
     Args:
-        began: What the run's checkpoint knows of its configuration; None in a run that was begun in Python.
-        run_id: Of the run.
-        now: What its file says.
-        path: That file.
-        allow_changed_data: Whether the task may differ: the environment is compared by itself.
+        began: Configuration in the checkpoint; None for a run that was started in Python.
+        run_id: Identity of the run.
+        now: Configuration in the file.
+        path: The file.
+        allow_changed_data: The task may differ; the environment is compared separately.
 
     Returns:
-        What was changed to no effect, in words: the schedule comes from the checkpoint.
+        Texts on changes without effect, as the schedule comes from the checkpoint.
 
     Raises:
         ValueError: With every name that differs.
     """
     if run_id is not None and now.get("run_id") not in (None, run_id):
-        raise ValueError(f"{path} is the configuration of another run than the one in its folder: put its own back")
+        raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
     if began is None:
         return ()
     found = {name: change for name, *change in _differences(began, now) if name.split(".")[0] not in _FREE}
@@ -52,17 +52,17 @@ def check_unchanged(
     }
     if refused:
         raise ValueError(
-            f"{path} was changed since the run began, which would make it another experiment: {_words(refused)}. Put "
-            "back what it was, or start a new run with `evogrpo train`"
+            f"{path} was changed since the run began: {_words(refused)}. Restore these values, or start a new run with "
+            "`evogrpo train`."
         )
     return tuple(
-        f"{name} in {path} was changed to no effect, {_words({name: change})}: give limits to `evogrpo resume`"
+        f"The change of {name} in {path} has no effect ({_words({name: change})}). Pass limits to `evogrpo resume`."
         for name, change in ignored.items()
     )
 
 
 def _differences(began: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted name, the old and the new value of whatever differs; what only a later version has is new."""
+    """Yield dotted name, old and new value of every difference."""
     if isinstance(began, Mapping) and isinstance(now, Mapping):
         for key in began:
             yield from _differences(began[key], now.get(key), f"{name}.{key}" if name else str(key))
@@ -71,7 +71,7 @@ def _differences(began: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
 
 
 def _plain(value: Any) -> Any:
-    """Return lists where there are tuples, as JSON has them."""
+    """Convert tuples to lists, as in JSON."""
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 

@@ -88,7 +88,7 @@ def _absent(path: Path) -> ValueError:
 
 
 def _delimiter(heading: str) -> str:
-    """Return what separates the names of columns: a comma, or what spreadsheets write where commas are decimal."""
+    """Return the delimiter of a CSV file: comma, semicolon or tab."""
     return max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
 
 
@@ -106,7 +106,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
         ) from None
     try:
         rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # whatever the hub, the network or a file may raise
+    except Exception as error:  # of the hub, the network or a file
         wanted = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
         raise ValueError(
             f"cannot read {wanted}: {type(error).__name__}: {error}. Check the names and the connection; without one, "
@@ -227,7 +227,7 @@ def _meant(missing: str) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Return where an error of the user's code was raised, such as ` (rewards.py, line 7)`; empty if unknown."""
+    """Return the line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parents[1])
     own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
@@ -242,7 +242,7 @@ def strategy_record(strategy: Strategy) -> dict[str, Any]:
 
 
 def named_strategy(values: Mapping[str, Any]) -> Strategy:
-    """Build the strategy that the user's configuration names; what is the user's own is loaded, running its module.
+    """Build the strategy that a configuration names; user code is imported.
 
     Raises:
         ValueError: If there is no such class, or a setting is unknown or refused.
@@ -261,7 +261,7 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
 
 
 def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
-    """Return a strategy given as such, as a class without arguments, or by the name of a built-in one.
+    """Return a strategy given as an instance, a class, or the name of a built-in one.
 
     Raises:
         ValueError: If it is none.
@@ -274,7 +274,7 @@ def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse what lacks a part of a strategy, before a run begins that would miss it."""
+    """Raise ValueError if an object lacks a method of `Strategy`."""
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing or isinstance(strategy, type):
         raise ValueError(
@@ -284,7 +284,7 @@ def check_strategy(strategy: object) -> None:
 
 
 def check_resumable(strategy: Strategy) -> None:
-    """Refuse, before a run is recorded, a strategy that could not be brought back from the record.
+    """Check that a strategy can be restored from its record.
 
     Raises:
         ValueError: If its class, or a mutation of the user's, cannot be found by name, if its settings or its state are
@@ -312,13 +312,12 @@ def check_resumable(strategy: Strategy) -> None:
 def restored_strategy(
     record: Mapping[str, Any], state: Mapping[str, Any], given: Strategy | type[Strategy] | None
 ) -> Strategy:
-    """Bring a stored run's strategy back, as it was when its checkpoint was written.
+    """Restore the strategy of a stored run.
 
     Args:
         record: What `strategy_record` returned.
         state: What the strategy's `state` returned.
-        given: The strategy according to the caller, as new, or its class. Only one of this package need not be given:
-            the name of another may lead to anybody's code, and is not followed.
+        given: New instance or class of the strategy; None for a built-in one. Names of custom classes are not imported.
 
     Raises:
         ValueError: If it is missing or another one.
@@ -326,8 +325,8 @@ def restored_strategy(
     name = str(record["name"])
     if given is None and name not in BUILT_IN:
         raise ValueError(
-            f"the strategy of this run is {name}, a class that is not imported merely because a checkpoint names it: "
-            "give the class, as in evogrpo.resume(..., strategy=ItsClass)"
+            f"The strategy of this run is the custom class {name}, which is not imported from a checkpoint. Pass it: "
+            "evogrpo.resume(..., strategy=ItsClass)."
         )
     if given is not None and not isinstance(given, type):
         check_strategy(given)
@@ -340,7 +339,7 @@ def restored_strategy(
     same = _class(name) == _class(found["name"]) and _mutation_named(record) == _mutation_named(found)
     if wanted != found or kind not in (None, type(stored)) or not same:
         raise ValueError(
-            f"a run goes on with the strategy it began with, {dict(record)}, got {found}: give that one, or its class"
+            f"strategy must be the one that the run began with, {dict(record)}, got {found}."
         )
     strategy.load_state(state)
     return strategy
@@ -351,7 +350,7 @@ def _class(name: str) -> str:
 
 
 def _mutation_named(record: Mapping[str, Any]) -> str | None:
-    """Return what the user's own mutation of a strategy is called, whatever its module; None where it has none."""
+    """Return the name of a custom mutation without its module, or None."""
     mutation = record.get("mutation")
     return _class(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
 
