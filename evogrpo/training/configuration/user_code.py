@@ -338,9 +338,7 @@ def restored_strategy(
     # A module may have moved since; which class it is and what it was set to may not change.
     same = _class(name) == _class(found["name"]) and _mutation_named(record) == _mutation_named(found)
     if wanted != found or kind not in (None, type(stored)) or not same:
-        raise ValueError(
-            f"strategy must be the one that the run began with, {dict(record)}, got {found}."
-        )
+        raise ValueError(f"strategy must be the one that the run began with, {dict(record)}, got {found}.")
     strategy.load_state(state)
     return strategy
 
