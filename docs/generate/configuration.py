@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.algorithms.policies.settings import MOST_TOKENS
+from evogrpo.algorithms.policies.settings import MAX_TOKENS
 from evogrpo.config.checks import MAX_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
@@ -24,7 +24,7 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.models.language.lora import check_supported, lora_from_json
-from evogrpo.models.networks.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
+from evogrpo.models.networks.architecture import MAX_LAYERS, MAX_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
 from evogrpo.training.configuration.automatic import SAMPLES_OF_A_SEARCH
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
@@ -118,13 +118,13 @@ def sections() -> list[Section]:
                 lead="Or `own` (the default), or `shared` for the defaults below. " + SEARCH),
         *_strategies(),
         Section(path="agent", title="What language models share", record=LanguageAgent,
-                others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MOST_TOKENS}}),
+                others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MAX_TOKENS}}),
         Section(path="agent.lora", title="The adapters of language models", record=LoraSettings,
                 opens=lambda record: check_supported(lora_from_json(dataclasses.asdict(record)))),
         Section(path="agent", title="What small networks share", record=NetworkAgent, others=(CommonOptions,)),
         Section(path="agent.network", title="The network that members start with", record=NetworkConfig),
         Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits,
-                beside={"min_layers": {"max_layers": MOST_LAYERS}, "min_units": {"max_units": MOST_UNITS},
+                beside={"min_layers": {"max_layers": MAX_LAYERS}, "min_units": {"max_units": MAX_UNITS},
                         "max_units": {"min_units": 1}}),
         Section(path="agent.objective", title="The loss", record=Objective,
                 lead="Switches that exclude each other are in [objective.md](/docs/objective.md).",
