@@ -50,7 +50,6 @@ class LanguageBank(Generic[W]):
         weights: Weights of all members.
         passes: Scores batches and computes gradients.
         end_ids: Sorted `eos_token_ids`.
-        reduce_memory_peak: As passed.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class LanguageBank(Generic[W]):
             raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
         self.base = base
         self.weights = weights
-        self.reduce_memory_peak = reduce_memory_peak
         self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=base.device)
         self.passes = ForwardPasses(
             base,

@@ -116,6 +116,7 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 
 def _write_converted(path: Path, folder: Path) -> None:
+    """Save the model and tokenizer of a GGUF file to a folder."""
     try:
         import gguf  # noqa: F401  # transformers' own error does not name the package
     except ImportError:
@@ -211,7 +212,11 @@ def speed_up(width_in: int, width_out: int) -> float:
     try:
         began, best = time.thread_time(), [math.inf, math.inf]
         for number in range(1 + ROUNDS):
-            pair = [_seconds(*each) for each in both]
+            pair = []
+            for each in both:
+                start = time.thread_time()
+                frozen_linear(*each)
+                pair.append(time.thread_time() - start)
             if number:  # the first round is warm-up
                 best = [min(each) for each in zip(best, pair, strict=True)]
                 if time.thread_time() - began > SECONDS:
@@ -219,12 +224,6 @@ def speed_up(width_in: int, width_out: int) -> float:
     finally:
         torch.set_num_threads(threads)
     return best[0] / best[1]
-
-
-def _seconds(x: Tensor, weight: Tensor) -> float:
-    began = time.thread_time()
-    frozen_linear(x, weight)
-    return time.thread_time() - began
 
 
 DEMO_MODEL = "smollm2-135m"
