@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.algorithms.policies.settings import MAX_TOKENS
+from evogrpo.algorithms.policies.settings import MOST_TOKENS
 from evogrpo.config.checks import MAX_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
@@ -118,7 +118,7 @@ def sections() -> list[Section]:
                 lead="Or `own` (the default), or `shared` for the defaults below. " + SEARCH),
         *_strategies(),
         Section(path="agent", title="What language models share", record=LanguageAgent,
-                others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MAX_TOKENS}}),
+                others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MOST_TOKENS}}),
         Section(path="agent.lora", title="The adapters of language models", record=LoraSettings,
                 opens=lambda record: check_supported(lora_from_json(dataclasses.asdict(record)))),
         Section(path="agent", title="What small networks share", record=NetworkAgent, others=(CommonOptions,)),
