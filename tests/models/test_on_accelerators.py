@@ -7,10 +7,10 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling
 from evogrpo.models.language.sizing import MAX_TOKENS, MIN_TOKENS
-from tests.models.test_finished import listen, tokens_of
+from tests.models.test_finished_rows import listen, tokens_of
+from tests.models.test_multi_turn_sampling import ends_that_occur
 from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.models.test_precision import DEVICES
-from tests.models.test_turns import ends_that_occur
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB, assert_states_agree
 from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, lora, make_rows, off_policy

@@ -16,13 +16,13 @@ import sys
 import pytest
 import torch
 
-from tests import pretended_device
+from tests import simulated_device
 
-pretended_device.pytest_configure()
-there, here = torch.ones(2, device="pretended"), torch.ones(2)
+simulated_device.pytest_configure()
+there, here = torch.ones(2, device="simulated"), torch.ones(2)
 package = {"__name__": "evogrpo.somewhere", "torch": torch, "there": there, "here": here}
 for refused in ("there + here", "torch.cat([here, there])", "here[there.long()]", "torch.where(there > 0, here, 0.0)"):
-    with pytest.raises(RuntimeError, match="on the same device, found pretended:0 and cpu"):
+    with pytest.raises(RuntimeError, match="on the same device, found simulated:0 and cpu"):
         eval(refused, package)
 with pytest.raises(TypeError, match=r"Use Tensor\\.cpu\\(\\) first"):
     there.numpy()

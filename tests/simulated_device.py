@@ -1,7 +1,7 @@
-"""A device that is not there, as a plugin: `pytest -p tests.pretended_device` runs tests of accelerators on it.
+"""Simulated accelerator as a pytest plugin: `pytest -p tests.simulated_device` runs accelerator tests on it.
 
-Its tensors hold others on the CPU, which do the work. As on a GPU they may not meet tensors of the CPU, cannot become
-arrays, and oneDNN knows nothing of them. So what mixes devices is found where there is no GPU.
+Its tensors wrap CPU tensors. As on a GPU, they cannot be combined with CPU tensors or converted to arrays, and oneDNN
+does not support them. So tests find mixed devices without a GPU.
 """
 
 import sys
@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from evogrpo.models.fast_llama import weight_layout
 from evogrpo.models.language import causal_model
 
-NAME = "pretended"
+NAME = "simulated"
 CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-"""What takes numbers from one device to another."""
+"""Operations that copy between devices."""
 INDEXING = ("aten.index", "aten._unsafe_index", "aten._index_put_impl")
-"""What takes indices from the CPU as well."""
+"""Operations that also accept CPU indices."""
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What torch asks of a device besides its tensors: nothing is drawn on this one."""
+    """Device module for torch; without a random number generator."""
 
     def get_rng_state(self, device: object = None) -> Tensor:
         return torch.zeros(1, dtype=torch.uint8)
@@ -36,11 +36,11 @@ class Module(backend_registration._DummyBackendModule):
         pass
 
 
-class Pretended(Tensor):
-    """A tensor there, with the one on the CPU that does its work."""
+class Simulated(Tensor):
+    """A tensor of the simulated device that wraps a CPU tensor."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor, requires_grad: bool = False) -> "Pretended":
+    def __new__(cls, inner: Tensor, requires_grad: bool = False) -> "Simulated":
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -55,7 +55,7 @@ class Pretended(Tensor):
         self.held = inner
 
     def __repr__(self) -> str:
-        return f"Pretended({self.held})"
+        return f"Simulated({self.held})"
 
     def tolist(self) -> Any:
         return self.held.tolist()
@@ -71,17 +71,17 @@ class Pretended(Tensor):
         return _done(func, args, kwargs or {})
 
 
-class Pretending(TorchDispatchMode):
-    """Sees what is made there out of nothing."""
+class Simulating(TorchDispatchMode):
+    """Wraps tensors that are created on the simulated device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _done(func, args, kwargs or {})
 
 
 def _done(func, args, kwargs):
-    """Do an operation on what tensors hold."""
+    """Run an operation on the wrapped tensors."""
     flat, spec = tree_flatten((args, kwargs))
-    there = [each for each in flat if isinstance(each, Pretended)]
+    there = [each for each in flat if isinstance(each, Simulated)]
     device = kwargs.get("device")
     leaves = device is not None and torch.device(device).type != NAME
     if not there and (device is None or leaves):
@@ -90,7 +90,7 @@ def _done(func, args, kwargs):
         _check(func, flat)
     wrappers = {id(each.held): each for each in there}
     args_inside, kwargs_inside = tree_unflatten(
-        [each.held if isinstance(each, Pretended) else each for each in flat], spec
+        [each.held if isinstance(each, Simulated) else each for each in flat], spec
     )
     if device is not None and not leaves:
         kwargs_inside["device"] = torch.device("cpu")
@@ -104,17 +104,17 @@ def _done(func, args, kwargs):
     def wrapped(each: object) -> object:
         if not isinstance(each, Tensor):
             return each
-        return wrappers[id(each)] if id(each) in wrappers else Pretended(each)
+        return wrappers[id(each)] if id(each) in wrappers else Simulated(each)
 
     outside = tree_map(wrapped, made)
     return return_and_correct_aliasing(func, args, kwargs, outside) if there else outside
 
 
 def _check(func, flat) -> None:
-    """Refuse what a GPU refuses: tensors of the CPU, but for single numbers and indices."""
+    """Raise for CPU tensors as a GPU does, except for scalars and indices."""
     if "mkldnn" in str(func):
         raise RuntimeError(f"{func} is for CPUs")
-    here = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, Pretended) and each.dim()]
+    here = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, Simulated) and each.dim()]
     if str(func).startswith(INDEXING):
         here = [each for each in here if each.is_floating_point()]
     if here and not _by_tests():
@@ -123,7 +123,7 @@ def _check(func, flat) -> None:
 
 
 def _by_tests() -> bool:
-    """Tell whether a test has asked, rather than the package: tests may compare what is here and there."""
+    """Return True if the caller is a test, which may compare tensors across devices."""
     frame = sys._getframe(3)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -146,10 +146,10 @@ def pytest_configure() -> None:
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device=) is not seen here
+    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device=) reaches this mode
     test_precision.DEVICES[:] = [f"{NAME}:0"]
     # fast_llama requires plain weights; treat these as such.
     weight_layout.DEVICES = (*weight_layout.DEVICES, NAME)
     weight_layout._types = lambda weights: (nn.Parameter, Tensor)
     causal_model.head_matrix = _matrix_of
-    Pretending().__enter__()
+    Simulating().__enter__()
