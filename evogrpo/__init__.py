@@ -1,4 +1,4 @@
-"""Evolve a population of GRPO agents that share one base model: the public names, each imported on first use."""
+"""Train and evolve populations of GRPO agents that share one base model. Public names are imported on first use."""
 
 import os
 from importlib import import_module
@@ -6,94 +6,56 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# OpenMP threads that wait for each other spin 300,000 times before they sleep. On a busy machine they then keep cores
-# that the other threads need (benchmarking/busy_machine.py). The variable is read when torch is loaded.
+# Waiting OpenMP threads spin 300,000 times before they sleep, which blocks cores that other threads need on a busy
+# machine (benchmarking/busy_machine.py). libgomp reads this variable when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __all__ = [
-    "GRPO",
-    "ArchitectureLimits",
-    "EvalCallback",
-    "EvolvableAlgorithm",
-    "FitnessConfig",
-    "Fixed",
-    "GymnasiumGroups",
-    "HuggingFaceGym",
-    "HyperparameterConfig",
-    "Hyperparameters",
-    "MultiAgentGRPO",
-    "MultiFrequency",
-    "MultiTurnGym",
-    "MutationOnly",
-    "Narrowing",
-    "NetworkConfig",
-    "Objective",
-    "Optimizer",
-    "PettingZooGroups",
-    "Population",
-    "RLParameter",
-    "RandomSearch",
-    "Replay",
-    "SelectionOnly",
-    "SharedExperience",
-    "StepRewards",
-    "Strategy",
-    "SuccessiveHalving",
-    "Tournament",
-    "TruncationPBT",
-    "best_hyperparameters",
-    "evolve",
-    "load_base",
-    "read_run",
-    "record_video",
-    "replay",
-    "report",
-    "resume",
-    "train",
-]
+    "GRPO", "ArchitectureLimits", "EvalCallback", "EvolvableAlgorithm", "FitnessConfig", "Fixed", "GymnasiumGroups",
+    "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO", "MultiFrequency", "MultiTurnGym",
+    "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer", "PettingZooGroups", "Population",
+    "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience", "StepRewards", "Strategy",
+    "SuccessiveHalving", "Tournament", "TruncationPBT", "best_hyperparameters", "evolve", "load_base", "read_run",
+    "record_video", "replay", "report", "resume", "train",
+]  # fmt: skip
 
-_HOMES = {
-    "ArchitectureLimits": "evogrpo.models.networks.architecture",
-    "EvalCallback": "evogrpo.training.eval_callback",
-    "EvolvableAlgorithm": "evogrpo.algorithms.grpo",
-    "FitnessConfig": "evogrpo.evolution.fitness",
-    "Fixed": "evogrpo.evolution.strategies.baselines",
-    "GRPO": "evogrpo.algorithms.grpo",
-    "GymnasiumGroups": "evogrpo.envs.control.gymnasium_groups",
-    "HuggingFaceGym": "evogrpo.envs.text.huggingface_gym",
-    "HyperparameterConfig": "evogrpo.config.search_space",
-    "Hyperparameters": "evogrpo.config.hyperparameters",
-    "MultiAgentGRPO": "evogrpo.algorithms.multi_agent",
-    "MultiFrequency": "evogrpo.evolution.strategies.multi_frequency",
-    "MultiTurnGym": "evogrpo.envs.text.multi_turn_gym",
-    "MutationOnly": "evogrpo.evolution.strategies.baselines",
-    "Narrowing": "evogrpo.evolution.strategies.narrowing",
-    "NetworkConfig": "evogrpo.models.networks.architecture",
-    "Objective": "evogrpo.config.objective",
-    "Optimizer": "evogrpo.config.optimizer",
-    "PettingZooGroups": "evogrpo.envs.control.pettingzoo_groups",
-    "Population": "evogrpo.algorithms.population",
-    "RLParameter": "evogrpo.config.search_space",
-    "RandomSearch": "evogrpo.evolution.strategies.baselines",
-    "Replay": "evogrpo.evolution.strategies.replay",
-    "SelectionOnly": "evogrpo.evolution.strategies.baselines",
-    "SharedExperience": "evogrpo.evolution.shared_experience",
-    "StepRewards": "evogrpo.envs.text.step_rewards",
-    "Strategy": "evogrpo.evolution.strategies.strategy",
-    "SuccessiveHalving": "evogrpo.evolution.strategies.successive_halving",
-    "Tournament": "evogrpo.evolution.strategies.tournament",
-    "TruncationPBT": "evogrpo.evolution.strategies.truncation_pbt",
-    "best_hyperparameters": "evogrpo.reporting.descent",
-    "evolve": "evogrpo.training.evolve",
-    "load_base": "evogrpo.models.language.loading",
-    "read_run": "evogrpo.reporting.data_frames",
-    "record_video": "evogrpo.training.video",
-    "replay": "evogrpo.training.replay",
-    "report": "evogrpo.reporting.report",
-    "resume": "evogrpo.training.evolve",
-    "train": "evogrpo.training.train",
+# Public names by the module that defines them.
+_MODULES = {
+    "algorithms.grpo": ("GRPO", "EvolvableAlgorithm"),
+    "algorithms.multi_agent": ("MultiAgentGRPO",),
+    "algorithms.population": ("Population",),
+    "config.hyperparameters": ("Hyperparameters",),
+    "config.objective": ("Objective",),
+    "config.optimizer": ("Optimizer",),
+    "config.search_space": ("HyperparameterConfig", "RLParameter"),
+    "envs.control.gymnasium_groups": ("GymnasiumGroups",),
+    "envs.control.pettingzoo_groups": ("PettingZooGroups",),
+    "envs.text.huggingface_gym": ("HuggingFaceGym",),
+    "envs.text.multi_turn_gym": ("MultiTurnGym",),
+    "envs.text.step_rewards": ("StepRewards",),
+    "evolution.fitness": ("FitnessConfig",),
+    "evolution.shared_experience": ("SharedExperience",),
+    "evolution.strategies.baselines": ("Fixed", "MutationOnly", "RandomSearch", "SelectionOnly"),
+    "evolution.strategies.multi_frequency": ("MultiFrequency",),
+    "evolution.strategies.narrowing": ("Narrowing",),
+    "evolution.strategies.replay": ("Replay",),
+    "evolution.strategies.strategy": ("Strategy",),
+    "evolution.strategies.successive_halving": ("SuccessiveHalving",),
+    "evolution.strategies.tournament": ("Tournament",),
+    "evolution.strategies.truncation_pbt": ("TruncationPBT",),
+    "models.language.loading": ("load_base",),
+    "models.networks.architecture": ("ArchitectureLimits", "NetworkConfig"),
+    "reporting.data_frames": ("read_run",),
+    "reporting.descent": ("best_hyperparameters",),
+    "reporting.report": ("report",),
+    "training.eval_callback": ("EvalCallback",),
+    "training.evolve": ("evolve", "resume"),
+    "training.replay": ("replay",),
+    "training.train": ("train",),
+    "training.video": ("record_video",),
 }
+_MODULE_OF = {name: f"evogrpo.{module}" for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.grpo import GRPO, EvolvableAlgorithm
@@ -131,9 +93,9 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""HTML in which every value of a run is text: escaped in elements and attributes, and inert where scripts read it."""
+"""HTML fragments in which every value of a run is escaped text."""
 
 import html
 import json
@@ -9,7 +9,7 @@ from evogrpo.text import printable
 
 
 def escape(value: Any) -> str:
-    """Return any value as text that a browser shows and never acts on."""
+    """Return a value as escaped HTML text."""
     return html.escape(printable(str(value)))
 
 
@@ -17,9 +17,9 @@ def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, ca
     """Return a table.
 
     Args:
-        heads: Of its columns.
-        rows: A class and the cells of each; cells are escaped, unless they are `Markup`.
-        caption: What it is, for those who do not see the heading above it.
+        heads: Column headings.
+        rows: CSS class and cells of each row; cells are escaped, unless they are `Markup`.
+        caption: Caption, read by screen readers.
     """
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     body = "".join(
@@ -27,7 +27,7 @@ def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, ca
     )
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
     label = escape(caption or f"table of {', '.join(text for text in heads if text) or 'facts'}")
-    # The frame scrolls, so the keyboard must reach it.
+    # The frame scrolls, so it must be focusable by keyboard.
     return (
         f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>{named}'
         f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
@@ -35,7 +35,7 @@ def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, ca
 
 
 class Markup(str):
-    """HTML that is finished: made by this package of constants and escaped values."""
+    """HTML made of constants and escaped values; it is not escaped again."""
 
 
 def _quoted(text: str) -> str:
@@ -50,24 +50,24 @@ def _cell(value: Any) -> str:
 
 
 def section(title: str, lead: str, *inside: str) -> str:
-    """Return a section: its title and lead are text, what is inside is markup."""
+    """Return a section; title and lead are text, the content is markup."""
     told = f'<p class="quiet">{escape(lead)}</p>\n' if lead else ""
     return f"<section><h2>{escape(title)}</h2>\n{told}" + "\n".join(inside) + "</section>"
 
 
 def folded(summary: str, inside: str, *, opened: bool = False) -> str:
-    """Return what is shown when its line is clicked; `inside` is markup, the line is text."""
+    """Return a collapsible block; the summary is text, `inside` is markup."""
     return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>\n{inside}</details>"
 
 
 def embedded(values: Any) -> str:
-    """Return JSON that may stand inside of a script element whatever texts it holds.
+    """Return JSON that is safe inside a script element.
 
     Args:
         values: Plain JSON values; numbers must be finite.
     """
     text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    # No tag or comment can begin or end in it, and outside of strings these characters do not occur.
+    # No tag or comment can start or end in it; these characters occur in JSON strings only.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -75,9 +75,9 @@ def bar(parts: Sequence[tuple[float, float, str]], *, label: str, marks: Sequenc
     """Return a horizontal bar as a picture.
 
     Args:
-        parts: From where to where, as shares of its length, and the class of each.
-        label: What it says, for those who do not see it.
-        marks: Shares at which a line stands across.
+        parts: Start and end as fractions of the length, and the CSS class of each part.
+        label: Text for screen readers.
+        marks: Fractions at which a line is drawn.
     """
     drawn = "".join(
         f'<rect class="{escape(kind)}" x="{100 * low:.1f}" y="4" height="8" width="{100 * (high - low):.1f}"/>'

@@ -11,9 +11,9 @@ MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 100, 300
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """A safe loader that refuses, before anything is built, what aliases blow up, what holds itself, and huge numbers.
+    """Safe YAML loader that refuses excessive aliases, recursive values and huge integers before building anything.
 
-    An alias counts as much as what it stands for: whoever walks through the values walks through them all.
+    An alias counts as many values as its anchor.
     """
 
     def __init__(self, stream: str) -> None:
@@ -21,25 +21,25 @@ class BoundedLoader(yaml.SafeLoader):
         self._depth, self._sizes = 0, dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node, and count the values in it."""
+        """Compose a node and count its values."""
         mark = self.peek_event().start_mark
         self._depth += 1
         if self._depth > MOST_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"it is nested more than {MOST_DEPTH} levels deep", mark)
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MOST_DEPTH} levels deep", mark)
         alias = self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "the alias stands for something that it is in", mark)
+            raise yaml.composer.ComposerError(None, None, "the alias refers to a value that contains it", mark)
         if not alias:
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
         if self._sizes[id(node)] > MOST_VALUES:
-            why = f"there are more than {MOST_VALUES:,} values, what aliases stand for counted each time"
+            why = f"more than {MOST_VALUES:,} values, counting those of aliases each time"
             raise yaml.composer.ComposerError(None, None, why, mark)
         return node  # type: ignore[no-any-return]
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Read a whole number, if it is one that a float can stand for."""
+        """Read an integer of at most `MOST_DIGITS` digits."""
         if len(node.value) > MOST_DIGITS:
             why = f"a whole number has at most {MOST_DIGITS} digits, got {len(node.value):,}"
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
@@ -53,12 +53,12 @@ def load_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader
     """Parse YAML.
 
     Args:
-        text: The YAML.
-        where: What it is, for messages: a file name, say.
-        loader: Reads it.
+        text: YAML text.
+        where: Source for messages, such as a file name.
+        loader: Loader class.
 
     Raises:
-        ValueError: If it is not YAML, or more than is bearable; with the line.
+        ValueError: If it is not valid YAML or exceeds the limits.
     """
     try:
         return yaml.load(text, loader)  # noqa: S506 (a subclass of SafeLoader)
@@ -67,8 +67,8 @@ def load_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        # What yaml itself raises for values that are not what they are tagged as, or look like: dates, say.
-        raise ValueError(f"{where}: a value is not what it is tagged as, or looks like ({error!s:.200})") from error
+        # yaml raises these for values that do not match their tag, such as malformed dates.
+        raise ValueError(f"{where}: a value does not match its tag ({error!s:.200})") from error
 
 
 def _children(node: Any) -> list[yaml.Node]:
@@ -77,24 +77,20 @@ def _children(node: Any) -> list[yaml.Node]:
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
-MOST_DIGITS = 300
-"""Of a whole number that is read: a float can stand for it, and so can whatever is computed from it at first."""
-
-
 def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:
     """Write a value as ASCII JSON that any JSON reader accepts.
 
     Args:
         value: Mappings with text keys, lists or tuples (read back as lists), text, integers, finite floats, booleans
             and None, nested in any way.
-        what: What the value is called in error messages.
+        what: Name of the value in error messages.
         indent: Spaces per level, or None for one line.
 
     Returns:
         JSON text without a final newline.
 
     Raises:
-        ValueError: If something in the value has no exact JSON form; the message names the place.
+        ValueError: If a part of the value has no exact JSON form.
     """
     try:
         return json.dumps(_plain(value, what), allow_nan=False, ensure_ascii=True, indent=indent)
@@ -103,7 +99,7 @@ def dump_json(value: Any, *, what: str = "record", indent: int | None = None) ->
 
 
 def load_json(text: bytes | str) -> Any:
-    """Read JSON, refusing what strict JSON does not have.
+    """Parse strict JSON.
 
     Args:
         text: UTF-8 bytes or text.
@@ -112,8 +108,8 @@ def load_json(text: bytes | str) -> Any:
         The value: dictionaries, lists, text, integers, finite floats, booleans and None.
 
     Raises:
-        ValueError: If it is not UTF-8, not JSON, nested too deeply, or holds NaN, an infinity, a whole
-            number that no float can stand for, or a repeated key.
+        ValueError: If it is not UTF-8 or not JSON, is nested too deeply, or has NaN, an infinity, a huge integer or a
+            repeated key.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
@@ -121,7 +117,7 @@ def load_json(text: bytes | str) -> Any:
             decoded,
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
-            parse_int=_bearable_int,
+            parse_int=_bounded_int,
             object_pairs_hook=_unique_keys,
         )
     except RecursionError as error:
@@ -129,12 +125,12 @@ def load_json(text: bytes | str) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """Copy a value into plain JSON types, or say where that is impossible."""
+    """Copy a value into plain JSON types; ValueError names the place of an invalid part."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
         if abs(value) >= 10**MOST_DIGITS:
-            raise ValueError(f"{place} must have at most {MOST_DIGITS} digits: that is no number of a run")
+            raise ValueError(f"{place} must have at most {MOST_DIGITS} digits")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -164,7 +160,7 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _bearable_int(text: str) -> int:
+def _bounded_int(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a whole number has at most {MOST_DIGITS} digits, got {len(text):,}")
     return int(text)

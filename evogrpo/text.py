@@ -1,8 +1,11 @@
-"""Text for readers: untrusted text escaped, numbers and records shortened."""
+"""Formatting for messages and tables: numbers, records, install commands, and untrusted text made printable."""
 
+import json
 import os
+import shlex
+import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +15,17 @@ _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
 
+USER_MODULE_PREFIX = "evogrpo_user_"
+"""Prefix of the names of modules that are loaded from a user's file."""
+
 
 def relative_path(path: Path) -> str:
-    """Return a path as the user would type it here: relative to the working directory if it lies inside."""
+    """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
     return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def printable(text: str) -> str:
-    r"""Spell out every character that a terminal or a browser would act on instead of showing it.
-
-    Args:
-        text: Any text, such as a completion.
-
-    Returns:
-        The text with control and invisible characters as `\x1b` or `\u202e`; newlines and tabs stay.
-    """
+    r"""Return text with control and invisible characters escaped, as in `\x1b` or `\u202e`; newlines and tabs stay."""
     return "".join(
         character
         if character in "\n\t" or unicodedata.category(character) not in _UNSAFE_CATEGORIES
@@ -36,12 +35,12 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut text to `limit` characters, saying how many are left out."""
+    """Cut text to `limit` characters and append the number of characters left out."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
 
 
 def number_text(value: float | str | None) -> str:
-    """Write a number with three significant digits (whole numbers in full), a name as it is, and a dash for neither."""
+    """Format a float with three significant digits and an integer in full; text stays, None becomes a dash."""
     if value is None:
         return _MISSING
     if isinstance(value, str):
@@ -50,34 +49,34 @@ def number_text(value: float | str | None) -> str:
 
 
 def count_text(count: float | None) -> str:
-    """Write a large count, such as one of tokens, with thousands separated, and a dash for a missing one."""
+    """Format a count with thousands separators; None becomes a dash."""
     return _MISSING if count is None else f"{count:,.0f}"
 
 
 def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
-    """Write changes at a birth, such as `lr 0.0001 → 0.0002, group_size 8 → 4`; nothing where there are none."""
+    """Format changed hyperparameters, such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
 def origin_text(parent: int | None, back_to: int | None) -> str:
-    """Say where a member's learner state comes from: `founder`, `clone of #3` or `back to #3 as it was in ...`."""
+    """Describe the origin of a member's train state: `founder`, `clone of #3` or `back to #3 as it was in ...`."""
     if parent is None:
         return "founder"
     return f"clone of #{parent}" if back_to is None else f"back to #{parent} as it was in generation {back_to}"
 
 
 def pluralize(number: int, what: str, plural: str = "s") -> str:
-    """Write how many there are of something, such as `1 group` or `3 groups`."""
+    """Format a count with its noun, such as `1 group` or `3 groups`."""
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
 def percent_text(share: float) -> str:
-    """Write a share of 1 in percent; one below 0, as estimates without bias may be, as none."""
+    """Format a fraction as a percentage; negative fractions, which unbiased estimates can have, become 0 %."""
     return "< 1 %" if 0 < share < 0.005 else f"{100 * max(0.0, share):.0f} %"
 
 
 def score_text(mean: float | None, standard_error: float | None) -> str:
-    """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
+    """Format a fitness and its standard error, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:
         return _MISSING
     digits = decimals(mean)
@@ -85,12 +84,12 @@ def score_text(mean: float | None, standard_error: float | None) -> str:
 
 
 def decimals(value: float) -> int:
-    """Return how many decimals a reward of this size is written with: three below 10, one from 100 on."""
+    """Return the number of decimals for a reward: 3 below 10, 2 below 100, otherwise 1."""
     return 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
 
 
 def duration_text(seconds: float | None) -> str:
-    """Write a duration in its two largest units, such as `1 h 05 min`."""
+    """Format a duration in its two largest units, such as `1 h 05 min`."""
     if seconds is None:
         return _MISSING
     minutes, rest = divmod(round(seconds), 60)
@@ -101,7 +100,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def short_repr(record: Any) -> str:
-    """Return a dataclass on one line, with arrays as their shape and long values shortened. Used as `__repr__`."""
+    """Return a dataclass on one line, with arrays as dtype and shape and long values shortened; used as `__repr__`."""
     shown = ", ".join(
         f"{field.name}={_short_value(getattr(record, field.name))}"
         for field in fields(record)
@@ -125,3 +124,44 @@ def _short_value(value: Any) -> str:
         inner = "(" + ", ".join(map(_short_value, value[:_MAX_REPR])) + ")"
         return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
     return repr(value)
+
+
+def reference_to(thing: Callable[..., Any]) -> str:
+    """Return the reference of a user's function or class: `path.py:name` or `module:name`."""
+    module = thing.__module__
+    place = sys.modules[module].__file__ if module.startswith(USER_MODULE_PREFIX) else module
+    return f"{place}:{thing.__qualname__}"
+
+
+def extra_command(extra: str) -> str:
+    """Return the command that installs an optional extra of evogrpo."""
+    return package_command(*_requirement(f"[{extra}]"))
+
+
+def reinstall_command() -> str:
+    """Return the command that reinstalls evogrpo and its dependencies."""
+    return package_command("--force-reinstall", *_requirement(""))
+
+
+def package_command(*words: str) -> str:
+    """Return the pip command that installs packages into the running Python, quoted for the shell."""
+    return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(words)}"
+
+
+def _requirement(extra: str) -> tuple[str, ...]:
+    """Return pip's arguments for evogrpo: its checkout, the URL it was installed from, or its name on the index."""
+    root = Path(__file__).absolute().parents[1]
+    if (root / "pyproject.toml").is_file():
+        return "-e", f"{root}{extra}"
+    import importlib.metadata  # takes long to load
+
+    try:
+        record = importlib.metadata.distribution("evogrpo").read_text("direct_url.json")
+        origin = {} if record is None else json.loads(record)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    if "url" not in origin:
+        return (f"evogrpo{extra}",)
+    kind, commit = (origin.get("vcs_info", {}).get(name) for name in ("vcs", "commit_id"))
+    url = f"{kind}+{origin['url']}@{commit}" if kind and commit else origin["url"]
+    return (f"evogrpo{extra} @ {url}",)

@@ -16,7 +16,7 @@ def warn(message: str, *, rank_zero_only: bool = True) -> None:
     """
     if rank_zero_only and not is_rank_zero():
         return
-    # The caller is the frame above the outermost one of this library: others, such as torch's, may lie between.
+    # The caller is the frame above the outermost one of this library; frames of torch may be in between.
     caller, level = 1, 1
     frame: FrameType | None = sys._getframe(0)
     while frame is not None:

@@ -62,7 +62,7 @@ def test_importing_the_package_loads_none_of_its_rooms():
 def test_a_public_name_is_found_where_its_home_defines_it(name):
     value = getattr(evogrpo, name)
     assert value.__name__ == name
-    assert value.__module__ == evogrpo._HOMES[name]
+    assert value.__module__ == evogrpo._MODULE_OF[name]
     assert value.__doc__
 
 
@@ -70,8 +70,8 @@ def test_public_names_are_listed_and_told_to_type_checkers():
     tree = ast.parse(Path(evogrpo.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     told = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert told == evogrpo._HOMES
-    assert set(evogrpo.__all__) == set(evogrpo._HOMES)
+    assert told == evogrpo._MODULE_OF
+    assert set(evogrpo.__all__) == set(evogrpo._MODULE_OF)
     assert set(evogrpo.__all__) <= set(dir(evogrpo))
 
 

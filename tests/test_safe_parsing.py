@@ -60,8 +60,8 @@ def test_a_number_that_nothing_can_hold_is_answered_with_its_length(number):
 
 
 @pytest.mark.parametrize("value", ["2001-99-99", "!!timestamp x", "!!bool x", "!!int ''", "!!float ''", "!!set [1]"])
-def test_values_that_are_not_what_they_are_tagged_as_are_answered(value):
-    with pytest.raises(ValueError, match=r"f.yaml: a value is not what it is tagged as"):
+def test_values_that_do_not_match_their_tag_are_refused(value):
+    with pytest.raises(ValueError, match=r"f.yaml: a value does not match its tag"):
         read_yaml(f"a: {value}", "f.yaml")
 
 

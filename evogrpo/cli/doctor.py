@@ -19,9 +19,8 @@ from rich.text import Text
 
 from evogrpo.cli.commands import FAILED, OK
 from evogrpo.distributed import processes
-from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.models.devices import process_memory
-from evogrpo.text import pluralize
+from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
 from evogrpo.training.display.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run

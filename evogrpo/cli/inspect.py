@@ -8,8 +8,7 @@ from rich.columns import Columns
 from rich.text import Text
 
 from evogrpo.cli.commands import OK
-from evogrpo.installing import extra_command
-from evogrpo.text import number_text, printable
+from evogrpo.text import extra_command, number_text, printable
 from evogrpo.training.display.console import Hung, make_console, working
 
 

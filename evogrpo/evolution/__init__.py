@@ -1,4 +1,4 @@
-"""Evolution: numbers in, plans out; nothing here imports torch."""
+"""Evolution: strategies read the history of a run and return plans; nothing here imports torch."""
 
 from evogrpo.evolution.backtracking import Backtracking, apply_backtracking
 from evogrpo.evolution.children import Perturbation, Proposal, proposals

@@ -1,8 +1,7 @@
-"""Going back: a member that has collapsed takes up an earlier state of its own line again.
+"""Backtracking: a collapsed member returns to the best earlier state of its own lineage.
 
-Source: Zhang et al., AISTATS 2021 (arXiv:2102.13651): population-based training with backtracking. There members go
-back to an elite of all times; here each to the best state of its own line of descent, so that one lucky evaluation does
-not take over the population.
+Source: Zhang et al., AISTATS 2021 (arXiv:2102.13651). There, members return to the best states of the whole population;
+here each member returns to its own lineage, so that one lucky evaluation does not take over the population.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,13 @@ from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.selection import Choice
 
 COLLAPSE = 3.0
-"""Standard errors of the paired difference that a member has to fall below its line's best state. The best of many
-evaluations is partly luck, so that smaller falls are common where nothing is wrong."""
+"""Standard errors by which a collapsed member is below the best state of its lineage. The best of many evaluations is
+partly luck, so smaller drops are common in healthy runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backtracking:
-    """What selection decided, with those sent back who have collapsed; and which states that needs.
+    """Choices of selection with collapsed members sent back, and the states to keep and drop.
 
     Attributes:
         choices: One per slot.
@@ -36,17 +35,17 @@ class Backtracking:
 def apply_backtracking(
     history: History, choices: Sequence[Choice], *, allowed: bool = True, z: float = COLLAPSE
 ) -> Backtracking:
-    """Send members back that have collapsed, and keep the best state of every line that lives on.
+    """Return collapsed members to earlier states, and keep the best state of every surviving lineage.
 
-    A member has collapsed if it failed, or if it earns less than its line's best kept state by more than `z` standard
-    errors of their paired difference. It goes back there, unless selection puts a clone of somebody into its slot who
-    earned at least as much, or leaves the slot to nobody or to a founder.
+    A member has collapsed if it failed, or if its fitness is more than `z` standard errors of the paired difference
+    below the best kept state of its lineage. It returns to that state, unless selection fills its slot with a clone of
+    at least that fitness or with a founder, or empties the slot.
 
     Args:
-        history: What is planned from.
-        choices: What selection decided.
-        allowed: Whether anybody goes back; if not, nothing is kept.
-        z: Standard errors.
+        history: History to plan from.
+        choices: One choice of selection per slot.
+        allowed: If False, no member goes back and no state is kept.
+        z: Standard errors of the paired difference.
     """
     if not allowed:
         return Backtracking(choices=tuple(choices), keep=(), drop=tuple(kept.key for kept in history.kept_states))
@@ -61,7 +60,7 @@ def apply_backtracking(
 
 
 class _Lines:
-    """The lines of descent that a history knows, and the states of theirs that are kept."""
+    """Lineages of a history with their kept states."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -69,7 +68,7 @@ class _Lines:
         self._records |= {kept.member.index: kept.member for kept in history.kept_states}
 
     def sent_back(self, slot: int, choice: Choice, z: float) -> Choice:
-        """Return the choice for a slot, or that its member goes back."""
+        """Return the choice for a slot, replaced by a return if its member collapsed."""
         record = self._history.last.slots[slot]
         kept = None if record.member is None or choice.parent is None else self.best(record.member)
         if kept is None:
@@ -77,16 +76,16 @@ class _Lines:
         successor = None if choice.parent in (slot, None) else self._history.last.fitness[choice.parent]
         if successor is not None and successor.mean >= kept.fitness.mean:
             return choice
-        whither = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
+        back = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
         if record.fitness is None:
-            return Choice(parent=None, kept_state=kept.key, reason=f"{whither}: failed")
+            return Choice(parent=None, kept_state=kept.key, reason=f"{back}: failed")
         fall, standard_error = difference_between(kept.fitness, record.fitness)
         if fall <= z * standard_error:
             return choice
-        return Choice(parent=None, kept_state=kept.key, reason=f"{whither}: fell by {fall:.3g} +- {standard_error:.2g}")
+        return Choice(parent=None, kept_state=kept.key, reason=f"{back}: fell by {fall:.3g} +- {standard_error:.2g}")
 
     def needed(self, slot: int, choice: Choice) -> KeptStateKey | None:
-        """Return which state the line that lives in a slot next would go back to: the best it has had so far."""
+        """Return the key of the best state so far of the lineage in a slot."""
         if choice.kept_state is not None or choice.parent is None:
             return choice.kept_state
         member, earned = self._history.last.member(choice.parent), self._history.last.fitness[choice.parent]
@@ -96,13 +95,13 @@ class _Lines:
         return kept.key
 
     def best(self, member: MemberRecord) -> KeptState | None:
-        """Return the kept state of a member's line that earned most, the first of equal ones."""
+        """Return the fittest kept state of a member's lineage, the earliest of equal ones."""
         samples = self._history.last.samples_per_step
         usable = (each for each in self._kept(member) if samples % each.member.hyperparameters.group_size == 0)
         return max(usable, key=lambda each: (each.fitness.mean, -each.generation), default=None)
 
     def _kept(self, member: MemberRecord) -> Iterator[KeptState]:
-        """Yield the kept states that a member's own goes back to."""
+        """Yield the kept states among the ancestors of a member's state."""
         ancestor, latest = member, self._history.last.number
         while True:
             for kept in self._history.kept_states:

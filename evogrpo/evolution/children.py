@@ -12,24 +12,22 @@ from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
-from evogrpo.references import reference_to
+from evogrpo.text import reference_to
 
 Proposal = Callable[[np.random.Generator], Hyperparameters]
-"""Proposes the hyperparameters of one birth; asked again, with another generator, where they are taken."""
+"""Function from a random generator to the hyperparameters of one child."""
 
 MAX_PROPOSALS = 16
-"""After so many proposals that were all taken, the space is searched for a free point instead."""
+"""Proposals that are tried before the space is searched for a free point."""
 
 
 class TakenPoints:
-    """What the members of a generation differ in: their parents and their hyperparameters.
+    """Points of the search space that members of a generation use, by parent.
 
-    Equal hyperparameters under different parents are two learners, with weights of their own; under one parent they
-    are one learner twice.
+    Two members with the same parent and equal hyperparameters would be the same learner twice.
 
     Args:
-        space: What evolves, with the group sizes that the next generation may have. Where nothing does, nothing can
-            differ, and nothing is taken.
+        space: Search space with the group sizes of the next generation. In an empty space, every point is free.
     """
 
     def __init__(self, space: HyperparameterConfig) -> None:
@@ -37,7 +35,7 @@ class TakenPoints:
         self._points: set[tuple[int | None, tuple[Value, ...]]] = set()
 
     def add(self, parent: int | None, hyperparameters: Hyperparameters) -> None:
-        """Take a point: that of a member with this parent, by index, or None for a founder."""
+        """Mark the point of a member with this parent index as taken; None for a founder."""
         self._points.add((parent, self._space.active_values(hyperparameters)))
 
     def draw(
@@ -46,9 +44,9 @@ class TakenPoints:
         """Take a free point for one birth.
 
         Args:
-            parent: Of whom, by index; None for a founder.
+            parent: Index of the parent; None for a founder.
             draw: Proposes hyperparameters.
-            stream: The generator of each attempt, by its number.
+            stream: Random generator of each attempt, by its number.
 
         Returns:
             The first free one of `MAX_PROPOSALS` proposals, or else any free point of the space; and whether
@@ -71,20 +69,20 @@ class TakenPoints:
         return proposal, found
 
     def free(self, parent: int | None, hyperparameters: Hyperparameters) -> bool:
-        """Say whether nobody with this parent has these hyperparameters."""
+        """Return True if no member with this parent has these hyperparameters."""
         return not self._space or (parent, self._space.active_values(hyperparameters)) not in self._points
 
 
 def points(
     space: HyperparameterConfig, base: Hyperparameters, count: int, rng: np.random.Generator
 ) -> Iterator[Hyperparameters]:
-    """Go through points of a space in random order, each once: all of a small one, at least `count` of a large one.
+    """Iterate over distinct points of a space in random order: all of a small space, at least `count` of a large one.
 
     Args:
-        space: What evolves; group sizes as a ladder.
-        base: Has the values of all that does not.
-        count: How many values of a range are tried at most.
-        rng: The generator of the order, and of values in ranges.
+        space: Search space.
+        base: Values of all other hyperparameters.
+        count: Maximum number of values per range.
+        rng: Random generator of the order and of values in ranges.
     """
     axes = {name: _values(space[name], name, base, count, rng) for name in space.ordered}
     for values in _combined(space, base.to_json(), axes, space.ordered):
@@ -100,7 +98,7 @@ def _combined(
     if not names:
         yield values
         return
-    # What does not count makes no other point.
+    # An inactive hyperparameter does not make another point.
     for value in axes[names[0]] if space.is_active(names[0], values) else [values[names[0]]]:
         yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
 
@@ -142,7 +140,7 @@ T = TypeVar("T")
 
 
 class Perturbation(Protocol):
-    """A function, or an object that is called like one: from a parent's hyperparameters to a child's."""
+    """Callable that maps a parent's hyperparameters to those of a child."""
 
     def __call__(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator, /
@@ -150,9 +148,9 @@ class Perturbation(Protocol):
         """Propose a child's hyperparameters.
 
         Args:
-            hyperparameters: The parent's.
-            space: What evolves; what it returns differs in nothing else, and takes no value outside.
-            rng: The generator of its draws; whatever else it depends on is lost where a run is resumed.
+            hyperparameters: Hyperparameters of the parent.
+            space: Search space; only its hyperparameters may change, within their ranges.
+            rng: Random generator. The result may depend on nothing else, so that a run can be resumed.
         """
         ...
 
@@ -160,13 +158,13 @@ class Perturbation(Protocol):
 def proposals(
     perturbation: Perturbation, history: History, parent: MemberRecord, space: HyperparameterConfig
 ) -> Proposal:
-    """Return what proposes the hyperparameters of a member's children, for `Plan.from_choices`.
+    """Return a function that proposes hyperparameters for a member's children, for `Plan.from_choices`.
 
     Args:
-        perturbation: How children differ from parents.
-        history: From which the steps are taken that the parent's line made last.
-        parent: Whose children.
-        space: What evolves, with the group sizes that the next generation may have.
+        perturbation: Maps the hyperparameters of a parent to those of a child.
+        history: History that gives the last mutation steps of the parent.
+        parent: The parent.
+        space: Search space with the group sizes of the next generation.
     """
     if isinstance(perturbation, Mutation):
         steps = last_steps(history, parent)
@@ -194,7 +192,7 @@ def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
 
 
 def checked_perturbation(value: object) -> None:
-    """Refuse what cannot propose hyperparameters; raises ValueError."""
+    """Raise ValueError unless the value is a perturbation."""
     if isinstance(value, type) or not callable(value):
         raise ValueError(
             f"mutation must be a Mutation, or be called with hyperparameters, space and rng, got {value!r:.80}: "
@@ -203,7 +201,7 @@ def checked_perturbation(value: object) -> None:
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
-    """Return a perturbation as plain JSON values: a mutation's settings, or where the user's is defined and its own."""
+    """Return a perturbation as plain JSON values: its settings, and the reference of a user's function or class."""
     if perturbation is None or isinstance(perturbation, Mutation):
         return None if perturbation is None else perturbation.to_json()
     settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
@@ -255,14 +253,14 @@ def with_settings(make: Callable[..., T], name: object, settings: Mapping[str, A
 
 
 def defined(perturbation: Perturbation) -> Callable[..., Any]:
-    """Return the function, or the class of the object, that a user's perturbation is."""
+    """Return the function of a user's perturbation, or the class of the object."""
     return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
 
 
 def _checked(
     perturbation: Perturbation, before: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
 ) -> Hyperparameters:
-    """Call a user's perturbation, and refuse what a member cannot have."""
+    """Call a user's perturbation and validate its result."""
     name = getattr(perturbation, "__name__", type(perturbation).__name__)
     after: Any = perturbation(before, space, rng)
     if not isinstance(after, Hyperparameters):

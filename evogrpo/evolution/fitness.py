@@ -13,12 +13,12 @@ from evogrpo.config.checks import declared_fields, finite_number, flag, names_un
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
-"""How a member can be measured: by greedy or by sampled answers to validation questions, or by its training rewards."""
+"""Measures of fitness: greedy or sampled answers to validation questions, or training rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitness:
-    """What one member earned on held-out questions, or on the starts that it trained on; a failed member has None.
+    """Raw reward of one member on held-out questions or training starts; a failed member has no fitness.
 
     Attributes:
         mean: Mean raw reward per question; higher is better. For a member that answered fewer questions than the leader
@@ -217,17 +217,17 @@ class FitnessConfig:
 
     @property
     def uses_validation(self) -> bool:
-        """Whether members are asked validation questions."""
+        """True if members answer validation questions."""
         return self.by != ROLLOUTS
 
     @property
     def validation_measure(self) -> str:
-        """The name of what held-out questions measure: one of `MEASURES`."""
+        """Measure of held-out questions: one of `MEASURES`."""
         return SAMPLED if self.sampled else GREEDY
 
     @property
     def selection_measure(self) -> str:
-        """The name of what selection goes by: one of `MEASURES`."""
+        """Measure used by selection: one of `MEASURES`."""
         return self.validation_measure if self.by == "validation" else ROLLOUTS
 
     def to_json(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class FitnessConfig:
 
 
 GREEDY_EVALUATION = FitnessConfig(racing=False)
-"""Everybody answers every validation question greedily."""
+"""Greedy answers to all validation questions."""
 
 
 FIRST_ROUND = 8
@@ -258,7 +258,7 @@ def looks(questions: int) -> int:
 
 
 def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], error: float) -> bool:
-    """Tell whether a member is behind the leader, wrongly with a probability of at most `error`.
+    """Return True if a member is significantly behind the leader, with error probability at most `error`.
 
     Args:
         leader: `[n]` the leader's scores.

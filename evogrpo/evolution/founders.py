@@ -1,4 +1,4 @@
-"""Members without parents: the spread of a first population, and fresh ones from anywhere in the space."""
+"""Founders: hyperparameters of members without parents."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,21 +23,20 @@ def spread_founders(
     samples_per_step: int,
     given: Sequence[Hyperparameters] = (),
 ) -> tuple[Hyperparameters, ...]:
-    """Choose the hyperparameters of a first population: those given, then a Latin hypercube over the space.
+    """Choose the hyperparameters of a first population: the given ones, then a Latin hypercube over the space.
 
-    Each evolving hyperparameter's range is cut into parts of equal width on its scale and every part gets one member,
-    so that even a small population covers every range; each value alone is (log-)uniform. Names share the members as
-    evenly as they can. Where two come out alike, as on short ladders, the later one is drawn again from all over the
-    space while anything is left there.
+    The range of each evolving hyperparameter is divided into strata of equal width on its scale, one per member, so
+    that a small population covers every range; each value is (log-)uniform. Categories are shared evenly. Of two equal
+    points, the later one is redrawn from the whole space until no free point is left.
 
     Args:
-        defaults: The values that stay fixed; also the first member, untouched even where it lies outside the space,
-            unless others are given.
-        space: What evolves.
-        size: Members.
-        rng: The generator of these draws.
+        defaults: Values of all other hyperparameters. Also the first member, even if it lies outside the space, unless
+            `given` is set.
+        space: Search space.
+        size: Number of members.
+        rng: Random generator.
         samples_per_step: Samples each member collects per learning step; group sizes divide it.
-        given: The first members, such as `warm_start_founders` returns, if they are chosen; of too many the first ones.
+        given: First members, such as those of `warm_start_founders`; at most `size` are used.
 
     Returns:
         One record per member.
@@ -64,17 +63,16 @@ def spread_founders(
 def warm_start_founders(
     earlier: Sequence[Hyperparameters], first: Hyperparameters, space: HyperparameterConfig, samples_per_step: int
 ) -> tuple[tuple[Hyperparameters, ...], tuple[str, ...]]:
-    """Return founders with what members of an earlier run learnt with, as far as that lies in the space.
+    """Return founders with the hyperparameters of members of an earlier run, moved into the search space.
 
     Args:
-        earlier: Theirs, the best first.
-        first: The values of what does not evolve.
-        space: What evolves: everything else is as in `first`.
-        samples_per_step: Samples of a learning step, which group sizes divide.
+        earlier: Hyperparameters of the earlier members, the best first.
+        first: Values of hyperparameters that do not evolve.
+        space: Search space.
+        samples_per_step: Samples of a learning step; group sizes divide it.
 
     Returns:
-        One record for each different point of the space, in the same order, and in words what was moved to the nearest
-        value that it may take.
+        One record per distinct point of the space, in the same order, and a text for every value that was moved.
     """
     space = space.for_samples_per_step(samples_per_step)
     founders: dict[Hyperparameters, None] = {}
@@ -100,7 +98,7 @@ def _distinct(
     space: HyperparameterConfig,
     stream: Callable[..., np.random.Generator],
 ) -> list[Hyperparameters]:
-    """Return the others, those drawn again that are like one of the first or an earlier one."""
+    """Return `others`, with duplicates of `first` or of earlier ones redrawn."""
     occupied = TakenPoints(space)
     for each in first:
         occupied.add(None, each)
@@ -110,7 +108,7 @@ def _distinct(
             occupied.add(None, wanted)
         else:
             again.append(place)
-    # Only then: nobody who stands alone makes room. Where nothing is left, all stay spread as evenly as they were.
+    # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
     for place in again:
         drawn, found = occupied.draw(None, partial(random_founder, space, first[0]), partial(stream, "founder", place))
         distinct[place] = drawn if found else distinct[place]
@@ -123,10 +121,7 @@ def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.r
 
 
 def at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
-    """Return the point of a space with these fractions, each in [0, 1), of the founders' ranges below it.
-
-    What does not count there is as in `base`.
-    """
+    """Return the point at these fractions, in [0, 1), of the founders' ranges; inactive values are those of `base`."""
     values = base.to_json()
     for name in space.ordered:
         parameter, fraction = space[name], fractions[name]

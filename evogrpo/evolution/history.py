@@ -1,4 +1,4 @@
-"""History of a run: what strategies plan from."""
+"""History of a run: the input of strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
 
 KeptStateKey = tuple[int, int]
-"""Names a kept state: whose it is, by index, and after which generation. A member is evaluated once a generation."""
+"""Key of a kept state: index of its member, and generation after which it was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptState:
-    """What strategies see of a learner state that was kept, as it was when it earned its fitness.
+    """A kept train state, as strategies see it.
 
     Attributes:
-        member: Whose it is, with the hyperparameters that it learnt with.
-        generation: After which generation's evaluation it was kept.
-        fitness: What it earned then.
+        member: Its member, with the hyperparameters of that time.
+        generation: Generation after whose evaluation it was kept.
+        fitness: Fitness at that time.
     """
 
     member: MemberRecord
@@ -30,7 +30,7 @@ class KeptState:
 
     @property
     def key(self) -> KeptStateKey:
-        """Its name."""
+        """Key of this state."""
         return self.member.index, self.generation
 
     def to_json(self) -> dict[str, Any]:
@@ -50,11 +50,11 @@ class SlotRecord:
     """One slot in one generation.
 
     Attributes:
-        member: Who lived there; None where nobody did.
-        fitness: What the member earned, question by question: what selection goes by; None if it failed.
+        member: Member of the slot; None if the slot was empty.
+        fitness: Fitness that selection uses, with scores per question; None if the member failed.
         tokens: Tokens (or environment steps) it processed in this generation, updates included, evaluations left out.
-        seconds: Its share of the generation's time, by tokens; likewise.
-        measured: What it earned as measured in other ways, by their names in `evogrpo.evolution.fitness.MEASURES`.
+        seconds: Its share of the generation's time, by tokens, without evaluations.
+        measured: Fitness by other measures, by their names in `evogrpo.evolution.fitness.MEASURES`.
         evaluation_tokens: Tokens (or environment steps) that its evaluation took.
         evaluation_seconds: Its share of the time that the evaluation took.
 
@@ -110,7 +110,7 @@ class Generation:
         slots: One for each slot of the bank.
 
     Raises:
-        ValueError: If a member stands at another slot than its own.
+        ValueError: If a member is not at its own slot.
     """
 
     number: int
@@ -130,41 +130,41 @@ class Generation:
 
     @property
     def fitness(self) -> tuple[Fitness | None, ...]:
-        """One entry per slot; None where the member failed or nobody lived."""
+        """One entry per slot; None for failed members and empty slots."""
         return tuple(record.fitness for record in self.slots)
 
     @property
     def empty(self) -> tuple[int, ...]:
-        """The slots where nobody lived."""
+        """Empty slots."""
         return tuple(slot for slot, record in enumerate(self.slots) if record.member is None)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        """The slots of members that failed: none of them can be kept or copied."""
+        """Slots of failed members; none of them can be kept or cloned."""
         return tuple(member.slot for member in self.members if self.slots[member.slot].fitness is None)
 
     @property
     def ranked(self) -> tuple[int, ...]:
-        """The slots of members that did not fail, the best first; of equal ones the lowest index, the older, first."""
+        """Slots of healthy members, the best first; of equal ones the lowest index first."""
         healthy = ((record.fitness, record.member) for record in self.slots)
         best_first = sorted((-earned.mean, who.index, who.slot) for earned, who in healthy if earned and who)
         return tuple(slot for _, _, slot in best_first)
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """For each slot the index of its member, by which draws are named; for an empty one a number below 0."""
+        """Index of the member of each slot, which names random streams; a negative number for empty slots."""
         members = (record.member for record in self.slots)
         return tuple(-1 - slot if member is None else member.index for slot, member in enumerate(members))
 
     def member(self, slot: int) -> MemberRecord:
-        """Return who lived in a slot.
+        """Return the member of a slot.
 
         Raises:
-            ValueError: If nobody did.
+            ValueError: If the slot was empty.
         """
         member = self.slots[slot].member
         if member is None:
-            raise ValueError(f"slot {slot} held nobody in generation {self.number}, so nothing can be copied from it")
+            raise ValueError(f"slot {slot} was empty in generation {self.number}, so it cannot be cloned")
         return member
 
     def to_json(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class History:
 
     @property
     def capacity(self) -> int:
-        """Slots of the bank, those that hold nobody included."""
+        """Number of slots of the bank, including empty ones."""
         return len(self.last.slots)
 
     def find_kept_state(self, key: KeptStateKey) -> KeptState:
@@ -236,8 +236,8 @@ class History:
             f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept_states)
         )
         raise ValueError(
-            f"no state of #{key[0]} after generation {key[1]} is kept, only {states or 'nobody at all'}: a plan goes "
-            "back to what an earlier plan said to keep"
+            f"no state of #{key[0]} after generation {key[1]} is kept, only {states or 'none'}. Keep the state "
+            "in an earlier plan."
         )
 
     def to_json(self) -> dict[str, Any]:

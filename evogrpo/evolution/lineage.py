@@ -1,4 +1,4 @@
-"""Who was born where, from whom and with which hyperparameters: the birth record of a run."""
+"""Lineage: the births of all members of a run, with their parents and hyperparameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

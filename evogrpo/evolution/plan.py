@@ -1,4 +1,4 @@
-"""A plan: who lives in every slot next and what the next generations spend, as plain data."""
+"""Plan: the next member of every slot and the budget of the next generations, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class Plan:
             self._check_samples(self.samples)
 
     def _check_samples(self, samples: tuple[int, ...]) -> None:
-        """Refuse samples of other slots than there are, of nobody, or of nobody at all."""
+        """Require one non-negative count per slot, zero for empty slots, and not all zero."""
         counts = tuple(whole_number("samples", count) for count in samples)
         if len(counts) != len(self.parents) or min(counts) < 0 or not any(counts):
             raise ValueError(
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """The slots that hold nobody next."""
+        """Slots that are empty next."""
         born = {child.slot for child in self.children}
         return tuple(slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born)
 
@@ -189,8 +189,8 @@ class Plan:
         Raises:
             ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
                 or is not there; if children are numbered or named wrongly; if somebody's group size does not divide the
-                samples of a learning step; or if all members together would collect more than these allow.
-                or is not there; if children are numbered or named wrongly; if a state is to be kept that nobody healthy
+                samples of a learning step; or if all members together would collect more than these allow;
+                if children are numbered or named wrongly; if a state is to be kept that nobody healthy
                 has, one is unknown that a child begins with or that is dropped, or more are kept than there are slots;
                 or if somebody's group size does not divide the samples of a learning step.
         """
@@ -268,7 +268,7 @@ class Plan:
 
 
 def parent_of(history: History, choice: Choice) -> MemberRecord | None:
-    """Return whose learner state a slot takes, as it was when it had that state; None where it takes nobody's."""
+    """Return the member whose train state a slot takes, as of that state; None for a founder or an empty slot."""
     if choice.kept_state is not None:
         return history.find_kept_state(choice.kept_state).member
     return None if choice.parent is None else history.last.member(choice.parent)
@@ -295,8 +295,7 @@ def _drawn(
         if slot in own:
             occupied.add(None if parent is None else parent.index, own[slot])
         elif parent is not None and slot not in draws:
-            # Whoever stays has a parent and is one: a child with its hyperparameters would be itself again. An exact
-            # clone of another is that one again in any case.
+            # A child of a member that stays, or of its parent, must differ from that member.
             occupied.add(parent.index, parent.hyperparameters)
             if choices[slot].parent == slot:
                 occupied.add(parent.parent, parent.hyperparameters)

@@ -1,4 +1,4 @@
-"""Which member each slot should hold next, decided on paired validation scores."""
+"""Selection: choose the next member of every slot from the fitness of the last generation."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -13,12 +13,12 @@ from evogrpo.randomness import streams
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What selection decides for one slot.
+    """Decision of selection for one slot.
 
     Attributes:
-        parent: The slot whose learner state it takes; its own slot if it keeps what it holds; None for nobody's.
-        reason: Why, in words.
-        kept_state: Names the kept state that it takes instead; then `parent` is None.
+        parent: Slot whose train state it takes; its own slot to keep its member; None otherwise.
+        reason: Reason as text.
+        kept_state: Key of the kept state that it takes instead; then `parent` is None.
     """
 
     parent: int | None
@@ -175,7 +175,7 @@ def no_selection(last: Generation, rng: np.random.Generator) -> tuple[Choice, ..
 
 
 def has_stagnated(history: History, z: float) -> bool:
-    """Say whether nobody has got better over the last generation, beyond the noise.
+    """Return True if no member improved over the last generation beyond the noise.
 
     Every healthy member is compared with what it, or the parent that it was born from, earned the generation before.
 

@@ -1,4 +1,4 @@
-"""Who learns from whose samples and who samples how much: plain rules, of numbers alone."""
+"""Shared experience: members learn from the samples of other members."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ class SharedExperience:
             )
 
     def sources(self, rewards: Mapping[int, float], members: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return whose samples each member learns from, by slot.
+        """Return the slots each member learns from, by slot.
 
         Args:
             rewards: The mean reward of the samples of each member that sampled, by slot; NaN = none applied.
@@ -126,7 +126,7 @@ def shared_experience(value: object) -> SharedExperience | None:
 
 
 def max_sources(experience: SharedExperience | None, size: int) -> int:
-    """Return from how many other members' samples a member of so large a population learns at most."""
+    """Return the maximum number of other members a member learns from."""
     if experience is None:
         return 0
     return min(size - 1, 1) if experience.learn_from == "leader" else size - 1
@@ -173,7 +173,7 @@ def _mean(fitness: Fitness | None) -> float:
 
 
 def _group_sizes(plan: Plan, history: History) -> dict[int, int]:
-    """Return the group size of whoever each slot holds next; nobody, no entry."""
+    """Return the group size of the next member of each occupied slot."""
     born = {child.slot: child.hyperparameters.group_size for child in plan.children}
     kept = {
         slot: history.last.member(parent).hyperparameters.group_size

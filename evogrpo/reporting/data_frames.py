@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
-from evogrpo.installing import extra_command
 from evogrpo.reporting.descent import lineage_of
 from evogrpo.reporting.lineage import ToldBirth, fitness_before, read_births, winner
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.step_records import REMEDY, Estimate
 from evogrpo.reporting.summary import RunSummary, latest_steps, summarise
 from evogrpo.storage.journal import read_journal
+from evogrpo.text import extra_command
 
 if TYPE_CHECKING:
     from pandas import DataFrame

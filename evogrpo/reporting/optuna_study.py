@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
-from evogrpo.installing import extra_command
 from evogrpo.reporting.lineage import LineageTree, ToldBirth, read_lineage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, printable
+from evogrpo.text import changes_text, extra_command, printable
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: checkpoints (safetensors and JSON, atomic, checked) and the append-only journal."""
+"""Files of a run: checkpoints (safetensors and JSON, atomic, hashed), the append-only journal, and the lock."""

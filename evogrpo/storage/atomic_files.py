@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all."""
+"""Atomic writes: files and folders are written completely or not at all."""
 
 import glob
 import os
@@ -14,7 +14,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's list of names is on disk (Windows cannot wait; it orders such changes itself)."""
+    """Sync the entries of a folder to disk; does nothing on Windows, which orders such changes itself."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -25,7 +25,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents where missing; the new names are on disk when the call returns."""
+    """Create a folder and missing parents, and sync them to disk."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in reversed(missing):
@@ -34,7 +34,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def errors_with_path(path: Path) -> Iterator[None]:
-    """Let errors of the system in the block name a file: a full disk, say, refuses bytes without saying whose."""
+    """Add the file name to system errors in the block that have none, such as those of a full disk."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def errors_with_path(path: Path) -> Iterator[None]:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Create a file that must not exist yet, and wait until its bytes are on disk."""
+    """Create a new file and sync it to disk."""
     with errors_with_path(path), path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -52,7 +52,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a file new content in one step: a reader, or a kill, meets the old bytes or the new, never a mixture."""
+    """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # as `sweep` finds it
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*.temporary"):  # left by processes that were killed
         if stale == temporary or not _is_alive(stale.suffixes[-2][1:]):
@@ -66,7 +66,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _is_alive(pid: str) -> bool:
-    """Return whether a process of that number runs, as far as can be known."""
+    """Return True unless no process with this number exists."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, OverflowError, ProcessLookupError):
@@ -77,46 +77,47 @@ def _is_alive(pid: str) -> bool:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed writes of files in this folder left; nobody else may be writing there."""
+    """Remove temporary files of killed writes; no other process may write into the folder."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
 
 
 class NotRegularFileError(OSError):
-    """What lies at a path would lead elsewhere, or never end: a link, a pipe, a device, a folder."""
+    """The path is not a regular file, but a link, pipe, device or folder."""
 
 
 def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that is a file, and return its descriptor: no link is followed, no pipe or device is waited for.
+    """Open a regular file and return its descriptor; links, pipes, devices and folders are refused.
 
     Raises:
-        NotRegularFileError: If it is anything else.
+        NotRegularFileError: If it is not a regular file.
         OSError: If it cannot be opened.
     """
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # else opening could do something already
-        raise NotRegularFileError(f"{path} is no plain file")
-    # The same once more for whatever takes its place in between.
+    # Check before opening: opening a pipe or device can already have effects.
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise NotRegularFileError(f"{path} is not a regular file")
+    # Check again after opening: the file may have been replaced in between.
     unmoved = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | unmoved, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFileError(f"{path} is no plain file")
+        raise NotRegularFileError(f"{path} is not a regular file")
     return descriptor
 
 
 LEAST_ROOM = 1 << 26
-"""Bytes that must be free: less than a journal, a report and the checkpoints of the smallest run."""
+"""Free bytes required for a new run."""
 
 
 def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_over: Collection[str] = ()) -> None:
-    """Refuse a folder that is no place for new files; nothing is left in it, and it is not made.
+    """Check that a folder can take new files, without creating it.
 
     Args:
-        folder: It may exist, if nothing is in it but hidden files, and so may the folders it is in.
-        what: It is, for messages.
-        room: Bytes that must be free there.
-        left_over: Names in it that do not count.
+        folder: Folder that does not exist or has only hidden files.
+        what: Noun for messages.
+        room: Bytes that must be free.
+        left_over: File names that are allowed in it.
 
     Raises:
         ValueError: If it is not a folder, holds files, cannot be written into, or has no room.
@@ -149,7 +150,7 @@ def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_ov
 
 
 def has_only_hidden_files(folder: Path) -> bool:
-    """Whether a folder holds nothing but hidden files: of writing that was broken off before anything was complete."""
+    """Return True if a folder has only hidden files, as killed writes leave."""
     return folder.is_dir() and all(map(_hidden, folder.iterdir()))
 
 

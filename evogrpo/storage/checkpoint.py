@@ -1,4 +1,4 @@
-"""Checkpoints: a manifest and safetensors files, hashed, written atomically, one folder per generation."""
+"""Checkpoints: folders of safetensors files, a JSON record and a manifest with hashes, written atomically."""
 
 import os
 import re
@@ -41,7 +41,7 @@ MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empt
 
 
 def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, FileEntry]:
-    """Write tensors in the mapping's order; each is asked for once, when its file is filled, and then let go.
+    """Write tensors in the order of the mapping, which is read once per tensor, when its file is filled.
 
     Args:
         folder: Where the files go.
@@ -50,11 +50,11 @@ def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_b
         file_bytes: A file that holds this many bytes of tensors takes no more of them.
 
     Returns:
-        What the manifest says of each file.
+        Manifest entries of the files.
 
     Raises:
         ValueError: If a tensor or its name cannot be stored.
-        OSError: If the disk refuses.
+        OSError: If writing fails.
     """
     names = list(tensors)
     entries: dict[str, FileEntry] = {}
@@ -88,7 +88,7 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
-    # Parsed from the very bytes that were checked: a file that changes in between cannot slip through.
+    # Parse the same bytes that were verified, so that the file cannot change in between.
     content = read_verified(path, entry)
     header = int.from_bytes(content[:8], "little")
     if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
@@ -121,13 +121,13 @@ _GENERATION = re.compile(r"generation-\d+")
 
 
 def checkpoint_path(folder: Path) -> Path:
-    """Return where a checkpoint lies: in its folder, or beside it when a kill fell between the renames of a replace."""
+    """Return the path of a checkpoint: its folder, or the previous one if a replacement was killed between renames."""
     previous = _previous(folder)
     return previous if previous.is_dir() and not os.path.lexists(folder) else folder
 
 
 def move_into_place(temporary: Path, folder: Path) -> None:
-    """Rename a whole, synced folder to its final name; one that is there moves aside and is then removed."""
+    """Rename a complete, synced folder to its final name, replacing an existing one."""
     previous = _previous(folder)
     replacing = os.path.lexists(folder)
     if replacing:
@@ -144,7 +144,7 @@ def move_into_place(temporary: Path, folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writes of this folder, or of any generation beside it, left; a set-aside folder comes back."""
+    """Remove leftovers of killed writes of this folder and its sibling generations, and restore set-aside folders."""
     for entry in sorted(folder.parent.iterdir()):
         match = _TEMPORARY.fullmatch(entry.name) or _PREVIOUS.fullmatch(entry.name)
         if match is None:
@@ -160,7 +160,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that it is never seen in part: it changes its name first."""
+    """Remove a checkpoint atomically: rename it first."""
     doomed = folder.with_name(f".{folder.name}.temporary-{os.urandom(16).hex()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -218,7 +218,7 @@ def write_checkpoint(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Save tensors and a record as one folder that is complete or absent, at whatever byte the process is killed.
+    """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
 
     Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A checkpoint that
     is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
@@ -237,9 +237,9 @@ def write_checkpoint(
         file_bytes: A tensor file that holds this many bytes of tensors takes no more of them, at least 1.
 
     Raises:
-        CheckpointError: If `folder` holds a complete checkpoint and `replace` is False, or anything but a checkpoint.
+        CheckpointError: If `folder` holds a complete checkpoint and `replace` is False, or other files.
         ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
-        OSError: If the disk refuses; likewise.
+        OSError: If writing fails; what was at `folder` is still there.
     """
     folder = Path(folder).resolve()
     further = files or {}
@@ -359,8 +359,8 @@ class LatestCheckpoint:
 
     Attributes:
         generation: Its number, or None if the run has no whole checkpoint.
-        folder: Its folder, or None likewise.
-        skipped: Why each newer generation cannot be used, newest first.
+        folder: Its folder, or None.
+        skipped: Errors of the newer generations, newest first.
     """
 
     generation: int | None
@@ -376,7 +376,7 @@ def generation_folder(run_dir: Path | str, generation: int) -> Path:
 
 
 def latest_checkpoint(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
-    """Find the newest generation whose checkpoint is whole and unchanged; half-written ones are never seen.
+    """Find the newest generation with a complete, unchanged checkpoint.
 
     Args:
         run_dir: The folder of the run.

@@ -140,7 +140,7 @@ def _opened(path: Path, flags: int) -> int:
     try:
         return open_regular_file(path, flags)
     except NotRegularFileError as error:
-        raise JournalError(f"{error}, and is not followed elsewhere: put the journal itself there") from error
+        raise JournalError(f"{error}, and links are not followed: put the journal itself there") from error
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def _event(line: bytes) -> dict[str, Any]:
 
 
 def _repair_tail(file: int, path: Path) -> None:
-    """Make the file end in a newline: complete a whole last line, cut off a torn one."""
+    """End the file with a newline: terminate a complete last line, remove an incomplete one."""
     with open(file, "rb", closefd=False) as reader:
         content = reader.read()
     if not content:

@@ -1,4 +1,4 @@
-"""One writer per run directory: a lock that the operating system lets go of when its process ends, however it ends."""
+"""Lock of a run directory for one writer; the operating system releases it when the process ends."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from evogrpo.warnings import warn
 
 try:
     import fcntl
-except ImportError:  # Windows: nobody is kept out there
+except ImportError:  # Windows: no locking
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
@@ -22,24 +22,24 @@ _held: "weakref.WeakValueDictionary[tuple[int, int], DirectoryLock]" = weakref.W
 
 
 class LockLostError(OSError):
-    """The folder of a lock is no longer there, or no longer this process's."""
+    """The locked folder was removed or replaced, or the lock belongs to another process."""
 
 
 class DirectoryLock:
-    """The sole right to write into a folder, until it is released or dropped, or the process ends.
+    """Exclusive lock on a folder, held until it is released, garbage-collected, or the process ends.
 
-    Claimed again by the same process it passes on, so that a run can be resumed in the session that began it; the
-    claim that had it is `lost` from then on.
+    A second lock in the same process takes over from the first, which is `lost` from then on. A run can therefore be
+    resumed in the session that started it.
 
     Args:
-        folder: An existing folder; a file `.lock` is made in it, which stays.
+        folder: An existing folder; a file `.lock` is created in it and stays.
 
     Attributes:
-        folder: As given, as an absolute path.
-        lost: Whether the right has been released or passed on.
+        folder: The absolute path of the folder.
+        lost: True if the lock was released or taken over.
 
     Raises:
-        ValueError: If another process holds it, with which and where.
+        ValueError: If another process holds the lock.
         OSError: If the folder cannot be written into.
     """
 
@@ -56,7 +56,7 @@ class DirectoryLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False
         _held[_identity(os.fstat(self._descriptor))] = self
-        with suppress(OSError):  # whose it is, for the refusal only
+        with suppress(OSError):  # owner, for error messages only
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(), 0)
 
@@ -64,7 +64,7 @@ class DirectoryLock:
         """Check before every write that this process still holds the lock of this very folder.
 
         Raises:
-            ValueError: If the claim was passed on or released.
+            ValueError: If the lock was released or taken over.
             LockLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
         """
         if self.lost:
@@ -82,13 +82,13 @@ class DirectoryLock:
             )
 
     def release(self) -> None:
-        """Let others claim the folder."""
+        """Release the lock."""
         if not self.lost:
             self.lost = True
             self._close()
 
     def withdraw(self) -> None:
-        """Let others claim the folder; if nothing was written into it, it is empty again."""
+        """Release the lock, and remove its file if nothing else was written into the folder."""
         if not self.lost and is_unused(self.folder):
             with suppress(OSError):
                 (self.folder / LOCK).unlink()
@@ -101,7 +101,7 @@ class DirectoryLock:
 
 
 def is_unused(folder: Path) -> bool:
-    """Tell whether a folder holds nothing but what a claim made."""
+    """Return True if a folder has no file but the lock."""
     return all(entry.name == LOCK for entry in folder.iterdir())
 
 
@@ -114,7 +114,7 @@ def _held_by_this_process(path: Path) -> DirectoryLock | None:
         lock = _held.get(_identity(path.lstat()))
     except FileNotFoundError:
         return None
-    # A process that was forked off has its parent's claims in memory, but not its locks.
+    # A forked process has its parent's lock objects in memory, but not the locks.
     return None if lock is None or lock.lost or lock._pid != os.getpid() else lock
 
 
@@ -128,7 +128,7 @@ def _locked(path: Path, folder: Path) -> int:
         if _identity(os.fstat(descriptor)) == _identity(path.lstat()):
             return descriptor
     except FileNotFoundError:
-        pass  # somebody withdrew a claim just now
+        pass  # another process has just withdrawn its lock
     except OSError as error:
         if error.errno in _BUSY:
             holder = _holder(descriptor)
@@ -148,7 +148,7 @@ def _locked(path: Path, folder: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    """Say who holds a lock; what the file says is somebody else's, and may be anything."""
+    """Describe the holder of a lock; the content of the file is untrusted."""
     try:
         said = json.loads(os.pread(descriptor, 1000, 0))
         return f"process {int(said['pid'])} on {str(said['host'])[:100]!a}"

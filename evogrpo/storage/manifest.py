@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: which files it holds, and the checks that they are whole and as written."""
+"""Manifest of a checkpoint folder: lists its files with sizes and hashes, and verifies them."""
 
 import hashlib
 import os
@@ -26,11 +26,11 @@ _CHUNK = 1 << 20  # bytes read at a time
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file, the rule it breaks and the remedy."""
+    """A checkpoint that cannot be used."""
 
 
 class OtherVersionError(CheckpointError):
-    """A checkpoint in a format that another version of evogrpo wrote and reads."""
+    """A checkpoint in the format of another version of evogrpo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
         kind: What was saved, such as "population"; names the record and the tensor files.
@@ -181,7 +181,7 @@ def damaged_error(path: Path, rule: str) -> CheckpointError:
 
 @contextmanager
 def checkpoint_errors(path: Path | str) -> Iterator[None]:
-    """Turn whatever a record of the wrong shape leads to into a CheckpointError: hashes show damage, not forgery."""
+    """Turn errors of loading a malformed record into CheckpointError; hashes detect damage, not forgery."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -206,8 +206,8 @@ def _check_version(path: Path, version: Any) -> None:
         )
     if version < VERSION:
         raise OtherVersionError(
-            f"{path} has format version {version}, which this evogrpo no longer reads: members have carried running "
-            f"statistics since version {VERSION}, so load it with the evogrpo that wrote it, or train anew"
+            f"{path} has format version {version}, but this evogrpo reads version {VERSION}. Load it with the "
+            "version that wrote it"
         )
 
 
@@ -232,7 +232,7 @@ def _read_plain(path: Path, *, size: int | None = None, limit: int | None = None
 
 
 def _open_plain(path: Path, *, size: int | None = None, limit: int | None = None) -> int:
-    """Open a file that is a file: no link is followed, and no pipe or device is waited for."""
+    """Open a regular file of this size, or of at most this limit."""
     try:
         file = open_regular_file(path)
     except NotRegularFileError as error:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evogrpo.config.checks import whole_between
-from evogrpo.installing import extra_command
 from evogrpo.reporting.step_records import Example
 from evogrpo.storage.atomic_files import make_folder, replace_file
+from evogrpo.text import extra_command
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.algorithms.rollout.requests import RolloutBatch

@@ -12,7 +12,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.references import reference_to
+from evogrpo.text import reference_to
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.reading import parse_config

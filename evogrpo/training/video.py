@@ -25,8 +25,7 @@ from evogrpo.envs.control.making import EnvFactory
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.rendering import AGENT_REWARDS
 from evogrpo.envs.control.reset_seeds import SeededGroups
-from evogrpo.installing import extra_command
-from evogrpo.text import shorten
+from evogrpo.text import extra_command, shorten
 
 MODE = "rgb_array"
 _WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}

@@ -7,7 +7,7 @@ import sys
 from evogrpo.cli import doctor, main
 from evogrpo.cli.doctor import CHECKS, Finding, check_folders, check_memory, check_model, check_packages
 from evogrpo.envs.text.tasks import TASKS
-from evogrpo.installing import extra_command
+from evogrpo.text import extra_command
 
 
 def test_every_built_in_task_is_listed_with_what_it_asks(capsys):

@@ -22,7 +22,7 @@ class TestNarrowing(NarrowingTestCase):
 
 
 class TestNarrowingToOne(NarrowingTestCase):
-    strategy = Narrowing(eta=3, every=1, least=1, quantile=0.5)
+    strategy = Narrowing(eta=3, every=1, min_members=1, quantile=0.5)
 
 
 def test_members_get_fewer_and_each_learning_step_costs_the_same():
@@ -50,7 +50,7 @@ def test_nobody_is_stopped_while_nobody_gets_better():
     ("settings", "message"),
     [
         ({"eta": 1}, "eta must be at least 2"),
-        ({"least": 0}, "least must be at least 1"),
+        ({"min_members": 0}, "min_members"),
         ({"quantile": 0.6}, "quantile"),
     ],
 )

@@ -461,5 +461,5 @@ def test_a_history_that_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match="a slot without a member has no fitness"):
         SlotRecord(fitness=first.last.slots[0].fitness)
     empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=(SlotRecord(),))
-    with pytest.raises(ValueError, match="slot 0 held nobody in generation 4"):
+    with pytest.raises(ValueError, match="slot 0 was empty"):
         empty.member(0)

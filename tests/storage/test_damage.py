@@ -117,7 +117,7 @@ def test_a_newer_version_says_upgrade(folder, version):
 
 def test_an_older_version_says_what_it_lacks(folder):
     rewrite_manifest(folder, version=VERSION - 1)
-    refused(folder, f"version {VERSION - 1}", "no longer reads", "load it with the evogrpo that wrote it")
+    refused(folder, f"version {VERSION - 1}")
 
 
 @pytest.mark.parametrize(

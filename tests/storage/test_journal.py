@@ -213,6 +213,6 @@ def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
         path.mkdir()
     before = elsewhere.read_text() if elsewhere.exists() else None
     for act in (Journal, read_journal):
-        with pytest.raises(JournalError, match="is no plain file"):
+        with pytest.raises(JournalError, match="is not a regular file"):
             act(path)
     assert (elsewhere.read_text() if elsewhere.exists() else None) == before

@@ -86,7 +86,7 @@ def test_what_lies_in_the_place_of_the_lock_is_not_followed_or_taken_for_one(tmp
         os.mkfifo(folder / LOCK)
     else:
         (folder / LOCK).mkdir()
-    with pytest.raises(OSError, match=r"\.lock is no plain file"):
+    with pytest.raises(OSError, match=r"\.lock is not a regular file"):
         DirectoryLock(folder)
     assert (tmp_path / "precious").read_text() == "kept"
 

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep, any_legal, mask_of, nothing
-from evogrpo.installing import extra_command
+from evogrpo.text import extra_command
 
 WINDOW = "human"
 """The render mode of environments that show themselves in a window, at their own speed."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.reward_functions import RewardFunc
-from evogrpo.installing import extra_command
+from evogrpo.text import extra_command
 
 DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
 

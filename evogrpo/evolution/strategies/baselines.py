@@ -1,12 +1,11 @@
-"""Baselines that evolution is compared with: one part of it alone, or none."""
+"""Baselines for comparisons: evolution with one of its parts only, or without any."""
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution.children import Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, checked_perturbation, proposals
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
@@ -18,9 +17,9 @@ from evogrpo.evolution.strategies.tournament import Tournament
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Stateless):
-    """Train every member apart: no selection and no mutation, the control for both.
+    """Train every member separately, without selection or mutation.
 
-    Only failed members are replaced, by exact clones of healthy members drawn at random.
+    Only failed members are replaced, by exact clones of random healthy members.
     """
 
     mutates = False
@@ -28,26 +27,22 @@ class Fixed(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Keep every healthy member; an empty slot stays empty."""
         last = history.last
-        # A space that evolution would refuse is refused here too: an arm and its control take the same settings.
+        # Validate the space as other strategies do, so that a control accepts exactly their settings.
         history.space.for_samples_per_step(last.samples_per_step)
         return Plan.from_choices(history, no_selection(last, rng))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values: there are none."""
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MutationOnly(Stateless):
-    """Mutate every member but the best in place, after every generation; nobody is copied.
+    """Mutate every member except the best in place after each generation, without selection.
 
-    Only failed members are replaced, by mutated clones of healthy ones drawn at random.
+    Only failed members are replaced, by mutated clones of random healthy members.
 
     Attributes:
-        mutation: How hyperparameters change.
+        mutation: Maps the hyperparameters of a parent to those of a child.
 
     Raises:
-        ValueError: If the mutation is none.
+        ValueError: If `mutation` is not a perturbation.
     """
 
     mutates = True
@@ -58,7 +53,7 @@ class MutationOnly(Stateless):
         checked_perturbation(self.mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Mutate whom there is; an empty slot stays empty."""
+        """Mutate all members but the best; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         choices, draws = list(no_selection(last, rng)), {}
@@ -73,19 +68,15 @@ class MutationOnly(Stateless):
             draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
         return Plan.from_choices(history, choices, draws, rng=rng)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {"mutation": perturbation_to_json(self.mutation)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSearch(Stateless):
-    """Change nothing: founders, which a first population spreads over the space, train apart, and the best one wins.
+    """Train founders spread over the search space separately; the best one wins.
 
-    A member that failed makes room for a fresh founder from anywhere in the space, untrained as all were.
+    A failed member is replaced by an untrained founder from a random point of the space.
 
-    Source: Bergstra and Bengio, JMLR 13 (2012); the first population is a Latin hypercube, which covers every range
-        better than independent draws do.
+    Source: Bergstra and Bengio, JMLR 13 (2012). The first population is a Latin hypercube, which covers every range
+    better than independent samples.
     """
 
     mutates = False
@@ -95,24 +86,20 @@ class RandomSearch(Stateless):
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         choices, draws = list(no_selection(last, rng)), {}
-        oldest = min(last.ranked, key=lambda slot: last.indices[slot])  # has the values that do not evolve
+        oldest = min(last.ranked, key=lambda slot: last.indices[slot])  # its other hyperparameters are those of the run
         for slot in last.failed:
-            choices[slot] = Choice(parent=None, reason="a fresh founder: its predecessor failed")
+            choices[slot] = Choice(parent=None, reason="new founder: the member failed")
             draws[slot] = partial(random_founder, space, last.member(oldest).hyperparameters)
         return Plan.from_choices(history, choices, draws, rng=rng)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values: there are none."""
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOnly(Stateless):
-    """Hold the tournament, but let winners take over as exact clones: hyperparameters are those of some founder.
+    """Run `Tournament` with exact clones: every hyperparameter value is that of a founder.
 
     Attributes:
-        size: Contestants of a tournament, at least 1.
-        z: How many standard errors of the paired difference a challenger must be ahead, at least 0.
+        size: Members per tournament, at least 1.
+        z: Standard errors of the paired difference that a challenger must lead by, at least 0.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -124,18 +111,10 @@ class SelectionOnly(Stateless):
     z: float = 1.0
 
     def __post_init__(self) -> None:
-        same = self._tournament
-        object.__setattr__(self, "size", same.size)
-        object.__setattr__(self, "z", same.z)
-
-    @property
-    def _tournament(self) -> Tournament:
-        return Tournament(size=self.size, z=self.z, mutation=None)
+        checked = Tournament(size=self.size, z=self.z, mutation=None)
+        object.__setattr__(self, "size", checked.size)
+        object.__setattr__(self, "z", checked.z)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Hold one tournament per member; an empty slot stays empty."""
-        return self._tournament.plan(history, rng)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {"size": self.size, "z": self.z}
+        return Tournament(size=self.size, z=self.z, mutation=None).plan(history, rng)

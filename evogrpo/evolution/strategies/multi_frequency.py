@@ -1,16 +1,15 @@
-"""Several sub-populations that evolve at different intervals, so that what pays late is not lost to what pays soon."""
+"""Multiple-frequencies PBT: sub-populations evolve at different intervals (Doulazmi et al., arXiv:2506.03225)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from evogrpo.config.checks import flag, names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
@@ -24,23 +23,24 @@ QUARTER = 0.25
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class MultiFrequency(Stateless):
-    """Let sub-populations evolve every so many generations each; migrants bring weights, and to the faster all.
+    """Evolve sub-populations at different intervals and exchange members between them.
 
-    Selection after every generation favours what pays at once, such as a learning rate that falls too soon. Here the
-    members are shared out among sub-populations of equal size. At the end of its own interval a sub-population replaces
-    its worst quarter by mutated clones of its best, as truncation selection does. The quarter above the worst is open
-    to migrants, the best members of other sub-populations, where these rank higher: from a slower sub-population a
-    migrant comes with its hyperparameters, mutated as every clone's; from a faster one it brings what it has learnt
-    only, and goes on with the hyperparameters of the best member where it arrives, so that short-sighted ones do not
-    spread.
+    Selection after every generation favours short-term gains, such as a learning rate that falls too early. Here the
+    members form sub-populations of equal size, each with its own interval. At the end of its interval:
 
-    With fewer than four members for each interval, the longest ones are left out. Members belong where the first
-    generation's members, in the order of their indices, were dealt to.
+    1. The worst quarter of a sub-population is replaced by mutated clones of its best quarter.
+    2. The quarter above the worst is replaced by migrants: better members of other sub-populations. A migrant from a
+       slower sub-population keeps its hyperparameters, mutated like those of every clone. A migrant from a faster one
+       brings its weights only and takes the hyperparameters of the best member of its new sub-population, so that
+       short-sighted hyperparameters do not spread.
+
+    With fewer than four members per interval, the longest intervals are left out. The first generation's members are
+    assigned to sub-populations in turn, in the order of their indices.
 
     Attributes:
-        intervals: In generations, ascending; the first one is 1 as a rule.
-        mutation: How the clones of the best differ from them: a `Mutation`, or a function or an object of your own.
-        backtrack: Whether members that have collapsed go back to the best state of their line; see
+        intervals: Generations between selections, in ascending order, usually starting with 1.
+        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your own callable.
+        backtrack: Return collapsed members to the best earlier state of their lineage; see
             `evogrpo.evolution.backtracking`.
 
     Raises:
@@ -57,16 +57,16 @@ class MultiFrequency(Stateless):
 
     def __post_init__(self) -> None:
         if isinstance(self.intervals, str) or not isinstance(self.intervals, Sequence) or not self.intervals:
-            raise ValueError(f"intervals must be a list of whole numbers, got {self.intervals!r}")
+            raise ValueError(f"intervals must be a list of integers, got {self.intervals!r}")
         intervals = tuple(whole_between("each of intervals", each, 1, 1_000_000) for each in self.intervals)
         if any(after <= before for before, after in pairwise(intervals)):
-            raise ValueError(f"intervals must ascend, each longer than the one before, got {list(intervals)}")
+            raise ValueError(f"intervals must be in ascending order, got {list(intervals)}")
         object.__setattr__(self, "intervals", intervals)
         checked_perturbation(self.mutation)
         flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Let the sub-populations evolve whose interval has ended; who failed is replaced everywhere."""
+        """Evolve the sub-populations whose interval has ended; failed members are always replaced."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         groups = self._groups(history)
@@ -102,7 +102,7 @@ class MultiFrequency(Stateless):
     def _migrants(
         self, history: History, groups: list[list[int]], number: int, choices: list[Choice]
     ) -> dict[int, MemberRecord]:
-        """Let better members of other sub-populations clone themselves into one; return with whose hyperparameters."""
+        """Clone better members of other sub-populations into one; return the hosts whose hyperparameters they take."""
         last, group = history.last, groups[number]
         inside = [slot for slot in last.ranked if slot in group]
         outside = [slot for slot in last.ranked if slot not in group]
@@ -116,20 +116,12 @@ class MultiFrequency(Stateless):
             slower = home > number
             if not slower:
                 arrived[slot] = last.member(inside[0])
-            brings = "its hyperparameters too" if slower else "its weights alone"
-            choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: a migrant, bringing {brings}")
+            brings = "weights and hyperparameters" if slower else "weights only"
+            choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: migrant with {brings}")
         return arrived
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {
-            "intervals": list(self.intervals),
-            "mutation": perturbation_to_json(self.mutation),
-            "backtrack": self.backtrack,
-        }
 
 
 def _unless_taken(values: Hyperparameters, draw: Proposal) -> Proposal:
-    """Return what proposes these values first, and others where they are taken."""
+    """Propose these values first, and draw others if they are taken."""
     first = [values]
     return lambda rng: first.pop() if first else draw(rng)

@@ -1,13 +1,12 @@
-"""Narrowing: begin wide, let ever fewer members evolve, and give them what the others would have spent."""
+"""Narrowing: successive halving with PBT between the rungs (arXiv:1502.07943, arXiv:1711.09846)."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from evogrpo.config.checks import finite_number, names_unknown, whole_between
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan
@@ -18,36 +17,34 @@ from evogrpo.evolution.strategies.strategy import Stateless
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Narrowing(Stateless):
-    """Halve the population at every rung until few are left, and let those that remain evolve.
+    """Halve the population at every rung until few members are left, and evolve the remaining ones.
 
-    A population of n takes n times the samples of one agent. That pays while nobody knows which hyperparameters are
-    good, and is a waste from then on. So at a rung one in `eta` is kept and the rest are stopped, as in successive
-    halving, and those that remain take their samples too: learning steps grow as members get fewer, and no generation
-    has more samples than the first. In each generation the worst quarter of those that remain are replaced by mutated
-    clones of the best, so that what no founder had is found, and what is good later is found later. Where nobody got
-    better beyond the noise there is nothing to narrow down to yet: nobody is stopped, and all but the best are mutated
-    in place.
+    A population of n members needs n times the samples of one agent, which is wasted once good hyperparameters are
+    known. At each rung the best 1 / `eta` of the members stay, as in successive halving, and take over the samples of
+    the others: learning steps grow, and no generation has more samples than the first. After every generation the
+    worst quarter is replaced by mutated clones of the best quarter, so that values no founder had can be found. If no
+    member improved beyond the noise, none is stopped and all but the best are mutated in place.
 
     Attributes:
-        eta: One in how many is kept at a rung, at least 2.
-        every: Generations from one rung to the next, at least 1.
-        least: Members that are left in the end, at least 1; with 1 nothing evolves any more from there on.
-        z: Standard errors of the paired difference that somebody must have got better by.
-        quantile: Share of those that remain, in (0, 0.5], that clones replace in each generation; at least one.
-        mutation: How clones differ: a `Mutation`, or a function or an object of your own.
+        eta: Inverse share of members that stay at a rung, at least 2.
+        every: Generations between rungs, at least 1.
+        min_members: Members that always stay, at least 1. A single member no longer evolves.
+        z: Standard errors of the paired difference above which a member counts as improved.
+        quantile: Share of the members, in (0, 0.5], that clones replace in each generation; at least one member.
+        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your own callable.
 
     Raises:
         ValueError: If a setting is out of range.
 
     Source: Jamieson and Talwalkar, AISTATS 2016 (arXiv:1502.07943), for rungs; Jaderberg et al., 2017
-    (arXiv:1711.09846), for what happens between them.
+    (arXiv:1711.09846), for selection between them.
     """
 
     mutates = True
 
     eta: int = 2
     every: int = 2
-    least: int = 2
+    min_members: int = 2
     z: float = 1.0
     quantile: float = 0.25
     mutation: Perturbation = field(default_factory=Mutation)
@@ -55,7 +52,7 @@ class Narrowing(Stateless):
     def __post_init__(self) -> None:
         object.__setattr__(self, "eta", whole_between("eta", self.eta, 2, 100_000))
         object.__setattr__(self, "every", whole_between("every", self.every, 1, 1_000_000))
-        object.__setattr__(self, "least", whole_between("least", self.least, 1, 100_000))
+        object.__setattr__(self, "min_members", whole_between("min_members", self.min_members, 1, 100_000))
         object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
         object.__setattr__(self, "z", finite_number("z", self.z))
         if self.z < 0:
@@ -70,7 +67,7 @@ class Narrowing(Stateless):
         founders, living = len(first.members), len(last.members)
         stuck = has_stagnated(history, self.z)
         rung = not stuck and (last.number - first.number + 1) % self.every == 0
-        places = max(self.least, math.ceil(living / self.eta)) if rung else living
+        places = max(self.min_members, math.ceil(living / self.eta)) if rung else living
         kept = last.ranked[:places]
         samples = first.samples_per_step * self._times(founders, len(kept))
         space = history.space.for_samples_per_step(samples)
@@ -81,7 +78,7 @@ class Narrowing(Stateless):
                 why = "failed" if record.fitness is None else f"not among the best {places}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {why}")
             elif stuck and slot in last.ranked[1:]:
-                choices[slot] = Choice(parent=slot, reason="mutated in place: nobody got better")
+                choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
             parent = choices[slot].parent
             if parent is not None and (parent != slot or (stuck and slot in last.ranked[1:])):
                 draws[slot] = proposals(self.mutation, history, last.member(parent), space)
@@ -94,19 +91,8 @@ class Narrowing(Stateless):
         )
 
     def _times(self, founders: int, left: int) -> int:
-        """Return how many times as many samples each of those left can take: a power, so that groups stay whole."""
+        """Return the factor by which samples per member grow: a power of eta, so that groups stay whole."""
         times = 1
         while times * self.eta * max(1, left) <= founders:
             times *= self.eta
         return times
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {
-            "eta": self.eta,
-            "every": self.every,
-            "least": self.least,
-            "z": self.z,
-            "quantile": self.quantile,
-            "mutation": perturbation_to_json(self.mutation),
-        }

@@ -1,4 +1,4 @@
-"""Replay: no search at all, but a hyperparameter schedule that an earlier run has found, step by step."""
+"""Replay: train with the hyperparameter schedule that an earlier run found, without search (arXiv:1711.09846)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from evogrpo.evolution.strategies.strategy import Stateless
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStage:
-    """A part of a hyperparameter schedule, in which nothing changes.
+    """Part of a hyperparameter schedule with constant hyperparameters.
 
     Attributes:
-        hyperparameters: What is learnt with.
-        generations: Learning steps of each generation; an evaluation follows each.
+        hyperparameters: Hyperparameters of this stage.
+        generations: Learning steps of each generation; an evaluation follows each generation.
         samples_per_step: Samples of a learning step.
 
     Raises:
-        ValueError: If a number is out of range, or groups do not divide a step's samples.
+        ValueError: If a number is out of range, or `group_size` does not divide `samples_per_step`.
     """
 
     hyperparameters: Hyperparameters
@@ -42,7 +42,7 @@ class ScheduleStage:
 
     @property
     def steps(self) -> int:
-        """Learning steps in all."""
+        """Total number of learning steps."""
         return sum(self.generations)
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class ScheduleStage:
         """Build from what `to_json` returned.
 
         Raises:
-            ValueError: If a field is unknown, missing or refused.
+            ValueError: If a field is unknown, missing or invalid.
         """
         names = tuple(cls.__dataclass_fields__)
         if not isinstance(values, Mapping) or not isinstance(values.get("hyperparameters"), Mapping):
@@ -71,21 +71,19 @@ class ScheduleStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Stateless):
-    """Train members under a given hyperparameter schedule, and leave out everything else that evolution does.
+    """Train members with a fixed hyperparameter schedule, without selection or mutation.
 
-    Every member follows the schedule by itself; one of a single member shows what the schedule is worth without the
-    search that found it. Changes come between generations, which are those of the run that the schedule is from.
-    Members that fail are retired.
+    Every member follows the schedule separately. A run of a single member shows the value of the schedule without the
+    search that found it. Hyperparameters change between generations. Failed members are retired.
 
     Attributes:
-        stages: One after another, as `ScheduleStage` or its plain values; the first one's hyperparameters, samples and
-            steps are what the run begins with. After the last one nothing changes any more.
+        stages: `ScheduleStage` records, or mappings of their fields, in order. The run starts with the first one; the
+            last one lasts until the end.
 
     Raises:
-        ValueError: If there is no stage, or one is refused.
+        ValueError: If there is no stage, or a stage is invalid.
 
-    Source: the schedules of Jaderberg et al., Population Based Training of Neural Networks (arXiv:1711.09846); Ray Tune
-    replays them as PopulationBasedTrainingReplay.
+    Source: Jaderberg et al., 2017 (arXiv:1711.09846); ray.tune.schedulers.PopulationBasedTrainingReplay.
     """
 
     stages: tuple[ScheduleStage, ...]
@@ -102,19 +100,19 @@ class Replay(Stateless):
 
     @property
     def generations(self) -> int:
-        """Generations of the whole schedule."""
+        """Number of generations of the whole schedule."""
         return sum(len(stage.generations) for stage in self.stages)
 
     def planned(self, generation: int) -> tuple[ScheduleStage, int]:
-        """Return the stage of a generation, counted from 1, and its learning steps; after the end those of the last."""
+        """Return the stage and learning steps of a generation, counted from 1; the last one repeats after the end."""
         flat = [(stage, steps) for stage in self.stages for steps in stage.generations]
         return flat[min(generation, len(flat)) - 1]
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Give every member the hyperparameters of the next generation; one that has them already is kept.
+        """Give every member the hyperparameters of the next generation.
 
         Raises:
-            ValueError: If every member failed.
+            ValueError: If all members failed.
         """
         last = history.last
         stage, steps = self.planned(last.number + 1)

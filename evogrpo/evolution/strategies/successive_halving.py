@@ -1,8 +1,8 @@
-"""Successive halving: begin wide, stop the hopeless rung by rung, and let the rest have what they would have spent."""
+"""Successive halving: stop the worst members rung by rung and give the rest their budget (arXiv:1502.07943)."""
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,20 +18,19 @@ Grow = Literal["steps_per_generation", "samples_per_step"]
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving(Stateless):
-    """Keep the better of the members at every rung, until one is left; all rungs cost the same.
+    """Keep the better members at every rung until one is left; all rungs cost the same.
 
-    Of n members ceil(n / eta) are left after the first rung, ceil(n / eta^2) after the second and so on. Whoever is
-    stopped hands its budget to the rest: generations get longer, or learning steps larger, as members get fewer.
-    Nothing mutates: what the winner has learnt, it has learnt with the hyperparameters that it began with. Such a run
-    is fair to hyperparameters that should stay as they are, and needs members that begin spread over the space: what no
-    founder has is never found.
+    Of n members, ceil(n / eta) stay after the first rung, ceil(n / eta^2) after the second, and so on. The budget of
+    stopped members goes to the rest: generations get longer, or learning steps larger. Hyperparameters never change,
+    so the winner was trained with one setting throughout, and values that no founder has are never found. Founders
+    should therefore be spread over the search space.
 
-    Each rung gets the same share of a run of `generations` where `every` is generations / (1 + log_eta(members)).
+    All rungs get the same number of generations if `every` is generations / (1 + log_eta(members)).
 
     Attributes:
-        eta: One in how many is kept at a rung, at least 2.
-        every: Generations from one rung to the next, at least 1.
-        grow: Which budget grows.
+        eta: Inverse share of members that stay at a rung, at least 2.
+        every: Generations between rungs, at least 1.
+        grow: Budget that grows: "steps_per_generation" or "samples_per_step".
 
     Raises:
         ValueError: If a setting is out of range.
@@ -51,7 +50,7 @@ class SuccessiveHalving(Stateless):
         refuse_unknown("grow", [self.grow], get_args(Grow))
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Retire whoever failed, and at a rung all but the best."""
+        """Retire failed members, and at a rung all but the best."""
         first, last = history.generations[0], history.last
         history.space.for_samples_per_step(first.samples_per_step)
         healthy_slots(last.fitness)
@@ -63,7 +62,7 @@ class SuccessiveHalving(Stateless):
             if record.member is None:
                 choices.append(Choice(parent=None, reason="empty"))
             elif slot in kept:
-                choices.append(Choice(parent=slot, reason="kept: among the best" if rest == 0 else "kept: no rung yet"))
+                choices.append(Choice(parent=slot, reason="kept: among the best" if rest == 0 else "kept: no rung"))
             else:
                 why = "failed" if record.fitness is None else f"not among the best {places}"
                 choices.append(Choice(parent=None, reason=f"stopped: {why}"))
@@ -76,15 +75,11 @@ class SuccessiveHalving(Stateless):
         )
 
     def _budgets(self, history: History, members: int) -> tuple[int, int]:
-        """Return the steps of the next generation and the samples of its steps, for so many members."""
+        """Return steps per generation and samples per step for this number of members."""
         first, last = history.generations[0], history.last
-        if self.grow == "samples_per_step":  # a multiple, so that every group size still divides it
+        if self.grow == "samples_per_step":  # a multiple, so that group sizes divide it
             return last.steps_per_generation, first.samples_per_step * max(1, len(first.members) // members)
-        # What rounding has left over in one generation is spent in the next.
+        # The remainder of one generation's division is spent in the next.
         allowed = len(first.members) * first.steps_per_generation * (len(history.generations) + 1)
         spent = sum(len(each.members) * each.steps_per_generation for each in history.generations)
         return max(1, (allowed - spent) // members), last.samples_per_step
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {"eta": self.eta, "every": self.every, "grow": self.grow}

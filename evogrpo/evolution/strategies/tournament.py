@@ -1,13 +1,12 @@
-"""The tournament: whom a challenger beats beyond the noise gets a mutated clone of it."""
+"""Tournament selection with a test for noise: a significantly better challenger replaces a member."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan, parent_of
@@ -18,21 +17,21 @@ from evogrpo.evolution.strategies.strategy import Stateless
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Tournament(Stateless):
-    """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.
+    """Replace each member that a challenger beats significantly by a mutated clone of the challenger.
 
-    Where nobody got better over a generation beyond the noise, there is nothing to select and nothing to lose: then all
-    but the best are mutated in place, each on its own line, until somebody finds a way on. That is how a population
-    leaves hyperparameters with which nobody learns.
+    The challenger of a member is the best of `size` random members. It wins if the paired difference of their scores
+    exceeds `z` standard errors. If no member improved significantly over a generation, all but the best are mutated in
+    place, so that a population leaves hyperparameters with which no member learns.
 
     Attributes:
-        size: Contestants of a tournament, at least 1; more select harder.
-        elitism: Whether the best member stays untouched. If not, it is replaced by a mutated clone of itself.
-        z: How many standard errors of the paired difference a challenger must be ahead; 0 turns this off.
-        mutation: How children differ from their parents: a `Mutation`, a function or an object of your own (see
+        size: Members per tournament, at least 1. More members select more strongly.
+        elitism: Keep the best member unchanged. If False, it is replaced by a mutated clone of itself.
+        z: Standard errors of the paired difference that a challenger must lead by; 0 accepts any lead.
+        mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, your own callable (see
             `evogrpo.evolution.Perturbation`), or None for exact clones, as in `SelectionOnly`.
-        backtrack: Whether members that have collapsed go back to the best state of their line, which is kept for that,
-            the best of the generation included; see `evogrpo.evolution.backtracking`.
-        explore_when_stuck: Whether all but the best are mutated in place where nobody got better.
+        backtrack: Return collapsed members, the best included, to the best earlier state of their lineage; see
+            `evogrpo.evolution.backtracking`.
+        explore_when_stuck: Mutate all but the best in place if no member improved.
 
     Raises:
         ValueError: If a setting is out of range, or elitism is off without a mutation.
@@ -55,11 +54,11 @@ class Tournament(Stateless):
         if self.mutation is not None:
             checked_perturbation(self.mutation)
         if self.mutation is None and not self.elitism:
-            raise ValueError("elitism=False mutates the best member and mutation=None never mutates: set one of them")
+            raise ValueError("elitism=False needs a mutation, got mutation=None.")
 
     @property
     def mutates(self) -> bool:
-        """Whether children differ from their parents."""
+        """True if children may differ from their parents."""
         return self.mutation is not None
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
@@ -73,7 +72,7 @@ class Tournament(Stateless):
         if self.explore_when_stuck and self.mutation is not None and has_stagnated(history, self.z):
             for slot in last.ranked[1:]:
                 if choices[slot].parent == slot:
-                    choices[slot] = Choice(parent=slot, reason="mutated in place: nobody got better")
+                    choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
         states = apply_backtracking(history, choices, allowed=self.backtrack)
         draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
@@ -82,14 +81,3 @@ class Tournament(Stateless):
             if self.mutation is not None and parent is not None and renewed:
                 draws[slot] = proposals(self.mutation, history, parent, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {
-            "size": self.size,
-            "elitism": self.elitism,
-            "z": self.z,
-            "mutation": perturbation_to_json(self.mutation),
-            "backtrack": self.backtrack,
-            "explore_when_stuck": self.explore_when_stuck,
-        }

@@ -1,8 +1,7 @@
-"""Population-based training with truncation, as Ray Tune does it."""
+"""Population-based training with truncation selection, as in Ray Tune (arXiv:1711.09846)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from evogrpo.config.checks import finite_number, flag, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import mutate, neighbour, other_choice, share, uniform_value
 from evogrpo.evolution.plan import Plan, parent_of
@@ -21,21 +20,20 @@ from evogrpo.evolution.strategies.strategy import Stateless
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class TruncationPBT(Stateless):
-    """Replace the worst by clones of the best, each with all its hyperparameters mutate, whatever the noise.
+    """Replace the worst members by clones of the best, with all hyperparameters perturbed.
 
-    The semantics are those of Ray Tune's synchronous PopulationBasedTraining, so that the two can be compared: every
-    evolving hyperparameter of a clone is drawn anew or multiplied by one of `factors`; ladders move one rung. Where Ray
-    lets values leave their range, rounds integers back to what they were, or stays at the end of a list, values stay
-    inside and move. `Tournament` is the better choice where learning rates may be decades off or fitness is noisy.
+    Matches Ray Tune's synchronous PopulationBasedTraining: every evolving hyperparameter of a clone is resampled or
+    multiplied by one of `factors`; a value from a list moves to a neighbour. Unlike in Ray, values never leave their
+    range and always change. Prefer `Tournament` if fitness is noisy or learning rates may be far off.
 
     Attributes:
-        quantile: Share of members, in (0, 0.5], that is replaced after each generation, by clones of as many of the
-            best drawn at random; rounded up.
-        resample: Chance, in [0, 1], that a hyperparameter is drawn anew from its whole range instead of multiplied.
-        factors: What a number is multiplied by otherwise, one or the other with equal chance: one above 1, one between
-            0 and 1. An `RLParameter` with a `factor` of its own takes that step instead.
-        mutation: How clones differ instead of all that: a `Mutation`, or a function or an object of your own.
-        backtrack: Whether members that have collapsed go back to the best state of their line; see
+        quantile: Share of members, in (0, 0.5], that is replaced after each generation by clones of as many of the
+            best; rounded up.
+        resample: Probability, in [0, 1], that a hyperparameter is resampled from its range instead of multiplied.
+        factors: Two factors for numbers, chosen with equal probability: one above 1, one between 0 and 1. The `factor`
+            of an `RLParameter` takes precedence.
+        mutation: Replaces resampling and factors: a `Mutation`, or your own callable.
+        backtrack: Return collapsed members to the best earlier state of their lineage; see
             `evogrpo.evolution.backtracking`.
 
     Raises:
@@ -55,7 +53,7 @@ class TruncationPBT(Stateless):
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
         if not 0 < self.quantile <= 0.5:
-            raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}: nobody is both best and worst")
+            raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}.")
         object.__setattr__(self, "resample", share("resample", self.resample))
         pair = self.factors if isinstance(self.factors, Sequence) and not isinstance(self.factors, str) else ()
         factors = tuple(float(finite_number("each of factors", value)) for value in pair)
@@ -70,7 +68,7 @@ class TruncationPBT(Stateless):
         flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
-        """Replace the worst and whoever failed; an empty slot stays empty."""
+        """Replace the worst and all failed members; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         states = apply_backtracking(history, truncation_selection(last, self.quantile, rng), allowed=self.backtrack)
@@ -84,15 +82,15 @@ class TruncationPBT(Stateless):
     def explored(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
     ) -> Hyperparameters:
-        """Perturb every hyperparameter that counts, as Ray's `explore` does."""
+        """Perturb every active hyperparameter, as Ray's `explore` does."""
         draws = rng.random((3, len(space)))
 
         def moved(column: int, name: str) -> Value:
-            anew, way, fraction = (float(draw) for draw in draws[:, column])
+            resampled, way, fraction = (float(draw) for draw in draws[:, column])
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
-            if anew < self.resample:
+            if resampled < self.resample:
                 drawn = uniform_value(name, space[name], fraction)
                 if drawn != value:
                     return drawn
@@ -101,7 +99,7 @@ class TruncationPBT(Stateless):
         return mutate(hyperparameters, space, moved, draws[2])
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
-        """Multiply inside the range; where that would not move a number, take a step."""
+        """Multiply within the range; take a step if the product would not move the value."""
         low, high = parameter.bounds
         product = value * factor
         if parameter.choices is None and parameter.factor is None and low <= value <= high:
@@ -109,16 +107,6 @@ class TruncationPBT(Stateless):
             bounded = round(bounded) if integer else bounded
             if bounded != value:
                 return bounded
-        # One rung of a ladder, or the smallest step that moves a whole number; a number at 0 or at a bound turns back.
+        # Lists move one entry, integers by their smallest step; a value at 0 or at a bound turns back.
         size = 1e-9 if parameter.choices is not None or integer else abs(factor - 1)
         return neighbour(parameter, value, upward=factor > 1, integer=integer, size=size)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {
-            "quantile": self.quantile,
-            "resample": self.resample,
-            "factors": list(self.factors),
-            "mutation": perturbation_to_json(self.mutation),
-            "backtrack": self.backtrack,
-        }

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from evogrpo.installing import extra_command
+from evogrpo.text import extra_command
 
 Quantisation = Literal["int8", "nf4"]
 """8 bits with a scale for each row of a weight (torchao); 4-bit normal floats in blocks, as in QLoRA (bitsandbytes)."""

@@ -17,9 +17,8 @@ from evogrpo.config.synonyms import close_match
 from evogrpo.evolution.children import defined
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
-from evogrpo.installing import extra_command
-from evogrpo.references import USER_MODULE_PREFIX, is_importable, reference_to
 from evogrpo.safe_parsing import dump_json, load_json
+from evogrpo.text import USER_MODULE_PREFIX, extra_command, reference_to
 
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -283,6 +282,14 @@ def check_strategy(strategy: object) -> None:
         )
 
 
+def _is_importable(thing: Callable[..., Any]) -> bool:
+    """Check that a function or class is the one its module has under its name; local functions never are."""
+    found: Any = sys.modules.get(thing.__module__)
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is thing and thing.__module__ != "__main__"
+
+
 def check_resumable(strategy: Strategy) -> None:
     """Check that a strategy can be restored from its record.
 
@@ -292,7 +299,7 @@ def check_resumable(strategy: Strategy) -> None:
     """
     kind, record, mutation = type(strategy), strategy_record(strategy), _own_mutation(strategy)
     for what, thing in (("class of a strategy", kind), ("mutation of a strategy", mutation)):
-        if thing is not None and not is_importable(thing):
+        if thing is not None and not _is_importable(thing):
             raise ValueError(
                 f"the {what} must be found by its name when the run is resumed, got {reference_to(thing)}: define it "
                 "at the top of a module of its own and import it from there, or leave run_dir out"

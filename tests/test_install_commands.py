@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo import installing
-from evogrpo.installing import extra_command, package_command, reinstall_command
+from evogrpo import text
+from evogrpo.text import extra_command, package_command, reinstall_command
 
-PACKAGE = Path(installing.__file__).parent
+PACKAGE = Path(text.__file__).parent
 EXTRAS = set(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
@@ -44,7 +44,7 @@ def test_elsewhere_it_comes_from_where_it_came_from(monkeypatch, tmp_path, recor
         def read_text(self, name):
             return json.dumps(record) if record and name == "direct_url.json" else None
 
-    monkeypatch.setattr(installing, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "installing.py"))
+    monkeypatch.setattr(text, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "text.py"))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
     assert shlex.split(extra_command("video"))[-1].startswith(requirement)
 
