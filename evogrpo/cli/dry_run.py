@@ -18,8 +18,7 @@ from evogrpo.reporting.results import terms_of
 from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record
-from evogrpo.training.forecast import possible
-from evogrpo.training.memory import check_memory, gigabytes
+from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 

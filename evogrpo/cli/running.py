@@ -23,10 +23,10 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
-from evogrpo.training.memory import check_memory
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun

@@ -20,10 +20,10 @@ from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.forecast import check_memory, kept_size
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.memory import check_memory, kept_size
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES

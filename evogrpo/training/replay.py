@@ -22,10 +22,10 @@ from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.evolve import evolve
+from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.memory import check_memory
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types.registry import task_type_of

@@ -21,10 +21,10 @@ from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start
 from evogrpo.training.loop.run import Callback, Run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.memory import check_memory
 from evogrpo.training.presets import packaged_values, with_own_limits, with_sections
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule

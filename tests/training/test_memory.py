@@ -10,7 +10,7 @@ from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, Tournament, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.memory import Need, bytes_text, check_memory, kept_size, state_size
+from evogrpo.training.forecast import Need, bytes_text, check_memory, kept_size, state_size
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
 from tests.tiny_training import tiny_env, tiny_population

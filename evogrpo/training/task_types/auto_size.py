@@ -14,8 +14,8 @@ from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
 from evogrpo.training.configuration.automatic import with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.forecast import Need
 from evogrpo.training.loop.stages import sample_sources
-from evogrpo.training.memory import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
 """Members, and groups per member and learning step, largest first."""

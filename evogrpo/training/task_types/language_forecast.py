@@ -21,8 +21,18 @@ from evogrpo.text import count_text, number_text, pluralize, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
-from evogrpo.training.forecast import Rounds, possible, samples_row
-from evogrpo.training.memory import Need, bytes_text, gigabytes, kept_size, largest_share, sharing, state_size
+from evogrpo.training.forecast import (
+    Need,
+    Rounds,
+    bytes_text,
+    gigabytes,
+    kept_size,
+    largest_share,
+    possible,
+    samples_row,
+    sharing,
+    state_size,
+)
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"

@@ -18,8 +18,7 @@ from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import ParallelTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
-from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
-from evogrpo.training.memory import Need, kept_size, state_size
+from evogrpo.training.forecast import Need, Rounds, kept_size, limited, possible, samples_row, sizes_text, state_size
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import (
     PolicyTask,

@@ -25,10 +25,21 @@ from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
-from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
+from evogrpo.training.forecast import (
+    Need,
+    Rounds,
+    gigabytes,
+    kept_size,
+    largest_share,
+    limited,
+    possible,
+    samples_row,
+    sharing,
+    sizes_text,
+    state_size,
+)
 from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.memory import Need, gigabytes, kept_size, largest_share, sharing, state_size
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.auto_size import choose_sizes
 from evogrpo.training.task_types.task_type import choose_device, founder_options
