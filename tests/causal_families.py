@@ -1,4 +1,4 @@
-"""Every causal architecture of the installed transformers, small and random, as far as one can be built."""
+"""Small random models of every causal architecture in the installed transformers."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def _small(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def family_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a small model of one architecture; whatever its config or class raises is raised.
+    """Build a small model of one architecture; errors of its config or class propagate.
 
     Args:
         family: Its model type.

@@ -1,4 +1,4 @@
-"""A sampler that an outsider might write: another process that holds PEFT adapters and samples with transformers.
+"""A user's sampler: another process with PEFT adapters that samples with transformers.
 
 It is built on nothing but the protocol: `Sampler.sample(rows) -> Rollout` and `Sampler.sync(slots)`.
 """
@@ -18,7 +18,7 @@ from tests.tiny_models import EOS, PAD
 
 
 class GenerateSampler:
-    """Samples in a process of its own, in half precision, so that its log-probabilities are not the trainer's.
+    """Sample in another process in half precision, with other log-probabilities than the trainer.
 
     Args:
         population: Whose adapters it samples from.
@@ -100,7 +100,7 @@ def _serve(pipe: Any, folder: str, dtype: str) -> None:
 def _generated(
     model: Any, prompt: "list[int]", temperature: float, most: int, least: int, options: SamplingOptions
 ) -> "tuple[list[int], list[float]]":
-    """Return sampled tokens and their log-probabilities under what they were drawn from."""
+    """Return sampled tokens and their log-probabilities."""
     heat = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     narrow = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p or None} if temperature else {}
     output = model.generate(

@@ -1,4 +1,4 @@
-"""Work for tiny language models: banks whose members differ, rows with their own draws, batches and a real loss."""
+"""Banks of different members, sampling rows with uniforms, batches and a GRPO loss for tiny language models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def lora(**fields: object) -> LoraConfig:
 def different_members(
     model: PreTrainedModel, size: int, *, std: float = 0.2, lora_config: LoraConfig | None = None, **settings: object
 ) -> AdapterBank:
-    """Build a bank in which every member has adapters of its own, far from zero."""
+    """Build a bank of members with different random adapters."""
     settings = {"pad_token_id": PAD, "eos_token_ids": [EOS]} | settings
     bank = AdapterBank(model, size=size, lora_config=lora_config or lora(), **settings)
     for slot in range(size):
@@ -58,7 +58,7 @@ def make_rows(
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
     keep: bool = False,
 ) -> SamplingBatch:
-    """Return rows in which slot i acts as member number `members[i]`, whose settings and draws are its own.
+    """Return rows in which slot i has the settings and uniforms of member number `members[i]`.
 
     `nudge` is added to every draw.
     """
@@ -81,9 +81,9 @@ def make_rows(
 
 
 def clear(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> SamplingBatch:
-    """Return the rows with draws that are clear of the boundaries between tokens, by more than rounding.
+    """Return the rows with uniforms that differ from all token boundaries by more than rounding.
 
-    Batches of other shapes and other passes round otherwise, so only such draws name the same tokens in both. Where
+    Other batch shapes round differently, so only such uniforms sample the same tokens in both. Where
     log-probabilities differ by at most d, boundaries do by at most d / 2, half of what all tokens together differ by.
     """
     assert rows.uniforms is not None
@@ -101,7 +101,7 @@ def clear(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> Sampl
 
 
 def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows, with every token that the bank writes, by how many rows are run."""
+    """Return a list that records the number of decoded rows at every token."""
     counts = list[int]()
     for kind in (FastDecoding, CachedDecoding, PlainDecoding):
         advance = kind.advance
@@ -115,7 +115,7 @@ def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
-    """Turn a rollout into experience; the reward is a function of the completion alone."""
+    """Turn a rollout into a batch; the reward is a function of the completion."""
     return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,
@@ -134,14 +134,14 @@ def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
 
 
 def heard_by(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
-    """Return what an environment answers each row after a turn: up to three tokens, in one row of four nothing."""
+    """Return the environment's reply to each row: up to three tokens, empty in every fourth row."""
     return tuple(tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(row % 4)) for row in range(len(rows)))
 
 
 def next_turn(
     rows: SamplingBatch, rollout: Rollout, heard: Sequence[Sequence[int]], *, seed: int = 1, **changes: object
 ) -> SamplingBatch:
-    """Return the same rows for a further turn with draws of its own, resuming on whatever the sampler has kept."""
+    """Return the rows of the next turn, with new uniforms, resumed from the saved caches."""
     before = rows.history or ((),) * len(rows)
     lengths = rollout.present.sum(1).tolist()
     history = tuple(
@@ -154,7 +154,7 @@ def next_turn(
 
 
 def episodes(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
-    """Put turns (what was said, what was heard after it) together as experience in which only what was said counts."""
+    """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
     table: list[list[tuple[int, bool, int, float]]] = [[] for _ in range(len(rows))]  # token, counts, place, log_prob
     for rollout, heard in turns:
         for row, cells in enumerate(table):
@@ -174,19 +174,19 @@ def episodes(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequen
 
 
 def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:
-    """Let all members of a bank sample, ragged groups and all."""
+    """Sample a batch with ragged groups of all members."""
     rows = make_rows(range(bank.size), **choices)
     return as_batch(rows, bank.sample(rows))
 
 
 def off_policy(log_probs: Tensor) -> Tensor:
-    """Move log-probabilities by up to 0.4 nats either way, so that ratios differ from 1 and some are clipped."""
+    """Shift log-probabilities by up to 0.4 nats, so that some ratios are clipped."""
     places = torch.arange(log_probs.numel(), device=log_probs.device).view(log_probs.shape)
     return log_probs + 0.4 * torch.sin(7.0 * places + 100.0 * log_probs)
 
 
 def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> LossFunction:
-    """Return a clipped GRPO loss with a KL term, each member clipping at its own place."""
+    """Return a clipped GRPO loss with a KL term and one clip_coef per member."""
     advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
     weights = loss_weights("dapo" if per_token else "grpo", None, batch.action_mask, batch.member_ids)
     old = off_policy(batch.sampler_log_probs)
@@ -202,7 +202,7 @@ def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> Lo
 
 
 def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Tell whether two learner states agree bit for bit; NaN equals NaN."""
+    """Return True if two train states are bit-equal; NaN equals NaN."""
     return set(one) == set(other) and all(
         torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one
     )
