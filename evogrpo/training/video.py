@@ -51,7 +51,7 @@ def displayless() -> Iterator[None]:
 
 @contextmanager
 def _drawing(name: str) -> Iterator[None]:
-    """Say of whatever goes wrong while an environment is drawn what it was, and what helps.
+    """Convert errors of rendering to ValueError with a hint.
 
     Raises:
         ImportError: If a package is missing.

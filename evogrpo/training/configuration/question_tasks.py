@@ -172,8 +172,8 @@ class DatasetFiles:
 
     Attributes:
         train: A file; with `hub` the name of a split, "train" unless given.
-        validation: Likewise, or null.
-        test: Likewise, or null.
+        validation: Validation split, or null.
+        test: Test split, or null.
         hub: A dataset's id, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
         subset: Its configuration, such as main.
         revision: A branch, tag or commit of it.
@@ -224,7 +224,7 @@ class DatasetTask(QuestionTask):
         system_prompt: A system message before each question, agilerl form only.
         conversation_template: Messages with {question}, agilerl form only, instead of a system_prompt.
         validation_size: Questions to draw where no validation file is given.
-        test_size: Likewise.
+        test_size: Questions to draw where no test file is given.
     """
 
     key: ClassVar[str] = "dataset"

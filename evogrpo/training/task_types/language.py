@@ -235,7 +235,7 @@ class LanguageTask:
     def uses(self, best: Path) -> dict[str, str]:
         """Return the expression by which the best member answers; a base model from a folder is loaded explicitly."""
         given = ""
-        with suppress(CheckpointError):  # whatever has become of its folder
+        with suppress(CheckpointError):  # its folder may be gone
             source = str(read_record(best, kind="agent")["shared"]["source"])
             if is_path(source):
                 given = f", actor_network=evogrpo.load_base({source!r}).model"
