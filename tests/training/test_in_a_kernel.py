@@ -83,7 +83,7 @@ def test_a_run_is_shown_interrupted_and_resumed(kernel, tmp_path):
     left = [content["data"]["text/html"] for kind, content in messages if kind == "update_display_data"]
     assert left[-1] == ""  # the bar is gone
     going_on = """
-generations = run.trainer.progress.generation + 1
+generations = run.trainer.run_state.generation + 1
 evogrpo.resume("run", env, generations=generations, progress=False).finish()"""
     (result,) = [content for kind, content in kernel.run(going_on) if kind == "execute_result"]
     assert "<table>" in result["data"]["text/html"]
