@@ -258,12 +258,12 @@ def test_one_agent_is_refused_in_several_processes(accelerators, monkeypatch):
     for state in (AcceleratorState, PartialState):
         monkeypatch.setitem(state._shared_state, "num_processes", 2)
     assert accelerator.num_processes == 2
-    with pytest.raises(ValueError, match="one process trains an agent, got an accelerator with 2: make a population"):
+    with pytest.raises(ValueError, match="accelerator"):
         tiny_agent(accelerator=accelerator)
 
 
 def test_an_accelerator_and_a_device_are_not_given_both(accelerators):
-    with pytest.raises(ValueError, match="leave out device='cpu'"):
+    with pytest.raises(ValueError, match="device='cpu'"):
         tiny_agent(accelerator=Accelerator(cpu=True), device="cpu")
 
 

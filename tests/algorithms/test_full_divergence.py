@@ -134,7 +134,7 @@ def test_samples_of_another_are_held_to_the_one_that_acted():
 
 
 def test_language_models_refuse_whole_distributions():
-    with pytest.raises(ValueError, match=r"kl_estimator 'full' keeps .* over its vocabulary: choose k3 or k2"):
+    with pytest.raises(ValueError, match="kl_estimator='full'"):
         tiny_agent(objective=Objective(kl_estimator="full"), beta=0.1)
 
 

@@ -424,7 +424,7 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
     agent = population_for(env, 1, policies="prefix")[0]
     agent.save_checkpoint(tmp_path / "agent")
     for options, message in (
-        ({"policies": "independent"}, "state of the policies"),
+        ({"policies": "independent"}, "must have policies"),
         (
             {"policies": "prefix", "network": NetworkConfig(hidden=(16,)), "normalise_observations": True},
             "policy 'red'",
@@ -438,7 +438,7 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
     lives = groups(joint_probes.Lives)
     with pytest.raises(CheckpointError, match="observation_spaces"):
         population_for(lives, 1)[0].load_checkpoint(tmp_path / "agent")
-    with pytest.raises(ValueError, match="neither an accelerator nor an actor_network"):
+    with pytest.raises(ValueError, match="actor_network"):
         MultiAgentGRPO.load(tmp_path / "agent", actor_network=torch.nn.Linear(1, 1))
 
 
@@ -494,15 +494,15 @@ def test_arguments_that_cannot_be_are_refused():
 def test_environments_and_batches_that_do_not_fit_are_refused():
     env = groups()
     population = population_for(env, 2)
-    with pytest.raises(ValueError, match="act in joint environments, got GymnasiumGroups"):
+    with pytest.raises(ValueError, match="GymnasiumGroups"):
         population.check(GymnasiumGroups("CartPole-v1"))
-    with pytest.raises(ValueError, match="these members' observation_spaces are"):
+    with pytest.raises(ValueError, match="observation_spaces"):
         population.evaluate(groups(joint_probes.Lives))
     collected = population.collect(env, step=0, samples_per_step=SAMPLES, block=8)
     with pytest.raises(ValueError, match="group_size must divide samples_per_step"):
         population.collect(env, step=0, samples_per_step=6, block=8)
     batch = collected.experience["shared"]
-    with pytest.raises(ValueError, match=r"learns from `collect\(...\).experience`, got Batch"):
+    with pytest.raises(ValueError, match="experience"):
         population[0].learn(batch)
     with pytest.raises(ValueError, match="red"):
         population.learn({"red": batch}, step=0)
@@ -515,9 +515,9 @@ def test_an_agent_comes_back_through_its_own_class_only(tmp_path):
     population_for(env, 1)[0].save_checkpoint(tmp_path / "joint")
     single = GymnasiumGroups("CartPole-v1")
     GRPO(single.observation_space, single.action_space).save_checkpoint(tmp_path / "single")
-    with pytest.raises(CheckpointError, match=r"kind 'joint', not one of GRPO: .* with MultiAgentGRPO\.load"):
+    with pytest.raises(CheckpointError, match=r"'joint'.*MultiAgentGRPO\.load"):
         GRPO.load(tmp_path / "joint")
-    with pytest.raises(CheckpointError, match=r"kind 'networks', not one of MultiAgentGRPO: .* with GRPO\.load"):
+    with pytest.raises(CheckpointError, match=r"'networks'.* GRPO\.load"):
         MultiAgentGRPO.load(tmp_path / "single")
     assert isinstance(MultiAgentGRPO.load(tmp_path / "joint"), MultiAgentGRPO)
 

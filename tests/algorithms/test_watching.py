@@ -172,9 +172,9 @@ def test_what_cannot_be_watched_is_refused_with_the_reason(display):
         agent.test(GymnasiumGroups(Blind, max_episode_steps=10), render=True)
     with pytest.raises(ValueError, match="takes no render_mode, so it cannot be drawn"):
         agent.test(GymnasiumGroups(unseen, max_episode_steps=10), render=True)
-    with pytest.raises(ValueError, match=r"got Shown with render_mode=None: make it so"):
+    with pytest.raises(ValueError, match="render_mode=None"):
         agent.test(Shown(), render=True)
-    with pytest.raises(ValueError, match="HuggingFaceGym has nothing that could be drawn"):
+    with pytest.raises(ValueError, match="HuggingFaceGym cannot be rendered"):
         tiny_agent().test(tiny_env(), render=True)
     with pytest.raises(ValueError, match="episodes must be at least 1, got 0"):
         agent.test(Shown(), episodes=0)

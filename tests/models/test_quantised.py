@@ -103,7 +103,7 @@ def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp
     assert torch.equal(again.state()["adapter"], agent.state()["adapter"])
     with pytest.raises(ValueError, match="a quantised base is not saved, as it would have to be widened"):
         agent.save_checkpoint(tmp_path / "whole", include_base=True)
-    with pytest.raises(ValueError, match="in fewer bits, stays where it was loaded, on cpu"):
+    with pytest.raises(ValueError, match="quantised base"):
         tiny_agent(actor_network=base, device="meta")
 
 

@@ -1,1 +1,1 @@
-"""What members are: one class per kind, behind one protocol."""
+"""Policy sets: the policies of all members of a population, one class per kind."""

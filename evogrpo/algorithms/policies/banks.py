@@ -1,4 +1,4 @@
-"""Banks: the policies of the same members, one bank each; slot i of every bank is member i."""
+"""Banks: one bank per policy; slot i of every bank is member i."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,20 +8,19 @@ from torch import Tensor
 from evogrpo.models.bank import PolicyBank, TrainState
 
 DEFAULT = "default"
-"""The name of the policy where a member has only one: its learner state carries no policy's name."""
+"""Name of the policy of members with a single policy; train state keys then have no prefix."""
 
 
 class Banks(Mapping[str, PolicyBank]):
-    """Several policies of the same members.
+    """Banks of all policies of the same members.
 
-    Selection, cloning and checkpoints reach all policies of a member together; acting and learning go to one policy's
-    bank at a time.
+    Selection, cloning and checkpoints use all policies of a member; acting and learning use one bank at a time.
 
     Args:
-        banks: By policy, all of one size.
+        banks: By policy, all with the same number of slots.
 
     Attributes:
-        changed: Slots whose learner states have changed since they were last taken out of it; all, to begin with.
+        changed: Slots whose train states have changed since the sampler last loaded them; initially all.
 
     Raises:
         ValueError: If there is no bank, or they differ in size.
@@ -30,7 +29,7 @@ class Banks(Mapping[str, PolicyBank]):
     def __init__(self, banks: Mapping[str, PolicyBank]) -> None:
         sizes = {bank.size for bank in banks.values()}
         if len(sizes) != 1:
-            raise ValueError(f"members need at least one bank, all of one size, got sizes {sorted(sizes)}")
+            raise ValueError(f"banks must be at least one, all of the same size, got sizes {sorted(sizes)}.")
         self._banks = dict(banks)
         self.changed = set(range(self.size))
 
@@ -49,27 +48,27 @@ class Banks(Mapping[str, PolicyBank]):
         return next(iter(self._banks.values())).size
 
     def touch(self, slots: Collection[int]) -> None:
-        """Note that learner states of slots change; before it happens, as something may raise on the way."""
+        """Mark slots as changed. Call before changing them, because the change may raise half-way."""
         self.changed.update(slots)
 
     def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt, in every policy; None = a fresh initialisation."""
+        """Copy the train state of slot `parents[i]` to slot i, for every policy; None = fresh initialisation."""
         for bank in self._banks.values():
             bank.inherit(parents)  # the banks are of one size, so that the first refuses what any would
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name: the keys of `state`, the same for all members."""
+        """Keys of a train state, the same for all members."""
         return tuple(state_key(policy, name) for policy, bank in self._banks.items() for name in bank.state_keys)
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of what the member in `slot` has learnt."""
+        """Return a copy of one tensor of a train state."""
         policy, _, own = name.rpartition("/")
         return self._banks[policy or DEFAULT].state_tensor(slot, own)
 
     def state(self, slot: int) -> TrainState:
-        """Return copies of everything the member in `slot` has learnt; of several policies as "policy/name"."""
+        """Return a copy of the train state of a slot; with several policies the keys are "policy/name"."""
         return {
             state_key(policy, name): value
             for policy, bank in self._banks.items()
@@ -77,18 +76,18 @@ class Banks(Mapping[str, PolicyBank]):
         }
 
     def broadcast_state(self, slot: int) -> TrainState:
-        """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
+        """Return a copy of the train state of a slot on every rank. Collective."""
         return self.state(slot)
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot.
+        """Load a train state into a slot.
 
         Raises:
-            ValueError: If it is the state of other policies, or does not fit one of them; nothing is changed then.
+            ValueError: If it has other policies, or does not fit one of them; nothing is changed then.
         """
         parts = _by_policy(state)
         if set(parts) != set(self._banks):
-            raise ValueError(f"a learner state of the policies {sorted(self._banks)} is needed, got {sorted(parts)}")
+            raise ValueError(f"The train state must have policies {sorted(self._banks)}, got {sorted(parts)}.")
         before = {policy: bank.state(slot) for policy, bank in self._banks.items() if len(self._banks) > 1}
         for policy, bank in self._banks.items():
             try:
@@ -100,21 +99,21 @@ class Banks(Mapping[str, PolicyBank]):
         self.changed.add(slot)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
-        """Return copies of what members have learnt, which `load_state` brings back."""
+        """Return copies of train states by slot, for `load_state`."""
         return {slot: self.state(slot) for slot in slots}
 
     def gathered(self, slots: Collection[int]) -> AbstractContextManager[None]:
-        """Let the process that writes files read these members' learner states in the block: here it always can."""
+        """Make these train states readable on the rank that writes files, inside the block."""
         return nullcontext()
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current policies of these members their own references; ValueError without own references."""
+        """Make the current policies of these members their references; ValueError without own references."""
         for bank in self._banks.values():
             bank.keep_reference(slots)
 
 
 def state_key(policy: str, name: str) -> str:
-    """Return what a part of a policy's learner state is called in the member's."""
+    """Return the key of a policy's tensor in the member's train state."""
     return name if policy == DEFAULT else f"{policy}/{name}"
 
 

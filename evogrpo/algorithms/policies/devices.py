@@ -1,4 +1,4 @@
-"""Where members compute."""
+"""Devices and precision of policy sets."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,25 +10,25 @@ from evogrpo.models.devices import check_device
 
 
 def choose_device(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
-    """Return the device that is wanted, or that an accelerator chooses; None = no wish.
+    """Return the requested device, or that of the accelerator; None = not specified.
 
     Raises:
-        ValueError: If both are given, or the device is not there.
+        ValueError: If both are given, or the device is not available.
     """
     if accelerator is None:
         if device is not None:
             check_device(device)
         return device
     if not isinstance(accelerator, Accelerator):
-        raise ValueError(f"accelerator must be one of accelerate's, Accelerator(), got {accelerator!r:.80}")
+        raise ValueError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r:.80}.")
     if device is not None:
-        raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
+        raise ValueError(f"The accelerator sets the device. Leave out device={str(device)!r}.")
     chosen: torch.device = accelerator.device
     return chosen
 
 
 def autocast_context(accelerator: Accelerator | None) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the context that passes run in: none where an accelerator leaves the precision alone."""
+    """Return a factory of the autocast context of forward passes."""
     if accelerator is None or accelerator.mixed_precision == "no":
         return nullcontext
     autocast: Callable[[], AbstractContextManager[None]] = accelerator.autocast
@@ -36,9 +36,9 @@ def autocast_context(accelerator: Accelerator | None) -> Callable[[], AbstractCo
 
 
 def check_accelerator(accelerator: Accelerator | None) -> None:
-    """Refuse with a ValueError to train one agent in several processes: each would train a copy of it."""
+    """Raise ValueError if one agent would be trained by several processes."""
     if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
         raise ValueError(
-            f"one process trains an agent, got an accelerator with {accelerator.num_processes}: make a population, "
-            "GRPO.population(...), whose members they share out, or start the program without a multi-process launcher"
+            f"A single agent is trained by one process, got an accelerator with {accelerator.num_processes} processes. "
+            "Use GRPO.population(...), or start the program without a multi-process launcher."
         )

@@ -21,46 +21,46 @@ from evogrpo.models.bank import TrainState
 
 
 class DistributedBanks(Banks):
-    """The weights of all members, those of this process's slots in banks of its own.
+    """Banks of all members, of which this rank holds its own slots.
 
-    Methods that name slots are called by all processes alike, as learner states travel between them.
+    All ranks must call the same methods, because train states are exchanged.
 
     Args:
-        local: The banks of this process.
-        places: Which slots they hold, at first.
-        processes: Who holds the others.
+        local: Banks of this rank.
+        places: Initial placement of slots.
+        processes: The process group.
 
     Attributes:
-        places: Which slots they hold.
+        places: Placement of slots.
     """
 
     def __init__(self, local: Banks, places: Placement, processes: Processes) -> None:
         self._local, self.places, self._processes = local, places, processes
         self._gathered: dict[int, TrainState] = {}
-        self._banks = dict(local)  # who has changed is asked of the local ones
+        self._banks = dict(local)  # changed slots are tracked by the local banks
 
     @property
     def size(self) -> int:
-        """Number of slots of all processes."""
+        """Number of slots on all ranks."""
         return self.places.size
 
     def touch(self, slots: Collection[int]) -> None:
-        """Note that learner states of slots change."""
+        """Mark slots as changed."""
         self._local.touch([self.places.place(slot) for slot in self.places.here(slots)])
 
     def inherit(self, parents: Sequence[int | None], vacant: Collection[int] = ()) -> None:
-        """Give slot i everything slot parents[i] has learnt; what lives elsewhere is handed over.
+        """Copy the train state of slot `parents[i]` to slot i, across ranks if needed.
 
         Args:
             parents: As in one process.
-            vacant: Slots that hold nobody from now on: members are shared out anew where others would not be even.
+            vacant: Slots that become empty; members are redistributed if ranks would be uneven.
         """
         after = self.places.without(vacant)
         self._take_over(parents, after)
         self.places = after
 
     def _take_over(self, parents: Sequence[int | None], after: Placement) -> None:
-        """Give slot i, where it is to be, everything that slot parents[i] has learnt where it is now."""
+        """Copy train states from their current ranks to the ranks of the new placement."""
         places, received = self.places, dict[int, TrainState]()
         wanted = sorted(
             {
@@ -84,21 +84,21 @@ class DistributedBanks(Banks):
                 place if parent in received else None if parent is None else places.place(parent)
                 for place, parent in enumerate(here)
             ]
-            + list(range(len(here), self._local.size))  # where nobody is now
+            + list(range(len(here), self._local.size))  # empty local slots
         )
         for place, old in enumerate(here):
             if old is not None and old in received:
                 self._local.load_state(place, received[old])
 
     def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of what the member in `slot` has learnt; see `state`."""
+        """Return a copy of one tensor of a train state; see `state`."""
         return self.state(slot)[name]
 
     def state(self, slot: int) -> TrainState:
-        """Return copies of everything the member in `slot` has learnt.
+        """Return a copy of the train state of a slot.
 
         Raises:
-            ValueError: If it lives in another process, and is not gathered here.
+            ValueError: If the slot is on another rank and not gathered here.
         """
         if slot in self._gathered:
             return {name: value.clone() for name, value in self._gathered[slot].items()}
@@ -106,14 +106,13 @@ class DistributedBanks(Banks):
             return self._fresh()
         if slot not in self.places.own:
             raise ValueError(
-                f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
-                f"{self._processes.rank}: what it has learnt is known there; the best one so far is known everywhere, "
-                "as the run's `best`"
+                f"Slot {slot} is on rank {self.places.owner(slot)}, this is rank {self._processes.rank}. Read it "
+                "there, or use the run's `best`, which all ranks have."
             )
         return self._local.state(self.places.place(slot))
 
     def _fresh(self) -> TrainState:
-        """Return what somebody has learnt who has not begun, as it is in slots that hold nobody."""
+        """Return a fresh train state, as in empty slots."""
         held = self._local.state(0)
         self._local.inherit([None, *range(1, self._local.size)])
         fresh = self._local.state(0)
@@ -121,23 +120,23 @@ class DistributedBanks(Banks):
         return fresh
 
     def broadcast_state(self, slot: int) -> TrainState:
-        """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
+        """Return a copy of the train state of a slot on every rank. Collective."""
         owner = self.places.owner(slot)
         own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
         return self._processes.broadcast_tensors(own, source=owner)
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot, in the process that holds it."""
+        """Load a train state on the ranks that hold the slot."""
         if slot in self.places.own:
             self._local.load_state(self.places.place(slot), state)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
-        """Return copies of what members have learnt, each in the process that holds it."""
+        """Return copies of the train states of this rank's slots."""
         return {slot: self._local.state(self.places.place(slot)) for slot in self.places.here(slots)}
 
     @contextmanager
     def gathered(self, slots: Collection[int]) -> Iterator[None]:
-        """Let the leading process know these members' learner states in the block, where the others need not follow."""
+        """Make these train states readable on rank 0, inside the block."""
         before, is_rank_zero = dict(self._gathered), self._processes.is_rank_zero
         nowhere = self.places.vacant.intersection(slots)
         if is_rank_zero and nowhere:
@@ -156,7 +155,7 @@ class DistributedBanks(Banks):
             self._gathered = before
 
     def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current policies of these members their own references."""
+        """Make the current policies of these members their references."""
         self._local.keep_reference([self.places.place(slot) for slot in self.places.here(slots)])
 
 
@@ -219,13 +218,13 @@ class DistributedPolicySet:
         self._check_inhabited(slot)
         if slot not in self.places.own:
             raise ValueError(
-                f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
-                f"{self.processes.rank}: look at its policy there, or at that of the agent that the run has saved"
+                f"Slot {slot} is on rank {self.places.owner(slot)}, this is rank {self.processes.rank}. Read its "
+                "policy there, or use the agent that the run has saved."
             )
         return self.local.policy(self.places.place(slot), base=base)
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
-        """Draw a change of a member's architecture where it lives, and tell everybody."""
+        """Draw a change of a member's architecture on its rank, and broadcast it."""
         own = slot in self.places.own
         place = self.places.place(slot)
         return self.processes.run_section(lambda: self.local.propose_architecture(place, rng) if own else None)[
@@ -233,28 +232,28 @@ class DistributedPolicySet:
         ]
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Give a member another architecture, where it lives."""
+        """Change a member's architecture on the ranks that hold it."""
         if slot in self.places.own:
             self.local.change_architecture(self.places.place(slot), architecture, rng)
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return further files of one member's checkpoint, where it lives."""
+        """Return additional files of one member's checkpoint, on its rank."""
         self._check_inhabited(slot)
-        self.banks.state(slot)  # refuses the others
+        self.banks.state(slot)  # raises on other ranks
         return self.local.files(self.places.place(slot), include_base=include_base)
 
     def _check_inhabited(self, slot: int) -> None:
         if slot in self.places.vacant:
             living = [own for own in range(self.places.size) if own not in self.places.vacant]
-            raise ValueError(f"nobody is in slot {slot} any more, so there is no policy: ask those in slots {living}")
+            raise ValueError(f"Slot {slot} is empty. Slots with members: {living}.")
 
 
 class SplitEvaluator:
-    """One member of its own, in every process alike, of whom each asks a part of the questions.
+    """One member that every rank holds, evaluated by each rank on part of the questions.
 
     Args:
         local: The member.
-        processes: Who asks.
+        processes: The process group.
     """
 
     def __init__(self, local: PolicySet, processes: Processes) -> None:
@@ -264,30 +263,29 @@ class SplitEvaluator:
         return getattr(self._local, name)
 
     def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Answer together; see `evaluate_split`."""
+        """Evaluate on all ranks; see `evaluate_split`."""
         return evaluate_split(self._local, self._processes, env, asked)
 
 
 def check_single_rank(members: object, what: str) -> None:
-    """Refuse with a ValueError to ask something of one member alone, if several processes share out the members."""
+    """Raise ValueError if the members are divided among ranks."""
     if isinstance(members, DistributedPolicySet):
         raise ValueError(
-            f"members that {members.processes.size} processes share out learn in evogrpo.evolve, but {what} asks one "
-            "alone: ask the run's best, which every process has, or do it in a program of one process, with the agent "
-            "that the run has saved"
+            f"{what} is not available for a member of a population divided among {members.processes.size} ranks. Use "
+            "the run's best, which every rank has, or the saved agent in a program of one process."
         )
 
 
 def placement_of(size: int) -> Placement:
-    """Return which of so many slots are in this process, if it is one of several."""
+    """Return the placement of this many slots on the ranks of the program."""
     crew = processes()
     return Placement(size, crew.size, crew.rank)
 
 
 def distribute(members: PolicySet, places: Placement) -> PolicySet:
-    """Return the members of all processes, of whom these are the ones in this process.
+    """Return a policy set of all ranks, given the members of this rank.
 
-    Of more processes than members, be it that these are few or that many have left, several share the work of one.
+    With more ranks than members, several ranks hold the same member and share its work.
     """
     if places.processes == 1:
         return members

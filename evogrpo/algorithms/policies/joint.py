@@ -1,4 +1,4 @@
-"""Members that act for several agents of a joint environment."""
+"""JointPolicySet: small networks that act for several agents of a multi-agent environment."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,11 +55,11 @@ def joint_batch(
     members: NDArray[np.int64],
     temperature: NDArray[np.float32],
 ) -> tuple[Batch, ObservationStatistics | None]:
-    """Return one policy's rows, each one agent's part of a joint episode, and what its agents have observed."""
+    """Return one policy's rows, one per agent and joint episode, and its observation statistics."""
     earned = episodes.team_rewards if settings.credit == "team" else episodes.own_rewards
-    # Added up in the order of the steps: a pairwise sum would depend on how far the longest episode pads the rest.
+    # A cumulative sum, because a pairwise sum would depend on the padding.
     totals = np.where(episodes.present, earned, 0.0).cumsum(axis=1)[:, -1]
-    # An agent that never acted in an episode has earned nothing there that could be compared.
+    # NaN for agents that never acted in an episode: they have no reward to compare.
     rewards = np.where(episodes.present.any(axis=1), totals, np.nan)
     steps = np.where(episodes.present, earned, np.nan)
     present, truncated = torch.from_numpy(episodes.present), torch.from_numpy(episodes.truncated)
@@ -87,7 +87,7 @@ def joint_batch(
 def _shown(
     policy: StackedPolicy, episodes: AgentEpisodes, owners: NDArray[np.int64]
 ) -> tuple[Any, ObservationStatistics | None]:
-    """Return observations `[n, t, ...]` as the rows' members saw them, and statistics of the raw ones."""
+    """Return normalised observations `[n, t, ...]`, and statistics of the raw ones."""
     if policy.statistics is None:
         return episodes.observations, None
     space, present = policy.observation_space, episodes.present
@@ -102,15 +102,15 @@ def _shown(
 
 
 class JointPolicySet:
-    """One or several policies of small networks for the agents of a joint environment; see `PolicySet`.
+    """Small networks with one or several policies for the agents of a multi-agent environment; see `PolicySet`.
 
     Args:
-        observation_spaces: What each agent sees.
-        action_spaces: Where each agent acts.
+        observation_spaces: Observation space of each agent.
+        action_spaces: Action space of each agent.
         size: Number of members.
-        settings: What does not evolve.
-        hp_config: What evolves; None = nothing.
-        device: Where the networks are.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
+        device: Device of the networks.
 
     Attributes:
         observation_spaces: As given.
@@ -151,7 +151,7 @@ class JointPolicySet:
                 spec.observation_space,
                 spec.action_space,
                 size,
-                # Agents that are alike start with policies that differ: nothing else would tell them apart.
+                # Each policy has its own seed, so that policies with equal spaces start from different weights.
                 replace(settings, seed=int(generator(settings.seed, "policy", number).integers(2**31))),
                 device=device,
             )
@@ -161,46 +161,46 @@ class JointPolicySet:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The parts of a learner state that make up the policies."""
+        """Keys of a train state that hold the policies' weights."""
         return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
 
     def new_member(self, *, wrap: bool = True) -> "JointPolicySet":
-        """Return one fresh member; there is nothing to wrap."""
+        """Return a policy set of one fresh member; `wrap` has no effect."""
         spaces_ = self.observation_spaces, self.action_spaces
         return JointPolicySet(*spaces_, 1, self.settings, self.hp_config, device=self.device)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not among the settings."""
+        """Return the constructor arguments that are not in the settings."""
         return {name: getattr(self, name) for name in (*_SPACES, "device")}
 
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Refuse: small networks act as environments ask, step by step."""
-        raise ValueError("a sampler writes completions of language models: leave it out for small networks")
+        """Raise ValueError: samplers are for language models."""
+        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
 
     def check(self, env: Any) -> None:
-        """Refuse an environment whose agents or spaces are not the members' own."""
+        """Raise ValueError if the environment has other agents or spaces."""
         if not isinstance(env, PettingZooGroups):
             raise ValueError(
-                f"multi-agent members act in joint environments, got {type(env).__name__}: wrap a parallel PettingZoo "
-                "environment as evogrpo.PettingZooGroups(...)"
+                f"Expected a multi-agent environment, got {type(env).__name__}. Wrap a parallel PettingZoo environment "
+                "as evogrpo.PettingZooGroups(...)."
             )
         for name in _SPACES:
             own, given = getattr(self, name), getattr(env, name)
             if given != own:
-                raise ValueError(f"these members' {name} are {own}, but those of {env.name} are {given}")
+                raise ValueError(f"The members' {name} are {own}, but those of {env.name} are {given}.")
 
     def sample(
         self, env: Any, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
     ) -> RolloutBatch:
-        """Play one joint episode for each row, or for each row of a part.
+        """Play one joint episode for each requested row.
 
-        Member i's agent a draws at step t of its joint episode r with numbers `[r, t]` of the stream
-        (seed, "purpose for a", step, index), so nobody's draws depend on who else plays.
+        Agent a of a member uses numbers `[r, t]` of the stream (seed, "purpose for a", step, index) in step t of joint
+        episode r, so its random numbers do not depend on other members.
         """
         self.check(env)
-        if any(learner.step == 0 for learner in wanted.learners):  # before anybody has learnt
+        if any(learner.step == 0 for learner in wanted.learners):  # before the first learning step
             env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
         asked = wanted.rows(part)
         member_ids, temperature, chosen = asked.member_ids.numpy(), asked.temperature.numpy(), asked.chosen.numpy()
@@ -242,7 +242,7 @@ class JointPolicySet:
         )
 
     def evaluate(self, env: Any, asked: EvaluationRequest) -> EvaluationResult:
-        """Play held-out starts, sampled at temperature 1 or greedily; rewards are what each start is worth."""
+        """Play held-out starts, sampled at temperature 1 or greedy."""
         self.check(env)
         member_ids = asked.member_ids.numpy()
         played = env.open(asked.split, asked.questions).play(
@@ -273,11 +273,11 @@ class JointPolicySet:
         return lambda agent, rows, t: draws(agent, rows % asked.per_slot, t)
 
     def _width_of(self, agent: str) -> int:
-        """Return how many random numbers an agent's action takes."""
+        """Return the number of uniforms per action of an agent."""
         return self.policies[self.mapping.policy_of(agent)].bank.uniforms_per_action
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
-        """Add what each policy's agents have observed to its running statistics."""
+        """Add the observations of a learning step to each policy's running statistics."""
         for by_policy in observed:
             for name, summary in by_policy.items():
                 self.policies[name].update_statistics(summary)
@@ -285,12 +285,12 @@ class JointPolicySet:
     # ---- in a caller's own loop
 
     def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> dict[Any, Any]:
-        """Choose what every living agent does; see `MultiAgentGRPO.get_action`."""
+        """Choose the actions of all active agents; see `MultiAgentGRPO.get_action`."""
         rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
         return self._choose(learner, seen, rng, action_mask or {})
 
     def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
-        """Choose what every living agent does, training's random streams aside; see `GRPO.predict`."""
+        """Choose the actions of all active agents without touching training random streams; see `GRPO.predict`."""
         rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
         return self._choose(learner, observation, rng, action_masks or {})
 
@@ -321,36 +321,34 @@ class JointPolicySet:
         raise ValueError("generate is for language models. Use predict for small networks.")
 
     def experience(self, learner: Learner, experiences: Any) -> Experience:
-        """Return what `MultiAgentGRPO.collect` collected as it is: nothing else can be learnt from.
+        """Return the experience of `MultiAgentGRPO.collect` unchanged.
 
         Raises:
             ValueError: If it is anything else.
         """
         if not isinstance(experiences, Mapping) or not all(isinstance(each, Batch) for each in experiences.values()):
-            raise ValueError(
-                f"a multi-agent member learns from `collect(...).experience`, got {type(experiences).__name__}"
-            )
+            raise ValueError(f"learn needs the experience of collect(...), got {type(experiences).__name__}.")
         return experiences
 
     # ---- the networks
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a member's policies as modules, by name: see `StackedPolicy.module`."""
+        """Return a member's policies as modules by name; see `StackedPolicy.module`."""
         return _Modules({name: policy.module(slot, base=base) for name, policy in self.policies.items()})
 
     def recompile(self) -> None:
-        """Do nothing: no policy is a module of the caller's."""
+        """Do nothing: no policy is a user's own module."""
 
     def unwrap(self) -> None:
         """Do nothing: small networks compute in float32."""
 
     @property
     def evolves(self) -> bool:
-        """Whether architectures change when members are mutated."""
+        """True if mutation changes architectures."""
         return self.settings.evolve_network is not None
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
-        """Draw whether and how the architecture of one of a member's policies changes; None = no change."""
+        """Draw a change of the architecture of one of a member's policies; None = no change."""
         policy = list(self.policies)[int(rng.integers(len(self.policies)))]
         drawn = self.policies[policy].propose_architecture(slot, rng)
         if drawn is None:
@@ -360,34 +358,34 @@ class JointPolicySet:
         )
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Give one of a member's policies another architecture, by the policy's name, keeping what it has learnt."""
+        """Change the architecture of one policy, given by name, and keep what it has learnt."""
         ((policy, own),) = architecture.items()
         self.policies[policy].change_architecture(slot, own, rng)
 
     # ---- checkpoints
 
     def record(self) -> dict[str, Any]:
-        """Return the spaces, as pairs: the order of the agents is the order of the policies."""
+        """Return the spaces as pairs, because the order of agents determines the order of policies."""
         return {
             name: [[agent, space_to_json(space)] for agent, space in getattr(self, name).items()] for name in _SPACES
         }
 
     def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Refuse members for other agents or other spaces."""
+        """Raise CheckpointError for other agents or spaces."""
         own = self.record()
         for name in _SPACES:
             if record[name] != own[name]:
                 raise CheckpointError(
-                    f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}: bring the saved "
-                    "one back with MultiAgentGRPO.load"
+                    f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}. Load it with "
+                    "MultiAgentGRPO.load."
                 )
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Return nothing: no policy is a module of the caller's."""
+        """Return nothing: no policy is a user's own module."""
         return {}
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return nothing: all of a member is in its learner state."""
+        """Return nothing: the train state is complete."""
         return {}
 
     @classmethod
@@ -403,16 +401,16 @@ class JointPolicySet:
         device: torch.device | str | None,
         accelerator: Accelerator | None,
     ) -> Self:
-        """Build the members that a checkpoint's record describes; they take no network and no accelerator."""
+        """Build the policy set that a checkpoint's record describes."""
         if accelerator is not None or actor_network is not None:
-            raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
+            raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
         seen, done = ({agent: space_from_json(space) for agent, space in record[name]} for name in _SPACES)
         settings = JointSettings.from_json(record["settings"])
         return cls(seen, done, size, settings, hp_config, device=choose_device(None, device) or "cpu")
 
 
 class _Modules(nn.Module):
-    """Modules by name, whatever the names: `nn.ModuleDict` takes none with dots, nor its own attributes'."""
+    """Modules by any name; `nn.ModuleDict` does not accept dots or names of its attributes."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Members that are language models: one frozen base, one adapter each; prompts in, whole completions out."""
+"""LanguagePolicySet: language models with one frozen base and one LoRA adapter per member."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,8 +65,8 @@ class LanguagePolicySet:
     Args:
         model: The base; placed on the device, if one is given.
         size: Number of members.
-        settings: What does not evolve.
-        hp_config: What evolves; None = nothing.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
         lora_config: What to adapt.
         source: Where the base came from, as the user named it; the model's own name by default.
         device: Where to put the base; it stays where it is by default.
@@ -118,8 +118,8 @@ class LanguagePolicySet:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
         elif device is not None and torch.device(device).type != model.device.type:
             raise ValueError(
-                f"a base in parts, or in fewer bits, stays where it was loaded, on {model.device.type}: load it there, "
-                f"with load_base(..., device={str(device)!r})"
+                f"A sharded or quantised base stays on {model.device.type}, where it was loaded. Load it with "
+                f"load_base(..., device={str(device)!r})."
             )
         self.hp_config = hp_config
         self.observation_space, self.action_space = observation_space, action_space
@@ -151,11 +151,11 @@ class LanguagePolicySet:
 
     @property
     def device(self) -> torch.device:
-        """Where the base model is."""
+        """Device of the base model."""
         return self.bank.base.device
 
     def new_member(self, *, wrap: bool = True) -> "LanguagePolicySet":
-        """Return one fresh member over the same base, which samples for itself."""
+        """Return a policy set of one fresh member over the same base, sampled by its own bank."""
         return LanguagePolicySet(
             self.bank.base.model,
             1,
@@ -172,7 +172,7 @@ class LanguagePolicySet:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not among the settings."""
+        """Return the constructor arguments that are not in the settings."""
         return {
             "lora_config": self.bank.lora_config,
             "observation_space": self.observation_space,
@@ -182,12 +182,12 @@ class LanguagePolicySet:
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Let an outside engine sample, which has loaded no member's weights yet."""
+        """Generate completions with an external engine; all slots are marked as changed."""
         self.sampler = sampler
         self.banks.changed.update(range(self.banks.size))
 
     def check(self, env: Any) -> None:
-        """Refuse an environment that asks no questions, or in tokens that the model does not know, or in too many."""
+        """Raise ValueError if the environment has no prompts, unknown tokens or too long prompts."""
         opened = self._open(env, "train", [0])
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
         longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
@@ -320,17 +320,17 @@ class LanguagePolicySet:
     def act(
         self, learner: Learner, seen: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Answer prompts, in AgileRL's shapes; see `GRPO.get_action`."""
+        """Complete prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
-            raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
+            raise ValueError("action_mask is for small networks. Leave it out.")
         rows = prompt_rows(prompt_tokens(seen), learner, self.settings, training=training)
         return as_completions(rows.prompts, self._synced_sampler().sample(rows), self.settings.pad_token_id)
 
     def predict(
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
     ) -> NDArray[Any]:
-        """Refuse: language models answer prompts."""
-        raise ValueError("predict is for small networks; a language model answers with generate, or get_action")
+        """Raise ValueError: language models have no observations."""
+        raise ValueError("predict is for small networks. Use generate or get_action.")
 
     def generate(
         self, learner: Learner, prompts: Sequence[Any], *, tokenizer: Any = None, base: bool = False, **options: Any
@@ -354,7 +354,7 @@ class LanguagePolicySet:
         return load_tokenizer(self.bank.base.model)
 
     def experience(self, learner: Learner, experiences: Experiences) -> Experience:
-        """Read `(completion_ids, action_masks, rewards)`."""
+        """Convert `(completion_ids, action_masks, rewards)` to a batch."""
         hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
         tokens = [int(batch.actions.max()), int(batch.actions.min())]
@@ -364,28 +364,28 @@ class LanguagePolicySet:
     # ---- the network
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module `policy(input_ids, attention_mask)` that gives logits `[n, t, v]`."""
+        """Return a module `policy(input_ids, attention_mask)` that returns logits `[n, t, v]`."""
         return self.bank.policy(slot, base=base)
 
     def recompile(self) -> None:
-        """Forget what torch.compile made of the base model."""
+        """Reset torch.compile."""
         torch.compiler.reset()
 
     def unwrap(self) -> None:
-        """Stop computing under the accelerator's precision."""
+        """Stop using the accelerator's precision."""
         self.bank.autocast = nullcontext
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
         """Return None: the architecture of a language model does not change."""
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Refuse: the architecture of a language model does not change."""
-        raise ValueError(f"the architecture of a language model does not change, so it cannot become {architecture}")
+        """Raise ValueError: the architecture of a language model does not change."""
+        raise ValueError(f"The architecture of a language model cannot change, got {architecture}.")
 
     # ---- checkpoints
 
     def record(self) -> dict[str, Any]:
-        """Return the base's source and fingerprint, and the adapters' settings."""
+        """Return the source and fingerprint of the base, and the adapters' settings."""
         return {
             "lora_config": lora_to_json(self.bank.lora_config),
             "source": self.source,
@@ -394,21 +394,21 @@ class LanguagePolicySet:
         }
 
     def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Refuse adapters of another base model, or of another shape."""
+        """Raise CheckpointError for another base model or lora_config."""
         check_base(record, self.fingerprint, where)
         saved, own = record["lora_config"], lora_to_json(self.bank.lora_config)
         if saved != own:
             raise CheckpointError(
-                f"{where} holds an adapter of lora_config {saved}, but this agent has {own}: make the agent with the "
-                "same lora_config, or bring the saved one back with GRPO.load"
+                f"{where} holds an adapter of lora_config {saved}, but this agent has {own}. Use the same "
+                "lora_config, or load the saved agent with GRPO.load."
             )
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Return the adapter that members start from; the base is not saved, but told by its fingerprint."""
+        """Return the adapter that members start from."""
         return {} if self.start is None else dict(self.start.tensors)
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return the member as a PEFT adapter, and the base model if wanted."""
+        """Return the member as a PEFT adapter, and the base model if requested."""
         adapters, config = self.bank.peft_files(slot)
         # Functions, so that only the file that is being written is in memory as bytes.
         files: CheckpointFiles = {
@@ -430,7 +430,7 @@ class LanguagePolicySet:
         device: torch.device | str | None,
         accelerator: Accelerator | None,
     ) -> Self:
-        """Build the members that a checkpoint's record describes.
+        """Build the policy set that a checkpoint's record describes.
 
         Args:
             record: From `record`, with the settings.

@@ -1,4 +1,4 @@
-"""Members that are small networks and act in a Gymnasium environment."""
+"""NetworkPolicySet: small networks that act in a Gymnasium environment."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -66,10 +66,10 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
 
 
 def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
-    """Build a space from what `space_to_json` returned; raises ValueError or KeyError for anything else."""
+    """Build a space from the result of `space_to_json`; ValueError or KeyError for anything else."""
     match values["kind"]:
         case "dict":
-            # In the order in which they were: it is that of the features.
+            # A list of pairs keeps the order of keys, which is the order of features.
             return spaces.Dict([(key, space_from_json(part)) for key, part in values["parts"]])
         case "tuple":
             return spaces.Tuple([space_from_json(part) for part in values["parts"]])
@@ -94,7 +94,7 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
 
 
 def _bounds_to_json(bounds: NDArray[Any]) -> Any:
-    """Return one bound where all are equal, otherwise all of them, flat; infinite ones as text."""
+    """Return one bound if all are equal, otherwise all of them as a flat list; infinite ones as text."""
     flat = [str(value) if np.isinf(value) else value.item() for value in bounds.ravel()]
     return flat[0] if flat and all(value == flat[0] for value in flat) else flat
 
@@ -110,15 +110,15 @@ class NetworkPolicySet:
 
     Args:
         networks: The policy of all members.
-        hp_config: What evolves; None = nothing.
+        hp_config: The search space; None = nothing evolves.
 
     Attributes:
         networks: As given.
         hp_config: As given.
-        settings: What does not evolve.
+        settings: Settings that do not evolve.
         policies: The one policy.
         banks: Its bank.
-        masked: Whether they have learnt where some actions were illegal, told by masks.
+        masked: True if members have learnt with action masks.
     """
 
     kind: ClassVar[str] = "networks"
@@ -134,11 +134,11 @@ class NetworkPolicySet:
 
     @property
     def device(self) -> torch.device:
-        """Where the networks are."""
+        """Device of the networks."""
         return self.networks.bank.device
 
     def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
-        """Return one fresh member; there is nothing to wrap."""
+        """Return a policy set of one fresh member; `wrap` has no effect."""
         spaces_ = self.observation_space, self.action_space
         policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
         alone = NetworkPolicySet(policy, self.hp_config)
@@ -146,7 +146,7 @@ class NetworkPolicySet:
         return alone
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not among the settings, or differ from them."""
+        """Return the constructor arguments that are not in the settings, or differ from them."""
         module = self.networks.custom
         own = {
             "actor_network": module,
@@ -159,24 +159,24 @@ class NetworkPolicySet:
     # ---- in environments
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Refuse: small networks act as environments ask, step by step."""
-        raise ValueError("a sampler writes completions of language models: leave it out for small networks")
+        """Raise ValueError: samplers are for language models."""
+        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
 
     def check(self, env: Any) -> None:
-        """Refuse an environment whose spaces are not the members' own."""
+        """Raise ValueError if the environment has other spaces."""
         for name in ("observation_space", "action_space"):
             own, given = getattr(self, name), getattr(env, name, None)
             if given != own:
                 raise ValueError(
-                    f"these members' {name} is {own}, but that of {type(env).__name__} is {given}: make members for it "
-                    "with its own spaces (and for prompts with a language model as actor_network); a Gymnasium "
-                    "environment is wrapped as evogrpo.GymnasiumGroups(...)"
+                    f"The members' {name} is {own}, but that of {type(env).__name__} is {given}. Create agents with "
+                    "the environment's spaces, or with a language model for prompts. Wrap Gymnasium environments as "
+                    "evogrpo.GymnasiumGroups(...)."
                 )
 
     def sample(
         self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
     ) -> RolloutBatch:
-        """Play one episode for each row, or for each row of a part."""
+        """Play one episode for each requested row."""
         self.check(env)
         bank, rows = self.networks.bank, wanted.rows(part)
         draws = ActionNoise(
@@ -227,7 +227,7 @@ class NetworkPolicySet:
         )
 
     def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Play held-out starts, sampled at temperature 1 or greedily; rewards are undiscounted returns."""
+        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns."""
         self.check(env)
         bank = self.networks.bank
         played: Episodes = env.open(asked.split, asked.questions).play(
@@ -249,14 +249,14 @@ class NetworkPolicySet:
         return lambda rows, t: draws(rows % asked.per_slot, t)
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
-        """Add what a learning step's episodes observed to the members' running statistics."""
+        """Add the observations of a learning step to the running statistics."""
         for each in observed:
             self.networks.update_statistics(each[DEFAULT])
 
     # ---- in a caller's own loop
 
     def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> NDArray[Any]:
-        """Choose actions for one observation or a batch of them; see `GRPO.get_action`."""
+        """Choose actions for one observation or a batch; see `GRPO.get_action`."""
         rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
         acted, single = self._choose(learner, seen, rng, action_mask)
         space, actions = self.action_space, acted.actions
@@ -267,7 +267,7 @@ class NetworkPolicySet:
     def predict(
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
     ) -> NDArray[Any]:
-        """Choose actions as the environment takes them; see `GRPO.predict`."""
+        """Choose actions in the environment's format; see `GRPO.predict`."""
         rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
         acted, single = self._choose(learner, observation, rng, action_masks)
         actions = to_environment(self.action_space, acted.actions)
@@ -277,7 +277,7 @@ class NetworkPolicySet:
     def _choose(
         self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
     ) -> tuple[SampledActions, bool]:
-        """Return actions for one observation, or for a batch of them, and whether it was one."""
+        """Return actions for one observation or a batch, and True if it was a single one."""
         arrays, count = check_observations(self.observation_space, seen)
         m = count or 1
         masks = None
@@ -286,8 +286,8 @@ class NetworkPolicySet:
         elif self.masked and not self._said_masked:
             self._said_masked = True
             warn(
-                "this agent learnt where some actions are illegal, and was told which: without action_masks=info"
-                "['action_mask'] it may choose what it never tried, and does not act as it was tested",
+                "This agent was trained with action masks. Without action_masks=info['action_mask'] it may choose "
+                "illegal actions.",
                 rank_zero_only=False,
             )
         acted = self.networks.act(
@@ -310,11 +310,11 @@ class NetworkPolicySet:
     # ---- the network
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module that gives what parametrises actions; see `StackedPolicy.module`."""
+        """Return the policy as a module; see `StackedPolicy.module`."""
         return self.networks.module(slot, base=base)
 
     def recompile(self) -> None:
-        """Forget what torch.compile made of the caller's module."""
+        """Reset torch.compile."""
         torch.compiler.reset()
 
     def unwrap(self) -> None:
@@ -322,7 +322,7 @@ class NetworkPolicySet:
 
     @property
     def evolves(self) -> bool:
-        """Whether architectures change when members are mutated."""
+        """True if mutation changes architectures."""
         return self.settings.evolve_network is not None
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
@@ -330,13 +330,13 @@ class NetworkPolicySet:
         return self.networks.propose_architecture(slot, rng)
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Give a member another architecture, keeping what it has learnt."""
+        """Change a member's architecture and keep what it has learnt."""
         self.networks.change_architecture(slot, architecture, rng)
 
     # ---- checkpoints
 
     def record(self) -> dict[str, Any]:
-        """Return the spaces and the name of the caller's module."""
+        """Return the spaces and the name of the user's module."""
         module = self.networks.custom
         return {
             "observation_space": space_to_json(self.observation_space),
@@ -346,7 +346,7 @@ class NetworkPolicySet:
         }
 
     def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Refuse members of other spaces or of another module."""
+        """Raise CheckpointError for other spaces or another module."""
         own = self.record()
         for name in ("observation_space", "action_space", "module"):
             if record[name] != own[name]:
@@ -357,19 +357,19 @@ class NetworkPolicySet:
         if record["settings"][name] != getattr(self.settings, name):
             raise CheckpointError(
                 f"{where} holds an agent with {name} {record['settings'][name]}, but this one has "
-                f"{getattr(self.settings, name)}: bring the saved one back with GRPO.load"
+                f"{getattr(self.settings, name)}. Load it with GRPO.load."
             )
 
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Return what the caller's module came with, by name: the base of all members, and its buffers."""
+        """Return the initial weights and buffers of the user's module, by name."""
         if self.networks.custom is None:
             return {}
         return {name: value.detach().cpu().clone() for name, value in self.networks.custom.state_dict().items()}
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return nothing: all of a small network is in its learner state."""
+        """Return nothing: the train state is complete."""
         if include_base and self.networks.custom is not None:
-            raise ValueError("the code of a custom module cannot be saved: leave out include_base")
+            raise ValueError("The code of a custom module cannot be saved. Leave out include_base.")
         return {}
 
     @classmethod
@@ -385,14 +385,14 @@ class NetworkPolicySet:
         device: torch.device | str | None,
         accelerator: Accelerator | None,
     ) -> Self:
-        """Build the members that a checkpoint's record describes.
+        """Build the policy set that a checkpoint's record describes.
 
         Raises:
-            ValueError: If the caller's own module is needed and not given.
+            ValueError: If the user's own module is needed and missing.
         """
         if record["module"] is not None and actor_network is None:
             raise ValueError(
-                f"the checkpoint's members are modules of your own class {record['module']}: give one as actor_network="
+                f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
             )
         observed, acted = (space_from_json(record[name]) for name in ("observation_space", "action_space"))
         networks = StackedPolicy(
@@ -409,7 +409,7 @@ class NetworkPolicySet:
 
 
 def _rows_of(action_mask: Any, count: int) -> list[Any]:
-    """Return one mask per row of a batch of them; components of MultiDiscrete may come apart, as a tuple."""
+    """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
     if isinstance(action_mask, tuple):
         return list(zip(*action_mask, strict=True))
     rows = list(np.asarray(action_mask))

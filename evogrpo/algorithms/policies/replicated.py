@@ -24,12 +24,12 @@ Scores = tuple[Tensor, Tensor]
 
 
 class _Share(NamedTuple):
-    """What came of one process's micro-batches.
+    """Results of one rank's micro-batches.
 
     Attributes:
         scores: By the number of the micro-batch.
         losses: By slot.
-        short: What was said where memory ran out; None = there was enough.
+        short: Message of an out-of-memory error; None = no error.
     """
 
     scores: dict[int, Scores]
@@ -38,15 +38,14 @@ class _Share(NamedTuple):
 
 
 class ReplicatedPasses(ForwardPasses):
-    """Scores batches of completions and finds gradients together with other processes that hold the same members.
+    """Divides scoring and gradients of the same members among ranks.
 
-    All of them call with the same batch, plan the same micro-batches as one process would, and do every so manieth of
-    them. What comes back is equal in all of them, bit for bit: scores are those of whoever did the micro-batch, and
-    gradients are added up in one order.
+    All ranks call with the same batch, plan the same micro-batches and compute them round robin. Results are bit-equal
+    on all ranks, because gradients are summed in rank order.
 
     Args:
-        passes: What this process would do alone.
-        squad: Who shares the work.
+        passes: Passes of a single rank.
+        squad: The ranks that share the work.
     """
 
     def __init__(self, passes: ForwardPasses, squad: Processes) -> None:
@@ -60,7 +59,7 @@ class ReplicatedPasses(ForwardPasses):
         self._squad = squad
 
     def _scored(self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion) -> Iterator[Scores]:
-        """Yield the scores of every micro-batch, each found by one process."""
+        """Yield the scores of every micro-batch, each computed on one rank."""
 
         def share() -> _Share:
             found: dict[int, Scores] = {}
@@ -77,9 +76,9 @@ class ReplicatedPasses(ForwardPasses):
     def gradients(
         self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
     ) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield each member's slot, gradient `[k]` and loss once all processes have done their micro-batches.
+        """Yield each member's slot, gradient `[k]` and loss, summed over all ranks.
 
-        In every process the loss is asked about every micro-batch, as what it measures on the way is wanted everywhere.
+        The loss is evaluated for every micro-batch on every rank, because all ranks need its metrics.
         """
         parts = self._plan_update(batch, slots)
         gradients = {slot: self.weights.new_gradient() for slot in slots}
@@ -92,7 +91,7 @@ class ReplicatedPasses(ForwardPasses):
             yield slot, self._squad.all_reduce(gradients.pop(slot)), sum(share.losses[slot] for share in found)
 
     def _own(self, parts: Sequence[MicroBatch]) -> range:
-        """Return the numbers of the micro-batches that this process does."""
+        """Return the numbers of this rank's micro-batches."""
         return range(self._squad.rank, len(parts), self._squad.size)
 
     def _share(
@@ -103,7 +102,7 @@ class ReplicatedPasses(ForwardPasses):
         entropy_gradient: bool,
         gradients: dict[int, Tensor],
     ) -> _Share:
-        """Add this process's micro-batches to the gradients."""
+        """Add the gradients of this rank's micro-batches."""
         losses, scores = dict.fromkeys(gradients, 0.0), dict[int, Scores]()
         number = 0
 
@@ -130,10 +129,10 @@ def _kept(scores: Scores) -> Scores:
 
 
 def _all_scores(shares: Sequence[_Share]) -> dict[int, Scores]:
-    """Return the scores that all processes found.
+    """Merge the scores of all ranks.
 
     Raises:
-        torch.OutOfMemoryError: In all of them, if memory ran out in any.
+        torch.OutOfMemoryError: On all ranks, if memory ran out on any.
     """
     for share in shares:
         if share.short is not None:
@@ -142,17 +141,17 @@ def _all_scores(shares: Sequence[_Share]) -> dict[int, Scores]:
 
 
 class ReplicatedPolicySet:
-    """Members of several processes; see `evogrpo.algorithms.policies.policy_set.PolicySet`, whose methods it has.
+    """Policy set that several ranks hold; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
 
-    All processes of the squad call the same methods. Each acts in whole groups and has them rewarded, and answers some
-    of the held-out questions; all of them know what came of it, and learn the same.
+    All ranks call the same methods. Each rank samples and rewards whole groups, and evaluates part of the held-out
+    questions; results are shared and learning is replicated.
 
     Args:
-        local: The members of this process.
-        squad: The processes that have the same, at first; perhaps this one alone.
+        local: Members of this rank.
+        squad: The ranks that hold the same members at first.
 
     Attributes:
-        shares_learning: Whether each does a part of what is learnt, and not all of it.
+        shares_learning: True if ranks also divide learning.
     """
 
     shares_learning: ClassVar[bool] = False
@@ -161,14 +160,14 @@ class ReplicatedPolicySet:
         self._local, self._squad = local, squad
 
     def regroup(self, squad: Processes) -> None:
-        """Share the work with other processes from now on; all of them call this."""
+        """Set the ranks that share the work. Collective."""
         self._squad = squad
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest) -> RolloutBatch:
-        """Sample whole groups in each process, and return those of all."""
+        """Sample whole groups on each rank, and merge."""
         if self._squad.size == 1:
             return self._local.sample(env, starts, wanted)
         own = _groups_dealt(wanted.group_ids, self._squad.size)[self._squad.rank]
@@ -185,21 +184,21 @@ class ReplicatedPolicySet:
         return _moved(replace(merge_ranks(parts), experience=experience, observed=observed), self._local.device)
 
     def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Answer some of the questions in each process; the base answers what this one is asked."""
+        """Evaluate part of the questions on each rank; the base is not divided."""
         if asked.base or self._squad.size == 1:
             return self._local.evaluate(env, asked)
         return evaluate_split(self._local, self._squad, env, asked)
 
 
 class ReplicatedLanguagePolicySet(ReplicatedPolicySet):
-    """Language models of several processes, each of which does some micro-batches of what is learnt.
+    """Language models that several ranks hold, with micro-batches divided among them.
 
-    All of them take the same optimizer steps. Small networks are not so: a step of theirs takes less time than telling
-    each other gradients.
+    All ranks take the same optimizer steps. Small networks are not divided: exchanging gradients would take longer than
+    a step.
 
     Args:
-        local: The members of this process.
-        squad: The processes that have the same, at first; perhaps this one alone.
+        local: Members of this rank.
+        squad: The ranks that hold the same members at first.
     """
 
     shares_learning = True
@@ -210,11 +209,11 @@ class ReplicatedLanguagePolicySet(ReplicatedPolicySet):
         self.regroup(squad)
 
     def regroup(self, squad: Processes) -> None:
-        """Share the work with other processes from now on; all of them call this."""
+        """Set the ranks that share the work. Collective."""
         if squad is self._squad:
             return
         super().regroup(squad)
-        # Micro-batches are planned alike in all of them, and memory may have run out in one only.
+        # All ranks must plan the same micro-batches, but memory may have run out on one only.
         self._alone.micro_batch_tokens = min(squad.all_gather(self._bank.micro_batch_tokens))
         self._bank.passes = self._alone if squad.size == 1 else ReplicatedPasses(self._alone, squad)
 
@@ -222,7 +221,7 @@ class ReplicatedLanguagePolicySet(ReplicatedPolicySet):
 def evaluate_split(
     members: PolicySet, processes: Processes, env: GroupEnvironment, asked: EvaluationRequest
 ) -> EvaluationResult:
-    """Let each process ask what all of them have, one policy, a part of the questions."""
+    """Evaluate one member that all ranks hold, each rank on part of the questions."""
     parts = np.array_split(np.asarray(asked.questions), processes.size)
     own = tuple(parts[processes.rank].tolist())
     found = processes.run_section(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
@@ -234,7 +233,7 @@ def evaluate_split(
 
 
 def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
-    """Deal rows in their order, those of a group together."""
+    """Split rows in order into parts of whole groups."""
     ends = group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
     shares = np.array_split(np.asarray([0, *ends.tolist()])[1:], parts)
     bounds = [0]
@@ -244,6 +243,6 @@ def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
 
 
 def _moved(collected: RolloutBatch, device: torch.device | str) -> RolloutBatch:
-    """Return samples whose tensors are on a device: between processes they travel on the CPU."""
+    """Move a rollout to a device."""
     experience = {policy: batch.to(device) for policy, batch in collected.experience.items()}
     return replace(collected, experience=experience, truncated=collected.truncated.to(device))

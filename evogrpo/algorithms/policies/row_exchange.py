@@ -1,4 +1,4 @@
-"""Samples that members in other processes learn from: what is handed over of them, and how they are read there."""
+"""Exchange of samples between ranks, for members that learn from samples of members on other ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from evogrpo.models.bank import FullDistributionBank
 
 
 def lent_slots(places: Placement, learners: Sequence[Learner]) -> list[int]:
-    """Return the slots whose samples somebody in another process learns from.
+    """Return the slots whose samples are needed on other ranks.
 
     Args:
-        places: Which slots are where.
-        learners: All that learn, by slot.
+        places: Placement of slots.
+        learners: All learners.
     """
     return sorted(
         {
@@ -33,13 +33,13 @@ def lent_slots(places: Placement, learners: Sequence[Learner]) -> list[int]:
 
 
 def lend(members: PolicySet, places: Placement, experience: Experience, lent: Sequence[int]) -> dict[str, Batch]:
-    """Return the rows of members that are lent, by slot and on the CPU, with what only their own bank can tell.
+    """Return the rows that other ranks need, on the CPU, with log-probabilities that only this bank can compute.
 
     Args:
-        members: Of this process.
-        places: Which slots they are in.
-        experience: What they have sampled, by place.
-        lent: Slots whose samples are learnt from elsewhere.
+        members: Members of this rank.
+        places: Placement of slots.
+        experience: Their samples, with local slots.
+        lent: Slots whose samples are needed on other ranks.
     """
     own, slots = [places.place(slot) for slot in places.here(lent)], torch.tensor(places.own)
     found = {}
@@ -58,16 +58,16 @@ def borrow(
     learners: Sequence[Learner],
     lent: Mapping[int, Mapping[str, Batch]],
 ) -> dict[str, Batch]:
-    """Return what members of this process learn from: their own samples and those of their sources elsewhere.
+    """Return the samples that members of this rank learn from, including those of other ranks.
 
-    Rows are in the order of the processes, as if one process had sampled them all.
+    Rows are in the order of ranks, as if one process had sampled them all.
 
     Args:
-        members: Of this process.
-        places: Which slots they are in.
-        experience: What they have sampled, by place.
-        learners: Those of them that learn; their sources by `Placement.number`.
-        lent: What processes have lent, by rank.
+        members: Members of this rank.
+        places: Placement of slots.
+        experience: Their samples, with local slots.
+        learners: Learners of this rank; sources are numbered by `Placement.number`.
+        lent: Rows received from other ranks, by rank.
     """
     wanted = {source for learner in learners for source in learner.source_slots}
     numbers = torch.tensor([places.number(slot) for slot in range(places.size)])
@@ -88,7 +88,7 @@ def borrow(
 
 
 def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device: torch.device) -> Batch | None:
-    """Return those of another process's rows that somebody here learns from, by the numbers of this process."""
+    """Return the rows of another rank that learners of this rank need, numbered by `Placement.number`."""
     if batch is None:
         return None
     here = replace(batch, member_ids=numbers[batch.member_ids])
@@ -96,7 +96,7 @@ def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device
 
 
 def _as_acted(policy: Policy, rows: Batch) -> Batch:
-    """Add what a learner has to know of the policies that acted, where their samples do not say so themselves."""
+    """Add log-probabilities and distributions of the behaviour policies, if the samples lack them."""
     objective = policy.settings.objective
     if not uses_sampler_log_probs(rows, objective):
         rows = replace(rows, behaviour_log_probs=policy.bank.log_probs(rows))

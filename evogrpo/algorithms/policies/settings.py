@@ -1,4 +1,4 @@
-"""Settings of members, for each kind of member."""
+"""Settings of a population that do not evolve, for each kind of policy set."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +17,7 @@ from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")
-"""The objective by default: GRPO's clipped loss as a mean over actions, returns-to-go compared at the same step."""
+"""Default objective of small networks: clipped loss averaged over actions, returns-to-go compared per time step."""
 
 NETWORK_DEFAULTS: Mapping[str, Any] = {
     "lr": 5e-3,
@@ -26,20 +26,19 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {
     "gamma": 0.99,
     "max_grad_norm": 0.5,
 }
-"""Hyperparameters of small networks where they are not those of a language model: a tiny network takes far larger
-steps, on thousands of transitions each, and what an action earns fades with time."""
+"""Default hyperparameters of small networks that differ from those of language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSettings:
-    """Settings of a population of small networks that do not evolve and that a checkpoint stores.
+    """Settings of a population of small networks that do not evolve; stored in checkpoints.
 
     Attributes:
-        network: The architecture that members start with; without effect on a module of the caller's.
-        evolve_network: What changes of architecture may lead to; None = architectures stay as they are.
-        normalise_observations: Whether each member sees floating-point observations in deviations from the running
-            mean of what it has seen; the statistics change between learning steps, never within one.
-        objective: The loss.
+        network: Initial architecture; ignored for a user's own module.
+        evolve_network: Limits of architecture mutation; None = architectures are fixed.
+        normalise_observations: Standardise floating-point observations by each member's running mean and variance;
+            the statistics change between learning steps only.
+        objective: The objective.
         optimizer: AdamW settings.
         seed: Root of every random stream.
     """
@@ -51,7 +50,7 @@ class NetworkSettings:
     optimizer: Optimizer = field(default_factory=Optimizer)
     seed: int = 0
 
-    max_actions: ClassVar[int] = 1  # learning takes episodes apart into single actions
+    max_actions: ClassVar[int] = 1  # episodes are split into single actions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MAX_SEED))
@@ -60,11 +59,11 @@ class NetworkSettings:
         instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
         instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
         if self.objective.overlong_buffer is not None:
-            raise ValueError("overlong_buffer is for completions of tokens: leave it out for small networks")
+            raise ValueError("overlong_buffer is for language models. Leave it out.")
         check_action_objective(self.objective)
         if self.evolve_network is not None:
             instance("evolve_network", self.evolve_network, ArchitectureLimits, "ArchitectureLimits(max_layers=2)")
-            mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # refuses empty limits
+            mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # raises for empty limits
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -72,7 +71,7 @@ class NetworkSettings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
+        """Build from the result of `to_json`; ValueError for unknown names or invalid values."""
         refuse_unknown("setting", values, cls.__dataclass_fields__)
         plain = dict(values)
         limits = plain["evolve_network"]
@@ -88,13 +87,12 @@ Credit = Literal["team", "agent"]
 
 @dataclass(frozen=True, kw_only=True)
 class JointSettings(NetworkSettings):
-    """Settings of a multi-agent population that do not evolve and that a checkpoint stores; every policy has the rest.
+    """Settings of a multi-agent population that do not evolve; stored in checkpoints.
 
     Attributes:
         policies: Which agents share a policy; see `evogrpo.envs.control.policy_mapping.PolicyMapping`.
-        credit: What an agent's action is worth: "team" = what all agents earn from then on, "agent" = what it earns
-            itself.
-        agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
+        credit: Rewards of an agent's actions: "team" = rewards of all agents, "agent" = its own.
+        agent_ids: Add the agent's identity to the observations of policies shared by several agents.
     """
 
     policies: Policies = "shared"
@@ -109,13 +107,13 @@ class JointSettings(NetworkSettings):
         flag("agent_ids", self.agent_ids)
         if self.objective.dynamic_sampling:
             raise ValueError(
-                "dynamic_sampling replaces single groups, but a joint episode is in a group for each of its agents: "
-                "leave it out"
+                "dynamic_sampling is not available for several agents, because a joint episode belongs to one group "
+                "per agent. Leave it out."
             )
 
 
 MOST_TOKENS = 10_000_000
-"""The most tokens of a completion; beyond any model's context."""
+"""Maximum of `max_output_tokens`; beyond any model's context."""
 _WHOLE = (
     ("max_output_tokens", 1, MOST_TOKENS),
     ("min_output_tokens", -MAX_COUNT, MAX_COUNT),
@@ -123,13 +121,13 @@ _WHOLE = (
     ("top_k", -MAX_COUNT, MAX_COUNT),
     ("seed", 0, MAX_SEED),
 )
-"""The whole numbers, with the least and the most of each; some have a rule of their own besides."""
+"""Integer settings with their minimum and maximum; some have additional rules."""
 
 
 def token_ids(what: str, given: object) -> tuple[int, ...]:
-    """Return one token id, or several, as a tuple; raise ValueError naming `what` if there are none.
+    """Return one or several token ids as a tuple; ValueError if there are none.
 
-    Whether they are in the vocabulary is checked where there is one.
+    The vocabulary is checked later.
     """
     if isinstance(given, Integral) and not isinstance(given, bool):
         given = (given,)
@@ -137,13 +135,13 @@ def token_ids(what: str, given: object) -> tuple[int, ...]:
         raise ValueError(f"{what} must be a list of token ids, such as [tokenizer.eos_token_id], got {given!r:.80}")
     found = tuple(int(token) if isinstance(token, Integral) else token for token in given)
     if not found:
-        raise ValueError(f"{what} must name at least one token, got none: otherwise no completion can end")
+        raise ValueError(f"{what} must have at least one token, got none.")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings:
-    """Settings of a language-model population that do not evolve and that a checkpoint stores.
+    """Settings of a population of language models that do not evolve; stored in checkpoints.
 
     Attributes:
         pad_token_id: Token used for padding.
@@ -201,7 +199,7 @@ class LanguageSettings:
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        """Refuse numbers that are out of range beside the others."""
+        """Check settings against each other."""
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
             raise ValueError(
                 f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
@@ -209,13 +207,13 @@ class LanguageSettings:
             )
         if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_output_tokens:
             raise ValueError(
-                f"max_episode_tokens must be at least max_output_tokens = {self.max_output_tokens}, so that a first "
-                f"turn fits, got {self.max_episode_tokens}"
+                f"max_episode_tokens must be at least max_output_tokens = {self.max_output_tokens}, "
+                f"got {self.max_episode_tokens}."
             )
         if self.objective.kl_estimator in FULL_KLS:
             raise ValueError(
-                f"kl_estimator {self.objective.kl_estimator!r} keeps every action's whole distribution, which for a "
-                "language model is one over its vocabulary: choose k3 or k2, which estimate it from the tokens taken"
+                f"kl_estimator={self.objective.kl_estimator!r} is not available for language models. Choose 'k3' or "
+                "'k2'."
             )
         buffer = self.objective.overlong_buffer
         if buffer is not None and buffer > self.max_output_tokens:
@@ -226,14 +224,14 @@ class LanguageSettings:
 
     @property
     def sampling_options(self) -> SamplingOptions:
-        """From how much of the distribution completions are drawn."""
+        """Truncation and rescaling of the sampling distribution."""
         return SamplingOptions(
             top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, repetition_penalty=self.repetition_penalty
         )
 
     @property
     def max_actions(self) -> int:
-        """The most actions of a row that is learnt from; without `max_episode_tokens` those of a single turn."""
+        """Maximum number of actions of a training row; without `max_episode_tokens`, of a single turn."""
         return self.max_episode_tokens or self.max_output_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -242,7 +240,7 @@ class LanguageSettings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
+        """Build from the result of `to_json`; ValueError for unknown names or invalid values."""
         refuse_unknown("setting", values, cls.__dataclass_fields__)
         plain = dict(values)
         plain["eos_token_ids"] = tuple(plain["eos_token_ids"])

@@ -1,4 +1,4 @@
-"""One policy of all members as small networks: their bank, how they see, and how their architectures change."""
+"""Small networks of all members for one policy: bank, observation statistics and architectures."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -22,12 +22,12 @@ from evogrpo.models.networks.networks import ObservationEncoder
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyDescription:
-    """What a small network is made of, in words.
+    """Description of a small network as text.
 
     Attributes:
-        observations: What it sees, part by part.
-        network: Its convolutions and layers, or the name of the caller's module.
-        actions: What it chooses, and by which distribution.
+        observations: Observations, part by part.
+        network: Convolutions and layers, or the name of the user's module.
+        actions: Actions and their distribution.
     """
 
     observations: str
@@ -39,19 +39,19 @@ class StackedPolicy:
     """Small networks of all members, for one pair of spaces.
 
     Args:
-        observation_space: What members observe.
-        action_space: Where they act.
+        observation_space: Observation space.
+        action_space: Action space.
         size: Number of members.
-        settings: What does not evolve.
-        module: The caller's own network instead of the default one.
-        device: Where the networks are.
+        settings: Settings that do not evolve.
+        module: The user's own network; None = the default one.
+        device: Device of the networks.
 
     Attributes:
         observation_space: As given.
         action_space: As given.
         settings: As given.
-        custom: A copy of the caller's own network, or None.
-        bank: The members.
+        custom: A copy of the user's own network, or None.
+        bank: Weights and optimizers.
 
     Raises:
         ValueError: If a space is not supported, or the module or the settings do not fit.
@@ -70,9 +70,9 @@ class StackedPolicy:
         device: torch.device | str = "cpu",
     ) -> None:
         if module is not None and settings.evolve_network is not None:
-            raise ValueError("the architecture of a custom module cannot change: leave out evolve_network")
+            raise ValueError("The architecture of a custom module cannot evolve. Leave out evolve_network.")
         self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
-        # A copy: what members are compared with must not change with the caller's own.
+        # A copy, because the reference policy must not change with the user's module.
         self.custom, self._width = deepcopy(module), 0
         if settings.normalise_observations:
             self._width = ObservationStatistics.empty(1, observation_space).mean.shape[1]
@@ -90,7 +90,7 @@ class StackedPolicy:
 
     @property
     def words(self) -> PolicyDescription:
-        """What the first member is made of, for people."""
+        """Description of the first member."""
         return PolicyDescription(
             observations=ObservationEncoder(self.observation_space).description,
             network=self.bank.description(0),
@@ -102,11 +102,11 @@ class StackedPolicy:
         return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module that gives, for raw observations `[m, ...]`, the numbers `[m, o]` that parametrise actions.
+        """Return a module that maps raw observations `[m, ...]` to distribution parameters `[m, o]`.
 
-        For Discrete and MultiDiscrete they are logits, side by side; for MultiBinary the logits of ones; for Box the
-        means, in units of half the range from its middle where that is bounded, then the logarithms of the standard
-        deviations, likewise. With `base` it is the untrained network, which sees as the member does.
+        Discrete and MultiDiscrete: concatenated logits. MultiBinary: logits of ones. Box: means, then logarithms of
+        standard deviations; for bounded boxes both are in units of half the range, means from its centre. `base`
+        returns the untrained network, with the member's observation statistics.
         """
         return _Shown(self, slot, base)
 
@@ -114,14 +114,14 @@ class StackedPolicy:
 
     @property
     def statistics(self) -> ObservationStatistics | None:
-        """What members normalise their observations with; None where they do not."""
+        """Observation statistics of all members; None without normalisation."""
         if not self._width:
             return None
         count, mean, m2 = np.split(self.bank.extra_stats.numpy(), [1, 1 + self._width], axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
     def update_statistics(self, observed: ObservationStatistics) -> None:
-        """Add what members have observed to their statistics."""
+        """Add observations to the running statistics."""
         before = self.statistics
         if before is not None:
             later = before.merged(observed)
@@ -129,7 +129,7 @@ class StackedPolicy:
             self.bank.extra_stats.copy_(torch.from_numpy(values))
 
     def shown(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
-        """Return raw observations `[m, ...]` as the members `[m]` see them."""
+        """Normalise raw observations `[m, ...]` with the statistics of the members `[m]`."""
         statistics = self.statistics
         if statistics is None:
             return observations
@@ -140,28 +140,28 @@ class StackedPolicy:
     # ---- architecture
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
-        """Draw whether and how a member's architecture changes; None = no change."""
+        """Draw a change of a member's architecture; None = no change."""
         limits, config = self.settings.evolve_network, self.bank.architecture(slot)
         if limits is None or config is None or rng.random() >= limits.probability:
             return None
         try:
             new = mutate_architecture(config, limits, rng)
-        except NothingToChangeError:  # changes until now have led here
+        except NothingToChangeError:  # at the limits
             return None
-        # What else a network is made of stays with it.
+        # Other fields of the architecture do not change.
         changed = {"hidden": list(new.hidden), "activation": new.activation}
         return ArchitectureChange(architecture=changed, old=_in_words(config), new=_in_words(new))
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Give a member another architecture, keeping what it has learnt."""
+        """Change a member's architecture and keep what it has learnt."""
         config = self.bank.architecture(slot)
         if config is None:
-            raise ValueError(f"the architecture of a custom module cannot change, so it cannot become {architecture}")
+            raise ValueError(f"The architecture of a custom module cannot change, got {architecture}.")
         self.bank.rebuild(slot, replace(config, **architecture), rng)
 
 
 class _Shown(nn.Module):
-    """A member's network, with the normalisation of its observations."""
+    """Network of a member, with observation normalisation."""
 
     def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
@@ -169,12 +169,12 @@ class _Shown(nn.Module):
         self.network = policy.bank.policy(slot, base=base)
 
     def forward(self, observations: Any) -> torch.Tensor:
-        """Return what parametrises actions `[m, o]`, for raw observations `[m, ...]`."""
+        """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
         count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
         outputs: torch.Tensor = self.network(self._policy.shown(observations, np.full(count, self.slot)))
         return outputs
 
 
 def _in_words(config: NetworkConfig) -> str:
-    """Return what can change about an architecture, such as "64-64 tanh"."""
+    """Return the evolving part of an architecture as text, such as "64-64 tanh"."""
     return f"{'-'.join(map(str, config.hidden))} {config.activation}"

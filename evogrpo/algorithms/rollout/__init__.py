@@ -1,1 +1,1 @@
-"""Acting to learn from, and to be evaluated."""
+"""Rollouts and evaluations."""

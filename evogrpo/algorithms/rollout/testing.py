@@ -1,4 +1,4 @@
-"""Testing of agents: the environment they are given, one episode at a time."""
+"""Environments for `GRPO.test`: group environments, or a single Gymnasium environment."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -20,19 +20,19 @@ from evogrpo.envs.protocol import GroupEnvironment, Split
 
 
 class SingleEnvironment:
-    """Plays in an environment that is there already, and leaves it open.
+    """Group environment around an existing Gymnasium environment, which stays open.
 
-    Its starts, the same for every split, are the reset seeds 0, 1, 2 and so on. Episodes of an environment without a
-    limit are cut off after 1,000 steps. One that was made with render_mode="human" is seen in its window.
+    Starts are the reset seeds 0, 1, 2, ..., the same for every split. Episodes without a time limit are truncated after
+    1,000 steps. An environment with render_mode="human" is shown in its window.
 
     Args:
         env: The environment.
-        episodes: How many starts there are.
+        episodes: Number of starts.
 
     Attributes:
         max_episode_steps: Steps after which an episode is truncated.
-        observation_space: The environment's.
-        action_space: Likewise.
+        observation_space: The environment's observation space.
+        action_space: The environment's action space.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
@@ -44,7 +44,7 @@ class SingleEnvironment:
         self._drawn = env.render_mode == WINDOW
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first so many starts, whatever the step."""
+        """Return the first `count` starts."""
         return tuple(range(count))
 
     def size(self, split: Split) -> int:
@@ -89,16 +89,16 @@ class _Drawable(Protocol):
 def open_test_environment(
     env: Any, *, episodes: int | None, render: bool
 ) -> Iterator[tuple[GroupEnvironment, int | None]]:
-    """Yield what to be tested in, and on how many starts; None = all.
+    """Yield the group environment to test in, and the number of starts; None = all.
 
     Args:
-        env: A group environment, or a single environment of Gymnasium.
-        episodes: How many starts; None = all, but 1 where there is only one environment or somebody watches.
-        render: Whether episodes are watched, one after the other.
+        env: A group environment, or a single Gymnasium environment.
+        episodes: Number of starts; None = all, but 1 for a single environment or with `render`.
+        render: Show episodes in a window, one after the other.
 
     Raises:
-        ImportError: If what draws is not installed.
-        ValueError: If `episodes` is out of range, or the environment cannot be drawn.
+        ImportError: If a package for rendering is missing.
+        ValueError: If `episodes` is out of range, or the environment cannot be rendered.
     """
     flag("render", render)
     if episodes is not None:
@@ -106,8 +106,8 @@ def open_test_environment(
     if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
         if render and env.render_mode != WINDOW:
             raise ValueError(
-                f"an environment shows itself in a window if it was made with render_mode={WINDOW!r}, got "
-                f"{type(env.unwrapped).__name__} with render_mode={env.render_mode!r}: make it so, or leave out render"
+                f"render needs an environment with render_mode={WINDOW!r}, got {type(env.unwrapped).__name__} with "
+                f"render_mode={env.render_mode!r}. Create it with that mode, or leave out render."
             )
         yield SingleEnvironment(env, episodes or 1), episodes or 1
         return
@@ -115,7 +115,7 @@ def open_test_environment(
     if not render and not getattr(env, "render_tests", False):
         yield env, episodes
     elif not isinstance(env, _Drawable):
-        raise ValueError(f"{type(env).__name__} has nothing that could be drawn: leave out render")
+        raise ValueError(f"{type(env).__name__} cannot be rendered. Leave out render.")
     else:
         with closing(env.rendered()) as shown:
             yield shown, episodes or 1
