@@ -160,7 +160,7 @@ def test_another_base_model_is_recognised(saved):
     assert equal_states(state_of(agent), state)
     assert GRPO.inspect_attributes(agent) == attributes
     for other in (tiny_model(seed=1), tiny_model("qwen3")):
-        with pytest.raises(CheckpointError, match="give the same model"):
+        with pytest.raises(CheckpointError, match="same base model"):
             GRPO.load(saved, actor_network=other)
 
 

@@ -56,7 +56,7 @@ def test_what_evolution_could_make_of_it_counts():
 def test_small_networks_refuse_what_single_transitions_cannot_learn_from():
     agent = step_agent()
     for name, value in (("loss_type", "gspo"), ("loss_type", "grpo"), ("advantage", "gdpo")):
-        with pytest.raises(ValueError, match=r"single transitions|an environment gives one reward|loss_type"):
+        with pytest.raises(ValueError, match=r"advantage|loss_type"):
             setattr(agent, name, value)
     agent.loss_type = "cispo"
     assert agent.loss_type == "cispo"

@@ -40,6 +40,7 @@ def test_every_metric_of_a_step():
     batch = replace(
         batch,
         present=present,
+        chosen=present,
         action_mask=left_out,
         truncated=truncated,
         reward_components=parts,

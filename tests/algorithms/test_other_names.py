@@ -110,7 +110,7 @@ def test_an_agent_is_made_for_spaces_not_for_environments(make, given):
 def test_learning_from_an_environment_is_answered_with_the_line_that_does_it(arguments, settings, steps):
     agent = step_agent()
     before = agent.steps
-    with pytest.raises(ValueError, match=rf"write evogrpo.train\(env, total_timesteps={steps}"):
+    with pytest.raises(ValueError, match=rf"evogrpo.train\(env, total_timesteps={steps}"):
         agent.learn(*arguments, **settings)
     assert agent.steps == before
 

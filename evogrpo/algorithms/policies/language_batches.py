@@ -1,4 +1,4 @@
-"""Batches of language models: from prompts, completions and AgileRL's tensors."""
+"""Batches of language models, built from rollouts or from AgileRL's tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,14 +42,14 @@ def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ..
             )
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
-            raise ValueError(f"prompt {number} holds no tokens")
+            raise ValueError(f"Prompt {number} has no tokens.")
     return prompts
 
 
 def prompt_rows(
     prompts: "Sequence[tuple[int, ...]]", learner: Learner, settings: LanguageSettings, *, training: bool
 ) -> SamplingBatch:
-    """Return rows in which a member answers prompts: whole groups that sample, or each once what is most likely."""
+    """Return rows that complete prompts: sampled groups in training, otherwise one greedy completion each."""
     size = learner.hyperparameters.group_size if training else 1
     shape = (len(prompts) * size, settings.max_output_tokens)
     uniforms = np.zeros(shape, dtype=np.float32)
@@ -70,15 +70,15 @@ def prompt_rows(
 def as_completions(
     prompts: "Sequence[tuple[int, ...]]", rollout: Rollout, pad_id: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a rollout of whole groups as completion ids and action masks per prompt.
+    """Convert a rollout of whole groups to completion ids and action masks per prompt.
 
     Args:
         prompts: The prompts, one per group.
         rollout: Equally many rows per prompt, groups next to each other.
-        pad_id: Fills up after the end.
+        pad_id: Padding token.
 
     Returns:
-        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j says whether token j + 1 was sampled.
+        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j is True if token j + 1 was sampled.
     """
     ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
     for number, prompt in enumerate(prompts):
@@ -96,10 +96,10 @@ def as_completions(
 def as_batch(
     experiences: Experiences, slot: int, hyperparameters: Hyperparameters, min_new_tokens: int, device: torch.device
 ) -> Batch:
-    """Read `(completion_ids, action_masks, rewards)` of one member.
+    """Convert `(completion_ids, action_masks, rewards)` of one member to a batch.
 
-    A prompt ends at the first token that any of its completions' masks counts. Whatever follows up to the last counted
-    token takes part in attention, so masks may leave gaps for text that the member did not write.
+    A prompt ends before the first token that any mask of its group counts. All tokens up to the last counted one are
+    attended to, so masks may leave gaps for text that the member did not generate.
 
     Raises:
         ValueError: If the three parts do not fit together, or a prompt has no counted action.
@@ -129,7 +129,7 @@ def as_batch(
                 f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}"
             )
         if not bool(mask.any()):
-            raise ValueError(f"prompt {number}: no action is True in its mask, so there is nothing to learn from")
+            raise ValueError(f"Prompt {number} has no True value in its action mask.")
         start = int(mask.any(0).nonzero()[0]) + 1
         prompts.append(tuple(ids[0, :start].tolist()))
         if not bool((ids[:, :start] == ids[:1, :start]).all()):
@@ -152,7 +152,7 @@ def _batch(
     mask = torch.stack([torch.nn.functional.pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
     columns = torch.arange(1, width + 1, device=device)
     present = columns <= (mask * columns).amax(1, keepdim=True)
-    # What a mask leaves out between two actions was heard, so that another turn begins behind it.
+    # A gap in the mask is a reply, so the next action begins a new turn.
     place = torch.arange(width, device=device)
     begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
@@ -218,9 +218,9 @@ PENALTY = "overlong_penalty"
 def rewarded_batch(
     settings: LanguageSettings, rows: SamplingBatch, conversed: MultiTurnRollout, scores: Scores, group_ids: Tensor
 ) -> Batch:
-    """Put together what members learn from; the overlong penalty joins the rewards here and nowhere else.
+    """Build the batch of a rollout, and add the overlong penalty to its rewards.
 
-    It is due for every turn by its own length, where the turn ends; a conversation's is the sum.
+    The penalty is computed per turn and placed at the end of the turn; that of a conversation is the sum.
     """
     rollout = conversed.rollout
     device = rollout.actions.device
@@ -232,7 +232,7 @@ def rewarded_batch(
         lengths = conversed.turn_lengths
         by_turn = overlong_penalty(lengths, settings.max_output_tokens, buffer).double()
         penalty = by_turn.sum(1)
-        # A penalty alone makes no reward where none applies.
+        # Rows without a reward stay NaN.
         penalty = torch.where(rewards.isnan(), torch.nan, penalty)
         rewards = rewards + penalty
         components, weights = {**components, PENALTY: penalty.cpu().numpy()}, (*weights, 1.0)
@@ -268,9 +268,9 @@ def rewarded_batch(
 
 
 def _at_ends_of_turns(penalties: Tensor, conversed: MultiTurnRollout) -> Tensor:
-    """Place `[n, k]` numbers of turns at their last tokens `[n, t]`; NaN elsewhere, and where there was no turn."""
+    """Place one value per turn `[n, k]` at the turn's last token `[n, t]`; NaN elsewhere."""
     said = conversed.rollout.action_mask
-    ends = said & ~torch.nn.functional.pad(said, (0, 1))[:, 1:]  # a reply holds at least one token
+    ends = said & ~torch.nn.functional.pad(said, (0, 1))[:, 1:]  # a reply has at least one token
     turn = (ends.cumsum(1) - 1).clamp(min=0, max=penalties.shape[1] - 1)
     return torch.where(ends, penalties.gather(1, turn), torch.nan)
 

@@ -1,4 +1,4 @@
-"""Observations and experiences of a caller's own loop, as arrays and batches."""
+"""Batches of small networks, built from the observations and experiences of a user's own loop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ a MultiDiscrete action side by side."""
 
 
 def check_observations(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
-    """Return one observation, or a batch of them, as arrays `[m, ...]` in the form and the dtypes of the space.
+    """Return one observation, or a batch, as arrays `[m, ...]` with the structure and dtypes of the space.
 
     Returns:
         The arrays, and m; None for one observation, whose arrays have m = 1.
@@ -68,7 +68,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def to_tensors(tree: Any) -> Any:
-    """Return arrays, or dicts and tuples of them, as tensors that share their memory."""
+    """Convert arrays, or dicts and tuples of arrays, to tensors that share their memory."""
     if isinstance(tree, Mapping):
         return {key: to_tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple):
@@ -77,13 +77,13 @@ def to_tensors(tree: Any) -> Any:
 
 
 def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:
-    """Read what a caller's own loop collected of one member; its running statistics take the observations in.
+    """Convert the experiences of a user's own loop to a batch, and update the running observation statistics.
 
     Args:
         experiences: `(observations, actions, action_masks, rewards)`, perhaps with what was legal; see
             `StepExperiences`. Actions are numbered as the space does, boxes not clipped, as `get_action` returns them.
-        learner: Who acted, at its own temperature.
-        networks: Its policy.
+        learner: The member that acted.
+        networks: The policy.
 
     Raises:
         ValueError: If the parts do not fit together or do not fit the spaces.
@@ -110,7 +110,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
-    to_environment(space, chosen[taken.reshape(lead)])  # refuses what does not exist
+    to_environment(space, chosen[taken.reshape(lead)])  # raises for invalid actions
     legal = _legal(further[0], chosen, taken, space) if further else None
     present = torch.from_numpy(taken.reshape(lead))
     step_rewards = torch.from_numpy(np.where(taken, earned, 0.0).reshape(lead))
@@ -132,7 +132,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
 
 
 def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
-    """Return what was legal `[n, t, k]`, everything where no step was taken."""
+    """Return legal actions `[n, t, k]`; all are legal where no step was taken."""
     sizes, flags = mask_sizes(space), np.asarray(given, dtype=np.bool_)
     if not sizes or flags.shape != (*taken.shape, sum(sizes)):
         raise ValueError(
@@ -144,12 +144,12 @@ def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: sp
     assert legal is not None  # every episode has a step
     places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
     if not np.take_along_axis(legal, places, axis=1)[steps].all():
-        raise ValueError("an action that was taken was not legal: give the masks that get_action was given")
+        raise ValueError("An action was not legal. Pass the masks that get_action was called with.")
     return legal.reshape(*chosen.shape[:2], -1)
 
 
 def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: StackedPolicy) -> Any:
-    """Return raw observations as the member saw them `[n, t, ...]`, and take them into its statistics."""
+    """Return normalised observations `[n, t, ...]`, and update the statistics with the raw ones."""
     space, leaves = networks.observation_space, []
     n, t = taken.shape[0] * taken.shape[1], taken.shape[2]
     for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):

@@ -39,7 +39,7 @@ class SingleEnvironment:
         self.observation_space, self.action_space = env.observation_space, env.action_space
         own = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
         known = next((limit for limit in own if limit is not None), None)
-        self._env = _Borrowed(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
+        self._env = _KeepOpen(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
         self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
         self._drawn = env.render_mode == WINDOW
 
@@ -68,11 +68,11 @@ class SingleEnvironment:
             )
 
 
-class _Borrowed(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Stays open when lanes are closed."""
+class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that does not close the environment."""
 
     def close(self) -> None:
-        """Do nothing: the environment is its maker's to close."""
+        """Do nothing: the user closes the environment."""
 
 
 @runtime_checkable
