@@ -62,11 +62,11 @@ def test_founders_are_not_spread_over_what_does_not_count(seed):
         for name in set(TREE) - counting(TREE, member):
             assert getattr(member, name) == getattr(first, name)
     # gspo, cispo, and grpo with one epoch or with 2 or 4 epochs of two batch sizes.
-    assert len({TREE.point(member) for member in members}) == 2 + 1 + 2 * 2
+    assert len({TREE.active_values(member) for member in members}) == 2 + 1 + 2 * 2
 
 
 def test_every_point_of_a_tree_is_found_once():
-    found = [TREE.point(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
+    found = [TREE.active_values(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
     assert len(found) == len(set(found)) == 7
 
 
