@@ -185,7 +185,7 @@ class DistributedPolicySet:
 
     @property
     def places(self) -> Placement:
-        """Which slots the members of this process are in."""
+        """Placement of the slots."""
         return self.banks.places
 
     def __getattr__(self, name: str) -> Any:

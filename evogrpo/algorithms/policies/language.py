@@ -63,30 +63,30 @@ class LanguagePolicySet:
     """Adapters over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
 
     Args:
-        model: The base; placed on the device, if one is given.
+        model: The base model; moved to the device if one is given.
         size: Number of members.
         settings: Settings that do not evolve.
         hp_config: The search space; None = nothing evolves.
-        lora_config: What to adapt.
-        source: Where the base came from, as the user named it; the model's own name by default.
-        device: Where to put the base; it stays where it is by default.
-        autocast: Makes the context of forward passes.
-        recognised_by: The base's fingerprint, where it is known already.
-        observation_space: What members read, where a caller gave one.
-        action_space: What members do, likewise.
-        start: What members start from, with the lora_config that it brings; fresh adapters by default.
-        like: A bank over the same base with the same adapters, if there is one.
+        lora_config: LoRA settings.
+        source: Name that the base was loaded by; the model's own name by default.
+        device: Device of the base; None = where it is.
+        autocast: Returns the autocast context of forward passes.
+        recognised_by: The base's fingerprint; None = computed.
+        observation_space: Observation space, if given.
+        action_space: Action space, if given.
+        start: Adapter that members start from, with its lora_config; None = fresh adapters.
+        like: A bank with the same base and adapters, to share its hooks; None = none.
 
     Attributes:
         hp_config: As given.
-        settings: As given, with the size of micro-batches that was tried if it was left open.
-        bank: The weights and optimisers.
-        policies: The one policy, which is these members themselves.
+        settings: As given, with `micro_batch_tokens` set.
+        bank: Weights and optimizers.
+        policies: The single policy, this object.
         banks: Its bank.
-        sampler: Who writes completions: the bank, unless an outside engine is given.
+        sampler: Generates completions: the bank, or an external engine.
         start: As given.
         source: As given.
-        fingerprint: Recognises the base.
+        fingerprint: Fingerprint of the base.
         observation_space: As given.
         action_space: As given.
     """
