@@ -24,7 +24,7 @@ def test_a_constant_reward_is_told_of_once(value):
     messages, told = run(tiny_env(reward_fn=lambda completion, answer, question: value))
     (message,) = messages
     assert f"the first 3 learning steps: all rewards were {value:g}" in message
-    assert "Give partial credit" in message
+    assert "partial credit" in message
     assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's own line
 
 

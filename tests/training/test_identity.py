@@ -84,7 +84,7 @@ def test_a_best_member_that_cannot_be_used_is_said_and_kept(copies, reason):
     _, record = read_checkpoint(generation_folder(one, 3))
     DAMAGE[reason](one, other)
     left = (one / "best").exists() and sorted(path.read_bytes() for path in (one / "best").iterdir() if path.is_file())
-    with pytest.warns(UserWarning, match=rf"#{record['best']['index']} .*{reason}") as said:
+    with pytest.warns(UserWarning, match=rf"#{record['best']['index']}, .*{reason}") as said:
         run = resume(one, tiny_env(), actor_network=tiny_model(), generations=4)
     assert "restore the folder first if you have a copy" in str(said[0].message)
     list(run)
