@@ -75,7 +75,7 @@ class LanguagePolicySet:
         observation_space: Observation space, if given.
         action_space: Action space, if given.
         start: Adapter that members start from, with its lora_config; None = fresh adapters.
-        like: A bank with the same base and adapters, to share its hooks; None = none.
+        like: A bank with the same base and adapters, whose compatibility checks are not repeated.
 
     Attributes:
         hp_config: As given.
