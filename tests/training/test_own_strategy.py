@@ -224,7 +224,7 @@ class Fails(Halving):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "KeyError: 'no such thing'"), ("nothing", "a Plan, got NoneType")]
+    ("how", "message"), [("raises", "KeyError: 'no such thing'"), ("nothing", "Plan, got NoneType")]
 )
 def test_what_was_trained_outlives_a_strategy_that_fails(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(Fails, "how", how)
@@ -350,7 +350,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
     tensors, record = read_checkpoint(checkpoint)
     record["strategy"]["name"] = "trap:Halving"
     write_checkpoint(checkpoint, tensors, record, replace=True)
-    with pytest.raises(ValueError, match=r"is trap:Halving, a class that is not imported.*strategy=ItsClass"):
+    with pytest.raises(ValueError, match=r"custom class trap:Halving, which is not imported.*strategy=ItsClass"):
         resume(folder, tiny_env(), actor_network=tiny_model())
     run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=Halving)
     assert run.trainer.strategy == Halving(survivors=2)
