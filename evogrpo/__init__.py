@@ -47,7 +47,7 @@ _MODULES = {
     "models.language.loading": ("load_base",),
     "models.networks.architecture": ("ArchitectureLimits", "NetworkConfig"),
     "reporting.data_frames": ("read_run",),
-    "reporting.descent": ("best_hyperparameters",),
+    "reporting.lineage": ("best_hyperparameters",),
     "reporting.report": ("report",),
     "training.eval_callback": ("EvalCallback",),
     "training.evolve": ("evolve", "resume"),
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from evogrpo.models.language.loading import load_base
     from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.reporting.data_frames import read_run
-    from evogrpo.reporting.descent import best_hyperparameters
+    from evogrpo.reporting.lineage import best_hyperparameters
     from evogrpo.reporting.report import report
     from evogrpo.training.eval_callback import EvalCallback
     from evogrpo.training.evolve import evolve, resume

@@ -1,4 +1,4 @@
-"""`evogrpo doctor`: what this machine has and lacks, with a remedy for each problem."""
+"""Command `doctor`: checks of this machine, with a remedy for each problem."""
 
 import argparse
 import importlib
@@ -17,7 +17,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from evogrpo.cli.commands import FAILED, OK
+from evogrpo.cli.main import FAILED, OK
 from evogrpo.distributed import processes
 from evogrpo.models.devices import process_memory
 from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
@@ -29,13 +29,13 @@ _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        what: Its name.
-        state: "ok"; "note" for what the demo can do without; "problem" for what it cannot.
-        detail: What was found.
-        remedy: What to do about it; empty where nothing needs doing.
+        what: Name of the check.
+        state: "ok", "note" if the demo still runs, or "problem" if it cannot.
+        detail: Result.
+        remedy: How to fix it, or empty.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Finding:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Look at everything the demo needs; exit code 1 if it could not run."""
+    """Check everything the demo needs; exit code 1 if it cannot run."""
     console = make_console()
     problems = 0
     for check in CHECKS:
@@ -57,14 +57,14 @@ def doctor(args: argparse.Namespace) -> int:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
     console.print()
     if problems:
-        console.print(Text(f"the demo could not run here: {problems} problem{'s' if problems > 1 else ''}", "bold red"))
+        console.print(Text(f"The demo cannot run here: {problems} problem{'s' if problems > 1 else ''}", "bold red"))
         return FAILED
-    console.print(Text("the demo can run here: evogrpo demo", "bold green"))
+    console.print(Text("The demo can run here: evogrpo demo", "bold green"))
     return OK
 
 
 def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
-    """Yield what a check finds; a check that breaks is a problem of its own rather than the end of all."""
+    """Yield the findings of a check; an exception becomes a problem."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
@@ -78,19 +78,19 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    """Look at the interpreter."""
+    """Report the Python interpreter."""
     yield Finding(what="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare what is installed with what evogrpo asks for."""
+    """Compare installed packages with the requirements."""
     from packaging.requirements import Requirement
 
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("evogrpo") or []]
     except importlib.metadata.PackageNotFoundError:
         remedy = reinstall_command()
-        detail = "evogrpo runs from its source tree, so versions cannot be compared"
+        detail = "versions not checked: evogrpo is not installed"
         yield Finding(what="packages", state="note", detail=detail, remedy=remedy)
         return
     fine = 0
@@ -107,11 +107,11 @@ def check_packages() -> Iterator[Finding]:
         found = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
         remedy = package_command(f"{requirement.name}{requirement.specifier}")
         yield Finding(what="packages", state="problem", detail=f"{requirement.name}: {found}", remedy=remedy)
-    yield Finding(what="packages", state="ok", detail=f"{fine} required packages are recent enough")
+    yield Finding(what="packages", state="ok", detail=f"{fine} required packages installed")
 
 
 def check_torch() -> Iterator[Finding]:
-    """Look at torch, its device and its threads."""
+    """Report torch, its device and its threads."""
     torch = importlib.import_module("torch")
     device = "cpu"
     if torch.cuda.is_available():
@@ -120,7 +120,7 @@ def check_torch() -> Iterator[Finding]:
         )
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     yield Finding(what="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # which torchrun gives one thread each
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # torchrun gives each process one thread
     if device == "cpu" and threads * here < cores and "OMP_NUM_THREADS" in os.environ:
         change = "unset OMP_NUM_THREADS" if here == 1 else f"set OMP_NUM_THREADS={cores // here}"
         remedy = f"{change} for faster runs of language models"
@@ -128,7 +128,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_processes() -> Iterator[Finding]:
-    """Let every process say where it is, where a launcher has started several."""
+    """Report host, device and memory of every process, if a launcher started several."""
     from evogrpo.training.task_types.task_type import choose_device
 
     crew = processes()
@@ -136,13 +136,13 @@ def check_processes() -> Iterator[Finding]:
         torch, memory = importlib.import_module("torch"), process_memory()
         sees = [f"device {choose_device(None)}", pluralize(torch.get_num_threads(), "thread")]
         if memory is not None:
-            sees.append(f"{memory / 1e9:.1f} GB for all processes there")
+            sees.append(f"{memory / 1e9:.1f} GB shared by the processes of this host")
         for rank, place in enumerate(crew.all_gather(", ".join([socket.gethostname(), *sees]))):
             yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
 
 
 def check_precision() -> Iterator[Finding]:
-    """Say in what precision base models are held here, where a run leaves that open."""
+    """Report the precision that `precision: auto` selects on this machine."""
     from evogrpo.models.language.loading import MIN_SPEED_UP, speed_up
 
     torch = importlib.import_module("torch")
@@ -150,16 +150,16 @@ def check_precision() -> Iterator[Finding]:
         detail = "bfloat16 on the GPU" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
     else:
         times = speed_up(576, 1536)  # SmolLM2-135M's widest product
-        detail = f"products are {times:.1f} times as fast in bfloat16"
+        detail = f"bfloat16 is {times:.1f} times as fast"
         detail = f"bfloat16, {detail}" if times >= MIN_SPEED_UP else f"float32, {detail} and {MIN_SPEED_UP:g} would pay"
     yield Finding(what="precision", state="ok", detail=f"auto is {detail}")
 
 
 def check_memory() -> Iterator[Finding]:
-    """Look at the memory that is there for the process."""
+    """Check the memory available to this process."""
     size = process_memory()
     if size is None:
-        yield Finding(what="memory", state="note", detail="cannot be told on this system")
+        yield Finding(what="memory", state="note", detail="unknown on this system")
     elif size < DEMO_MEMORY:
         detail = f"{size / 1e9:.1f} GB, the demo needs about {DEMO_MEMORY / 1e9:.1f}"
         remedy = "evogrpo demo population.size=2 agent.micro_batch_tokens=256, or a larger machine"
@@ -169,7 +169,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_model() -> Iterator[Finding]:
-    """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
+    """Check the demo's base model: the wheel, its reader and the converted copy."""
     from evogrpo.models.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
@@ -184,15 +184,15 @@ def check_model() -> Iterator[Finding]:
         detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted in {models}"
         yield Finding(what="demo model", state="ok", detail=detail)
     elif importlib.util.find_spec("gguf") is None:
-        detail = f"{DEMO_WHEEL} {wheel} is there, but not the package that reads it"
+        detail = f"{DEMO_WHEEL} {wheel} is installed, but its reader gguf is not"
         yield Finding(what="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
     else:
-        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, to be converted once into {models}"
+        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted on first use into {models}"
         yield Finding(what="demo model", state="ok", detail=detail)
 
 
 def check_folders() -> Iterator[Finding]:
-    """Try to write where runs and models go, and look at the space left."""
+    """Check that runs and models can be written, and the free disk space."""
     from evogrpo.models.language.loading import cache_folder
 
     for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
@@ -203,8 +203,10 @@ def check_folders() -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free
         except OSError as error:
-            remedy = "work in a folder of yours" if what == "runs folder" else "set EVOGRPO_CACHE to a folder of yours"
-            detail = f"{folder.absolute()} cannot be written: {error.strerror or error}"
+            remedy = (
+                "change to a writable folder" if what == "runs folder" else "set EVOGRPO_CACHE to a writable folder"
+            )
+            detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
             yield Finding(what=what, state="problem", detail=detail, remedy=remedy)
             continue
         detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
@@ -216,7 +218,7 @@ def check_folders() -> Iterator[Finding]:
 
 
 def check_extras() -> Iterator[Finding]:
-    """Say which optional packages are there; the demo needs none of them."""
+    """Report the optional packages; the demo needs none."""
     for package, gives in (
         ("reasoning-gym", ("reasoning", "100+ tasks")),
         ("datasets", ("datasets", "datasets in parquet files")),
@@ -225,11 +227,11 @@ def check_extras() -> Iterator[Finding]:
         ("pandas", ("pandas", "runs as data frames")),
     ):
         extra, use = gives
-        try:  # not whether it can be imported: a folder of that name can be, wherever one works
+        try:  # an import could find a local folder of that name
             yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"
-            yield Finding(what=package, state="note", detail="not installed, the demo does without", remedy=remedy)
+            yield Finding(what=package, state="note", detail="not installed (optional)", remedy=remedy)
 
 
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (

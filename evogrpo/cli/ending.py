@@ -1,4 +1,4 @@
-"""What a run says at its end: the winner's lineage, where everything lies, and the next commands."""
+"""End of a run: lineage of the best member, paths of the results, and next commands."""
 
 import shlex
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.reporting.lineage import Ancestor, ancestors, winner
+from evogrpo.reporting.lineage import Ancestor, ancestors, best_member
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import write_html
 from evogrpo.reporting.results import terms_of
@@ -22,18 +22,18 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 
 def command(*words: str | Path) -> str:
-    """Return a command line to copy, quoted for the shell."""
-    # Inside a virtual environment that was not activated, the bare name would not be found.
+    """Return an evogrpo command line, quoted for the shell."""
+    # Without an activated virtual environment, the bare name is not on the path.
     program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
     return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
-    """Print how the best member came to be: every ancestor with what changed at its birth."""
-    best = winner(summary)
+    """Print the best member's ancestors with the hyperparameters that changed at each birth."""
+    best = best_member(summary.generations)
     if best is None:
         return
-    console.print(Text(f"How #{best.index} came to be", "bold"))
+    console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
         console.print(_stage(ancestor, ancestor.result, summary))
     console.print()
@@ -46,19 +46,19 @@ def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Tex
         origin = f"founder with {values}"
     else:
         changes = changes_text(ancestor.changes)
-        whose = origin_text(ancestor.parent, ancestor.back_to)
-        origin = f"{whose}{f' with {changes}' if changes else ', unchanged'}"
+        origin = origin_text(ancestor.parent, ancestor.back_to)
+        origin += f" with {changes}" if changes else ", unchanged"
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
 
 def show_files(console: Console, run_dir: Path, kind: object) -> None:
-    """Draw the report, and print where everything lies.
+    """Write the report; print the paths of the results and how to use them.
 
     Args:
-        console: Where to.
-        run_dir: The run's folder.
-        kind: Of the members, as the journal names it.
+        console: Output.
+        run_dir: Run directory.
+        kind: Kind of members, from the journal's run event.
     """
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
     best = run_dir / "best"
@@ -67,8 +67,8 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     try:
         page = write_html(run_dir)
         rows += [("figure", run_dir / "report.png"), ("report page", page)]
-    except (ValueError, OSError, ImportError) as error:  # a run must not end badly because its picture did
-        rows.append(("report", f"not drawn: {error}"))
+    except (ValueError, OSError, ImportError) as error:  # a failed report must not fail the run
+        rows.append(("report", f"not written: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
     known = TASK_TYPES.get(str(kind))
@@ -80,25 +80,25 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
 
 
 def show_command(console: Console, name: str, line: str) -> None:
-    """Print what a command is for, and the command."""
+    """Print a command and its purpose."""
     console.print(Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan")), soft_wrap=True)
 
 
 def show_ending(console: Console, run_dir: Path, generations: int, schedule: Schedule) -> None:
-    """Print lineage, files and the command to train further, after a run that came to its end.
+    """Print lineage, result paths and next commands of a finished run.
 
     Args:
-        console: Where to.
-        run_dir: The run's folder.
-        generations: Generations done so far, for the command that asks for more.
-        schedule: What ended the run.
+        console: Output.
+        run_dir: Run directory.
+        generations: Generations done, for the command that trains further.
+        schedule: Its limits, which that command lifts.
     """
     run_dir = Path(relative_path(run_dir))
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        # A limit that has ended the run would end it again.
+        # Limits that ended the run would end it again.
         others = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
         show_command(
             console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *others)

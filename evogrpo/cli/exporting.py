@@ -1,4 +1,4 @@
-"""What is written out of a run: its best adapter, the schedule that led to its best member, a study of Optuna."""
+"""Command `export`: best adapter, hyperparameter schedule or Optuna study of a run."""
 
 import argparse
 import json
@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
+from evogrpo.cli.main import OK
 from evogrpo.text import pluralize, printable
 from evogrpo.training.display.console import make_console, working
 
@@ -17,12 +17,12 @@ PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write what was asked for: the best adapter, the schedule that led to it."""
+    """Write every export that the arguments name."""
     wanted = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
     if not wanted:
-        raise ValueError("say what to export: a FOLDER for the best adapter, --schedule FILE or --optuna STORAGE")
+        raise ValueError("Nothing to export: give FOLDER for the best adapter, --schedule FILE or --optuna STORAGE.")
     if args.study is not None and args.optuna is None:
-        raise ValueError(f"--study names a study in a storage of Optuna, got {args.study!r}: give --optuna as well")
+        raise ValueError(f"--study {args.study!r} needs --optuna STORAGE.")
     for name, target in wanted.items():
         _EXPORTS[name](args, target)
     return OK
@@ -37,7 +37,7 @@ def _study(args: argparse.Namespace, storage: str) -> None:
             name, trials = export_study(args.run_dir, storage, args.study)
     except ImportError as error:
         raise ValueError(str(error)) from error
-    console.print(Text(printable(f"the study {name} of {storage} has {pluralize(trials, 'trial')}")), soft_wrap=True)
+    console.print(Text(printable(f"wrote study {name} to {storage}: {pluralize(trials, 'trial')}")), soft_wrap=True)
 
 
 def _schedule(args: argparse.Namespace, file: Path) -> None:
@@ -47,21 +47,21 @@ def _schedule(args: argparse.Namespace, file: Path) -> None:
     schedule = HyperparameterSchedule.read(args.run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
-    words = f"{file} has {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
+    words = f"wrote {file}: {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
     console.print(Text(printable(words)), soft_wrap=True)
     show_command(console, "replay it", command("replay", file))
 
 
 def _adapter(args: argparse.Namespace, folder: Path) -> None:
-    """Copy the two files that PEFT needs, after checking that they are whole."""
+    """Verify the best adapter and copy the two files that PEFT needs."""
     run_dir: Path = args.run_dir
     from evogrpo.storage.checkpoint import checkpoint_path
 
     best = checkpoint_path(run_dir / "best")
     if not best.is_dir():
-        raise ValueError(f"{run_dir} has no best member yet: it appears after a run's first generation")
+        raise ValueError(f"{run_dir} has no best member yet: wait for the first generation.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
+        raise ValueError(f"{folder} is not an empty folder: name a new one.")
     console = make_console()
     with working(console, "reading and checking the adapter"):
         from evogrpo.algorithms.factory import POLICY_SETS
@@ -75,14 +75,14 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
             base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
             loading = f"{kind.agent_class}.load({str(best)!r})"
-            raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
+            raise ValueError(f"{best} holds small networks, not an adapter: load them with {loading}.")
         with checkpoint_errors(best / PEFT_FILES[0]):
             named = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
         checked = _checked(run_dir, best, base)
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
-    console.print(Text(f"member #{index} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
+    console.print(Text(f"wrote member #{index} to {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
     if named:
         loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
@@ -90,10 +90,10 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _checked(run_dir: Path, best: Path, source: str) -> str:
-    """Let PEFT load an adapter's names and shapes onto the outline of its base model, and say what came of it.
+    """Check that PEFT can load an adapter's names and shapes onto its base model, and describe the result.
 
     Raises:
-        ValueError: If PEFT does not load it.
+        ValueError: If PEFT cannot load it.
     """
     from evogrpo.algorithms.base_checkpoint import is_path
     from evogrpo.models.language.adapter_files import check_export
@@ -102,13 +102,13 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
     if (run_dir / CONFIG_FILE).is_file():
-        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # not what code it names
-    elif is_path(source):  # found in a checkpoint, so it is not followed
-        return "not tried with PEFT, as its base model came from a folder"
+        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code
+    elif is_path(source):  # a path from a checkpoint is not trusted
+        return "not checked with PEFT: the base model is a local folder"
     try:
         outline = load_outline(source).model
     except ValueError:
-        return f"not tried with PEFT, as {source} cannot be loaded here"
+        return f"not checked with PEFT: {source} cannot be loaded here"
     return f"PEFT loads all {check_export(best, outline)} tensors"
 
 
@@ -117,4 +117,4 @@ _EXPORTS: Mapping[str, Callable[[argparse.Namespace, Any], None]] = {
     "schedule": _schedule,
     "optuna": _study,
 }
-"""By the argument that asks for it."""
+"""Export functions by argument name."""

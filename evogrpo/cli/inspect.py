@@ -1,4 +1,4 @@
-"""The commands that look: report, video and tasks."""
+"""Commands `report`, `tasks` and `video`."""
 
 import argparse
 import importlib
@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.columns import Columns
 from rich.text import Text
 
-from evogrpo.cli.commands import OK
+from evogrpo.cli.main import OK
 from evogrpo.text import extra_command, number_text, printable
 from evogrpo.training.display.console import Hung, make_console, working
 
 
 def report(args: argparse.Namespace) -> int:
-    """Draw the figure and the page of a run."""
+    """Write the figure and the HTML report of a run."""
     console = make_console()
     with working(console, "drawing"):
         from evogrpo.reporting.report import write_html
@@ -25,7 +25,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    """List the tasks."""
+    """List the available tasks."""
     from evogrpo.envs.control.classic import native_ids
     from evogrpo.envs.text.reasoning import is_installed
     from evogrpo.envs.text.tasks import TASKS
@@ -39,19 +39,19 @@ def tasks(args: argparse.Namespace) -> int:
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if not is_installed():
-        line = f"  100+ more tasks are one extra away (it needs a C compiler): {extra_command('reasoning')}"
+        line = f"  100+ more tasks (the extra needs a C compiler): {extra_command('reasoning')}"
         console.print(Text(line), soft_wrap=True)
     else:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(Hung(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is")))
-    console.print(Hung(Text(f"  with --preset, hyperparameters tuned for it: {', '.join(preset_ids())}")))
+    console.print(Hung(Text(f"  {', '.join(native_ids())} are vectorised; other environments run as they are")))
+    console.print(Hung(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
     console.print(Hung(Text.assemble(("PettingZoo", "bold"), games)))
-    console.print(Text("  a module with parallel_env, such as mpe2.simple_spread_v3, or MODULE:FUNCTION"))
+    console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
     console.print()
     own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(Hung(Text.assemble(("Your own", "bold"), own)))
@@ -59,7 +59,7 @@ def tasks(args: argparse.Namespace) -> int:
 
 
 def video(args: argparse.Namespace) -> int:
-    """Record the run's best member from the first starts of the test split."""
+    """Record test episodes of a run's best member."""
     from evogrpo.training.configuration.reading import load_config
     from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
@@ -68,11 +68,11 @@ def video(args: argparse.Namespace) -> int:
         raise ValueError(f"--episodes must be at least 1, got {args.episodes}")
     if not (args.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{args.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train`; one started "
-            "by evolve() in Python is recorded with evogrpo.record_video()"
+            f"{args.run_dir} has no {CONFIG_FILE}, which only `evogrpo train` writes. In Python, use "
+            "evogrpo.record_video()."
         )
     if not (args.run_dir / "best").is_dir():
-        raise ValueError(f"{args.run_dir} has no best member yet: it appears after a run's first generation")
+        raise ValueError(f"{args.run_dir} has no best member yet: wait for the first generation.")
     console = make_console()
     with working(console, "recording"):
         from evogrpo.training.task_types.registry import task_type_of

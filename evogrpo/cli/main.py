@@ -1,4 +1,4 @@
-"""From what was typed to a command that is carried out; errors become one clean line and an exit code."""
+"""Command line: arguments, dispatch, error messages and exit codes. Nothing heavy is imported before a command runs."""
 
 import argparse
 import importlib
@@ -8,84 +8,88 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import evogrpo
-from evogrpo.cli.commands import EXIT_CODES, FAILED, INTERRUPTED, USAGE, add_commands
 from evogrpo.config.synonyms import close_match, hint
 from evogrpo.text import printable, shorten
 
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+MAX_EXIT_CODE = 255
+_EXIT_CODES = (
+    "Exit codes: 0 success; 1 failure; 2 invalid arguments or settings; 130 stopped by Ctrl-C; 128 + N stopped by "
+    "signal N, e.g. 143 for SIGTERM (see --exit-code-on-stop)."
+)
+_OVERRIDES = "settings by dotted name, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
 _CONFIGURED = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that take any setting
 _NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code.
+    """Run one command and return its exit code.
 
     Args:
-        arguments: Without the program's name; those of the process by default.
+        arguments: Without the program's name; `sys.argv[1:]` by default.
     """
     parser = make_parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     args, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments in one go; overrides may also follow options.
+    # argparse reads positional arguments in one block; overrides may also follow options.
     unknown = rest if "overrides" not in args else [text for text in rest if text.startswith("-")]
     if unknown:
-        _refuse(args, unknown[0])
+        _reject(args, unknown[0])
     if rest:
         args.overrides = [*args.overrides, *rest]
-    # Only now: help needs none of it.
-    from evogrpo.training.display.console import enduring_output, quieten_libraries, tolerate_old_encodings
+    # Imported here so that `--help` stays fast.
+    from evogrpo.interruption import ExitCalled, intercept_exits
+    from evogrpo.training.display.console import (
+        clean_warnings,
+        enduring_output,
+        quieten_libraries,
+        say_error,
+        tolerate_old_encodings,
+    )
 
     tolerate_old_encodings()
     quieten_libraries()
     if args.runs_user_code:
-        sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
+        sys.path.append(str(Path.cwd()))  # last, so that the user's modules shadow nothing
     module, name = args.command.split(":")
     with enduring_output():
-        return _run_command(args, module, name)
-
-
-def _run_command(args: argparse.Namespace, module: str, name: str) -> int:
-    from evogrpo.interruption import ExitCalled, intercept_exits
-    from evogrpo.training.display.console import clean_warnings, say_error
-
-    try:
-        if args.opens:
-            check_folder(args.run_dir)
-        with clean_warnings(), intercept_exits():
-            return int(getattr(importlib.import_module(module), name)(args))
-    except ValueError as error:
-        if args.traceback:
-            raise
-        say_error(str(error))
-        return FAILED if getattr(args, "training", False) else USAGE
-    except OSError as error:
-        if args.traceback:
-            raise
-        say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-        return FAILED
-    except SystemExit as error:  # nothing of ours raises it here
-        if args.traceback:
-            raise
-        said = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
-        say_error(f"code of yours asked for the program's end: {said}")
-        return FAILED
-    except KeyboardInterrupt:
-        say_error("interrupted")
-        return INTERRUPTED
+        try:
+            if args.opens_run:
+                check_folder(args.run_dir)
+            with clean_warnings(), intercept_exits():
+                return int(getattr(importlib.import_module(module), name)(args))
+        except (ValueError, OSError, SystemExit) as error:
+            if args.traceback:
+                raise
+            if isinstance(error, ValueError):
+                say_error(str(error))
+                return FAILED if getattr(args, "training", False) else USAGE
+            if isinstance(error, OSError):
+                say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+            else:  # raised by user code only
+                call = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
+                say_error(f"User code ended the program: {call}")
+            return FAILED
+        except KeyboardInterrupt:
+            say_error("interrupted")
+            return INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers with what was typed in view, short, and on a terminal within its width."""
+    """Argument parser with short error messages, wrapped to the terminal's width."""
 
     def error(self, message: str) -> NoReturn:
         if typed := _WRONG_CHOICE.match(message):
             names = _NAME.findall(typed[2])
-            near = _meant(typed[1], names) or f"; there are {', '.join(names)}"
+            near = _did_you_mean(typed[1], names) or f"; choose from {', '.join(names)}"
             message = f"there is no command {shorten(typed[1], 80)!r}{near}"
         message = printable(shorten(message, 500))
         if sys.stderr.isatty():
@@ -93,53 +97,278 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _refuse(args: argparse.Namespace, typed: str) -> NoReturn:
-    """Refuse an argument that a command does not take, with the option that is meant perhaps."""
+def _reject(args: argparse.Namespace, typed: str) -> NoReturn:
+    """Exit with an error about an unknown argument, naming the closest valid option or setting."""
     parser: argparse.ArgumentParser = args.parser
     if not typed.startswith("-"):
-        parser.error(f"one argument too many: {typed!r}")
+        parser.error(f"unexpected argument {typed!r}")
     option, _, value = typed.partition("=")
-    near = _meant(option, _OPTION.findall(parser.format_help()))
+    near = _did_you_mean(option, _OPTION.findall(parser.format_help()))
     if not near and args.command in _CONFIGURED:
-        near = _setting(option.strip("-").replace("-", "_"), value or "VALUE")
-    parser.error(f"there is no option {option}{near or f'; `{parser.prog} --help` lists them'}")
+        from evogrpo.training.configuration.reading import setting_called
+
+        name = option.strip("-").replace("-", "_")
+        setting = name if "." in name else setting_called(name)
+        advice = hint(name, ())
+        near = f"; write {setting}={value or 'VALUE'}" if setting is not None else f": {advice}" if advice else ""
+    parser.error(f"there is no option {option}{near or f'; see `{parser.prog} --help`'}")
 
 
-def _setting(name: str, value: str) -> str:
-    """Return how to write a setting that was given as an option; empty if there is none of that name."""
-    from evogrpo.training.configuration.reading import setting_called
-
-    place = name if "." in name else setting_called(name)
-    if place is not None:
-        return f"; write {place}={value}"
-    advice = hint(name, ())
-    return "" if advice is None else f": {advice}"
-
-
-def _meant(typed: str, names: Sequence[str]) -> str:
+def _did_you_mean(typed: str, names: Sequence[str]) -> str:
     near = close_match(typed, names)
     return f"; did you mean {near}?" if near else ""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Declare every command; nothing heavy is imported before one is args."""
-    parser: argparse.ArgumentParser = _Parser(
-        prog="evogrpo",
-        description="Evolve a population of GRPO agents that share one base model.",
-        epilog=f"`evogrpo help COMMAND` describes a command. {EXIT_CODES}",
-    )
-    parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_commands(commands)
-    return parser
-
-
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is not there, with one that is meant perhaps."""
+    """Raise ValueError if a folder does not exist, naming the closest one that does."""
     if folder.is_dir():
         return
     places = [place for place in (folder.parent, Path("runs")) if place.is_dir()]
     known = {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
     near = close_match(folder.name, known)
-    meant = f": did you mean {known[near]}?" if near else ": name the folder of a run"
-    raise ValueError(f"{folder} is no folder{meant}")
+    raise ValueError(f"{folder} is not a folder: {f'did you mean {known[near]}?' if near else 'name a run directory.'}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="evogrpo",
+        description="Train a population of GRPO agents and evolve their hyperparameters.",
+        epilog=f"`evogrpo help COMMAND` describes a command. {_EXIT_CODES}",
+    )
+    parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_training_commands(commands)
+    _add_resume_and_replay(commands)
+    _add_reading_commands(commands)
+    _add_other_commands(commands)
+    return parser
+
+
+def _command(
+    commands: Commands, name: str, command: str, summary: str, details: str = "", *, runs_user_code: bool = False
+) -> argparse.ArgumentParser:
+    """Declare a command that `command`, as MODULE:FUNCTION, carries out."""
+    description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(command=command, parser=parser, opens_run=False, runs_user_code=runs_user_code)
+    return parser
+
+
+def _add_training_commands(commands: Commands) -> None:
+    demo = _command(
+        commands,
+        "demo",
+        "evogrpo.cli.train:demo",
+        "evolve four agents on a small language model, in minutes",
+        runs_user_code=True,
+    )
+    demo.add_argument(
+        "--fixed", action="store_true", help="control run: same start and cost, without selection and mutation"
+    )
+    demo.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
+    _add_start_options(demo)
+    demo.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
+
+    train = _command(
+        commands,
+        "train",
+        "evogrpo.cli.train:train",
+        "train from a YAML configuration, or on an environment",
+        "Relative paths in CONFIG are relative to CONFIG; those in overrides and --run-dir are relative to the working "
+        "directory. Reward functions and environments named in CONFIG are executed.",
+        runs_user_code=True,
+    )
+    train.usage = (
+        "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
+        "                     [--resume-if-exists] [--dry-run]\n"
+        "                     [--skip-memory-check] [--exit-code-on-stop N]\n"
+        "                     [--preset] [--wrapper MODULE:CLASS] [--traceback]\n"
+        "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
+    )
+    environment = train.add_mutually_exclusive_group()
+    environment.add_argument(
+        "--env", metavar="ID", help="instead of CONFIG: train small networks on this environment, e.g. CartPole-v1"
+    )
+    environment.add_argument(
+        "--parallel-env",
+        metavar="MODULE",
+        help="instead of CONFIG, for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or "
+        "MODULE:FUNCTION",
+    )
+    train.add_argument(
+        "--preset",
+        action="store_true",
+        help="with --env: use its tuned hyperparameters; `evogrpo tasks` lists environments that have them",
+    )
+    train.add_argument(
+        "--wrapper",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="with --env: apply this gymnasium.Wrapper; CLASS alone for one of gymnasium.wrappers. Repeat to apply "
+        "several, innermost first",
+    )
+    train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
+    _add_start_options(train)
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
+    )
+
+
+def _add_resume_and_replay(commands: Commands) -> None:
+    resume = _command(
+        commands,
+        "resume",
+        "evogrpo.cli.train:resume",
+        "resume a stopped run, or train a finished one further",
+        "Continues from the newest complete checkpoint with the same results as an uninterrupted run. Code named in "
+        "the run's config.yaml is executed: resume only runs that you trust.",
+        runs_user_code=True,
+    )
+    _add_run_dir(resume)
+    resume.add_argument(
+        "--generations", type=int, metavar="N", help="total number of generations, including those already done"
+    )
+    _add_run_options(resume)
+    resume.add_argument(
+        "--allow-changed-data",
+        action="store_true",
+        help="resume even if questions, rewards or the environment have changed",
+    )
+    resume.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model, device or "
+        "base_parts",
+    )
+
+    replay = _command(
+        commands,
+        "replay",
+        "evogrpo.cli.train:replay",
+        "train one new agent with the hyperparameter schedule that a run has found",
+        "All other settings are those of the run. Code named in its configuration is executed: replay only runs and "
+        "schedules that you trust.",
+        runs_user_code=True,
+    )
+    replay.add_argument(
+        "source", type=Path, metavar="RUN|SCHEDULE", help="a run directory, or a file of `evogrpo export --schedule`"
+    )
+    _add_start_options(replay)
+    replay.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as seed=1")
+
+
+def _add_start_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of commands that start a run."""
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed (seed)")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory (default: a new folder below runs/)")
+    parser.add_argument(
+        "--resume-if-exists",
+        action="store_true",
+        help="resume the run in --run-dir if there is one, for schedulers that restart the same command",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost without training")
+    _add_run_options(parser)
+
+
+def _add_run_dir(parser: argparse.ArgumentParser, about: str = "run directory") -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=about)
+    parser.set_defaults(opens_run=True)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of all commands that train."""
+    parser.add_argument(
+        "--skip-memory-check", action="store_true", help="train even if the run is estimated not to fit in memory"
+    )
+    parser.add_argument(
+        "--exit-code-on-stop",
+        type=_exit_code,
+        metavar="N",
+        help="exit code after a stop by SIGTERM, SIGHUP or SIGUSR1 (default: 128 + signal number, e.g. 143 for "
+        "SIGTERM)",
+    )
+
+
+def _exit_code(text: str) -> int:
+    if not re.fullmatch(r"\d{1,3}", text) or int(text) > MAX_EXIT_CODE:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_EXIT_CODE}, got {text!r:.40}")
+    return int(text)
+
+
+def _add_reading_commands(commands: Commands) -> None:
+    """Declare the commands that print what runs have recorded; the runs may still be active."""
+    lineage = _command(
+        commands,
+        "lineage",
+        "evogrpo.cli.records:lineage",
+        "show the family tree of a run's members and the hyperparameters that changed",
+        "A star marks the best member and its ancestors.",
+    )
+    _add_run_dir(lineage)
+    lineage.add_argument("--all", action="store_true", dest="every", help="print one line per member")
+    best = _command(
+        commands,
+        "best",
+        "evogrpo.cli.records:best",
+        "show a run's best member: fitness, hyperparameters and test result",
+    )
+    _add_run_dir(best)
+    compare = _command(
+        commands,
+        "compare",
+        "evogrpo.cli.records:compare",
+        "compare runs: settings that differ, costs and test results",
+        "Each run is compared with the first, question by question where the test questions are the same.",
+    )
+    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="at least two run directories")
+    for parser in (lineage, best, compare):
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+
+
+def _add_other_commands(commands: Commands) -> None:
+    video = _command(
+        commands,
+        "video",
+        "evogrpo.cli.inspect:video",
+        "record episodes of a run's best member as MP4 files",
+        "For Gymnasium and PettingZoo environments that can be rendered; needs the extra `video`. Code named in the "
+        "run's config.yaml is executed: use it only for runs that you trust.",
+        runs_user_code=True,
+    )
+    _add_run_dir(video)
+    video.add_argument("--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)")
+    video.add_argument("--folder", type=Path, help="output folder (default: RUN_DIR/videos)")
+    report = _command(commands, "report", "evogrpo.cli.inspect:report", "write report.png and report.html of a run")
+    _add_run_dir(report, "run directory; the run may still be active")
+    _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
+    _command(commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem")
+    export = _command(
+        commands,
+        "export",
+        "evogrpo.cli.exporting:export",
+        "export a run's best adapter, its hyperparameter schedule, or an Optuna study",
+        "Existing files are not overwritten.",
+    )
+    _add_run_dir(export)
+    export.add_argument(
+        "folder", type=Path, nargs="?", metavar="FOLDER", help="write the best adapter for PEFT to this new folder"
+    )
+    export.add_argument(
+        "--schedule",
+        type=Path,
+        metavar="FILE",
+        help="write the hyperparameter schedule of the best member's lineage to this new YAML file, for `evogrpo "
+        "replay`",
+    )
+    export.add_argument(
+        "--optuna",
+        metavar="STORAGE",
+        help="write a study with one trial per member to this Optuna storage: sqlite:///FILE.db or the path of a "
+        "journal file; needs the extra `optuna`",
+    )
+    export.add_argument("--study", metavar="NAME", help="with --optuna: name of the study (default: name of the run)")

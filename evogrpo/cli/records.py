@@ -1,4 +1,4 @@
-"""The commands that tell what runs have recorded: lineage, best and compare, in words or as JSON."""
+"""Commands `lineage`, `best` and `compare`: recorded runs as text or JSON."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
-from evogrpo.cli.main import check_folder
+from evogrpo.cli.main import OK, check_folder
+from evogrpo.evolution.lineage import Birth
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
-from evogrpo.reporting.descent import fitness_estimate
-from evogrpo.reporting.lineage import LineageTree, ToldBirth, TreeLine, read_lineage, tree_lines
+from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, read_lineage, tree_lines
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -26,9 +25,9 @@ from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import make_console
 
 _LEAST_WIDTH = 30
-"""Characters that a line of the tree has at least, however deep it stands."""
+"""Minimum width of a line of the tree, in characters."""
 _WIDEST = 60
-"""Most characters of a setting's value in a table."""
+"""Maximum width of a setting's value in a table, in characters."""
 
 
 def lineage(args: argparse.Namespace) -> int:
@@ -41,12 +40,12 @@ def lineage(args: argparse.Namespace) -> int:
     for line in tree_lines(tree, every=args.every):
         _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolving))
     if tree.winner is None:
-        console.print("no member was evaluated yet")
+        console.print("No member has been evaluated yet.")
     return OK
 
 
 def best(args: argparse.Namespace) -> int:
-    """Print who won a run, and what is known of it."""
+    """Print a run's best member: fitness, test and hyperparameters."""
     console, found = make_console(), read_winner(args.run_dir)
     if args.as_json:
         return _print_json(console, found.to_json())
@@ -57,11 +56,11 @@ def best(args: argparse.Namespace) -> int:
         values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing(found))
         table.add_row(str(begins), str(stage.steps), str(stage.samples_per_step), *map(Text, values))
         begins += stage.steps
-    console.print(Text("\nWhat its line of descent learnt with", "bold"))
+    console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(table)
     console.print()
     show_command(console, "as a file", command("export", args.run_dir, "--schedule", "schedule.yaml"))
-    show_command(console, "train it anew", command("replay", args.run_dir))
+    show_command(console, "retrain", command("replay", args.run_dir))
     return OK
 
 
@@ -88,8 +87,8 @@ def compare(args: argparse.Namespace) -> int:
     table.add_row(Text("test, against the first", "dim"), *against)
     console.print(table)
     console.print(
-        "Each ± is one standard error; intervals are of 95 %. The best fitness is that of whoever was best of many on "
-        "validation, so it flatters: runs are told apart by their tests, and by more than two standard errors.",
+        "± is one standard error; intervals are 95 %. The best fitness is the maximum over many members, which is "
+        "biased upwards: compare runs by their tests.",
         style="dim",
     )
     return OK
@@ -104,24 +103,24 @@ def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Te
     if len(line.members) == 1:
         return text.append_text(_member_text(line.members[0], tree, evolving, wins=line.wins))
     names = " ".join(f"#{member.index}" for member in line.members)
-    lived = [each for member in line.members for each in tree.lives.get(member.index, ())]
+    lived = [each for member in line.members for each in tree.results.get(member.index, ())]
     scores = [each.fitness for each in lived if each.fitness is not None]
-    reached = f", at best {number_text(max(scores))}" if scores else ""
-    what = "more births in a line" if line.skips else "that left nobody"
+    reached = f", best {number_text(max(scores))}" if scores else ""
+    what = "consecutive descendants" if line.skips else "without descendants"
     return text.append(f"{len(line.members)} {what}{reached}: {names}", "dim")
 
 
-def _member_text(birth: ToldBirth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
-    lived = tree.lives.get(birth.index, ())
+def _member_text(birth: Birth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
+    lived = tree.results.get(birth.index, ())
     if birth.parent is None:
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
         origin = f"founder{f' with {values}' if values else ''}"
     else:
         state = f"#{birth.parent}" if birth.back_to is None else f"#{birth.parent} as after generation {birth.back_to}"
-        origin = f"of {state}: {changes_text(birth.changes) or 'a copy'}"
+        origin = f"clone of {state}: {changes_text(birth.changes) or 'unchanged'}"
     won = tree.winner is not None and tree.winner.index == birth.index
-    told = _life_text(tree.winner if won else None, lived)
-    return Text.assemble((f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {told}", "dim"))
+    text = _life_text(tree.winner if won else None, lived)
+    return Text.assemble((f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {text}", "dim"))
 
 
 def _score(member: MemberReport) -> str:
@@ -130,13 +129,13 @@ def _score(member: MemberReport) -> str:
 
 
 def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
-    """Say how long a member lived and what it earned last; of the winner what it won by."""
+    """Describe a member's generations and last fitness; for the best member, its best fitness."""
     if not lived:
         return "not evaluated"
     first, last = lived[0].generation, lived[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
     if won is not None:
-        return f"{_score(won)} in generation {won.generation}, the best of all"
+        return f"{_score(won)} in generation {won.generation}, the best member"
     if last_failed := lived[-1].failed:
         return f"failed in {span}: {printable(last_failed)}"
     return f"{_score(lived[-1])} after {span}"
@@ -146,7 +145,7 @@ def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
 
 
 def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print what is known, each thing beside its name; a log has a line for each."""
+    """Print names and values: as a grid on a terminal, as lines in a log."""
     if not console.is_terminal:
         for name, value in rows:
             console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
@@ -170,7 +169,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
         before = summary.baseline.fitness
         rows.append((summary.words.untrained, score_text(before.mean, before.standard_error)))
     rows.append(("test", _test_text(summary)))
-    rows.append(("stored in", "nowhere: the folder best is missing" if found.stored is None else str(found.stored)))
+    rows.append(("stored in", "missing (no folder best)" if found.stored is None else str(found.stored)))
     rows.append(("ended", summary.ending))
     values = member.hyperparameters.to_json()
     set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
@@ -179,7 +178,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
 
 
 def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
-    """Say what the winner won by, and how else it was measured."""
+    """Describe the fitness of the best member, with its other measures."""
     standing = fitness_estimate(member)
     others = (
         f"{name} {score_text(each.mean, each.standard_error)}"
@@ -190,7 +189,7 @@ def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
 
 
 def _changing(found: WinnerReport) -> list[str]:
-    """Return the hyperparameters to show for every stage: what evolves, and what differs."""
+    """Return the hyperparameters that evolve or differ between stages."""
     first = found.stages[0].hyperparameters.to_json()
     differing = {
         name
@@ -210,7 +209,7 @@ def _test_text(summary: RunSummary) -> str:
     noise = "beyond noise" if test.beyond_noise else "within noise"
     gain = score_text(test.gain.mean, test.gain.standard_error)
     questions = pluralize(test.questions, summary.words.questions[:-1])
-    return f"{text} on {questions}; {gain} more than the {summary.words.untrained}, {noise}"
+    return f"{text} on {questions}; {gain} compared with the {summary.words.untrained}, {noise}"
 
 
 # ---- runs side by side
@@ -225,15 +224,15 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
     return {
         "generations": count_text(cost["generations"]),
         "learning steps": count_text(cost["steps"]),
-        "steps played": count_text(cost["timesteps"]),
+        "environment steps": count_text(cost["timesteps"]),
         "processed": f"{count_text(cost['tokens'])} {tokens}",
-        "for evaluations": count_text(cost["evaluation_tokens"]),
+        "evaluations": count_text(cost["evaluation_tokens"]),
         "time": duration_text(cost["seconds"]),
-        "ended": printable(summary.stopped or "not yet, or cut off"),
+        "ended": printable(summary.stopped or "still active, or killed"),
         "best fitness": earned,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
-        "  starts": "–" if test is None else count_text(test.questions),
+        "  questions": "–" if test is None else count_text(test.questions),
     }
 
 
@@ -262,7 +261,7 @@ def _table(*heads: str) -> Table:
 
 
 def _print_line(console: Console, bars: str, text: Text) -> None:
-    """Print a line of the tree; on a terminal that is too narrow for it, it goes on below its beginning."""
+    """Print a line of the tree, wrapped and indented on a terminal."""
     if not console.is_terminal:
         console.print(Text(bars).append_text(text), soft_wrap=True)
         return

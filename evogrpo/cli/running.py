@@ -1,29 +1,39 @@
-"""What the commands that train do once their configuration is read: from the plan to the end, or to Ctrl-C."""
+"""Commands that train: the plan, the run, its end, and the way to resume it."""
 
 import argparse
 import dataclasses
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from evogrpo.cli.commands import FAILED, INTERRUPTED, OK
-from evogrpo.cli.dry_run import show_forecast, show_plan
+from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.cli.ending import command, show_command, show_ending
+from evogrpo.cli.main import FAILED, INTERRUPTED, OK
+from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
+from evogrpo.reporting.results import terms_of
 from evogrpo.storage.checkpoint import latest_checkpoint
+from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.configuration.user_code import user_line
+from evogrpo.training.configuration.user_code import strategy_record, user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.forecast import check_memory
+from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
@@ -33,15 +43,15 @@ from evogrpo.training.task_types.task_type import PreparedRun
 
 
 def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
-    """Start a run, or only say what it would be."""
+    """Start a run; with `--dry-run`, only print its plan and cost."""
     console = make_console()
     wanted = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     if wanted is None and args.resume_if_exists:
-        raise ValueError("--resume-if-exists goes on with the run in a folder, if there is one: name it with --run-dir")
-    may_go_on = wanted is not None and not args.dry_run and (args.resume_if_exists or was_restarted())
-    if wanted is not None and may_go_on and processes().broadcast(latest_checkpoint(wanted).folder is not None):
-        why = "there is one already" if args.resume_if_exists else "started again by the launcher"
-        console.print(f"{why}, so the run in {wanted} goes on", soft_wrap=True)
+        raise ValueError("--resume-if-exists needs the run directory: add --run-dir DIR.")
+    may_resume = wanted is not None and not args.dry_run and (args.resume_if_exists or was_restarted())
+    if wanted is not None and may_resume and processes().broadcast(latest_checkpoint(wanted).folder is not None):
+        why = "" if args.resume_if_exists else "Restarted by the launcher: "
+        console.print(f"{why}{'r' if why else 'R'}esuming the run in {wanted}", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
         return resume_run(argparse.Namespace(**{**vars(args), **again}))
     with ExitStack() as stack:
@@ -54,29 +64,29 @@ def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
             return stack.enter_context(claimed(name, wanted)).folder
 
         run_dir = processes().run_section(free_folder)[0]
-        assert run_dir is not None  # the leading process's
+        assert run_dir is not None  # rank 0 names it for all
         config = dataclasses.replace(config, run_dir=str(run_dir))
         if processes().is_rank_zero:
             RunDir(run_dir).check_unused()
-        with working(console, "checking the task and who is to learn it"):
+        with working(console, "checking the configuration"):
             prepared = task_type_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_plan(console, prepared, run_dir, preset=getattr(args, "preset", False))
         if args.dry_run:
             show_forecast(console, prepared, skip_memory_check=args.skip_memory_check)
-            with working(console, "making every check that the run makes"):
+            with working(console, "checking the run"):
                 rehearse(prepared)
-            console.print("nothing was trained: leave out --dry-run to start")
+            console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
         _check_memory(prepared, args)
-        with working(console, "making the population"):
+        with working(console, "creating the population"):
             trainer = start(prepared, run_dir)
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
 
 
 def resume_run(args: argparse.Namespace) -> int:
-    """Go on with a stored run."""
+    """Resume a stored run."""
     console = make_console()
     run_dir: Path = args.run_dir
     overrides = list(args.overrides)
@@ -89,21 +99,21 @@ def resume_run(args: argparse.Namespace) -> int:
         say_warning(remark)
     if resumable.ended is not None:
         done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
-        console.print(f"nothing is left to do: this run has finished after {done} ({resumable.ended})", soft_wrap=True)
+        console.print(f"This run is finished: {done} ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
             show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
-    with working(console, "checking the task and who is to learn it"):
+    with working(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     console.print(
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
     with closing(prepared.env):
         _check_memory(prepared, args)
-        with working(console, "reading the members"):
+        with working(console, "loading the members"):
             trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
-        if resumable.cut_off:  # and not at work, as the folder was free
-            console.print("its last process ended without a word, as when it is killed")
+        if resumable.cut_off:
+            console.print("The last process of this run was killed or crashed.")
         for change in trainer.changed_data:
             say_warning(f"changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
@@ -111,15 +121,15 @@ def resume_run(args: argparse.Namespace) -> int:
 
 
 def _check_memory(prepared: PreparedRun, args: argparse.Namespace) -> None:
-    """Refuse with a ValueError a run that needs more memory than there is."""
+    """Raise ValueError if a run does not fit in memory."""
     need = prepared.forecast().need
     if need is not None:
         check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
 
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
-    """Run to the end, to a signal or to an error, and say how to go on."""
-    args.training = True  # from here on an error is a failed run, not a wrong setting
+    """Train until the end, a signal or an error, and print how to resume."""
+    args.training = True  # from here on, errors mean a failed run, not a wrong setting
     run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, trainer)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
@@ -129,29 +139,29 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
             for report in trainer.reports():
                 display.show(report)
     except KeyboardInterrupt:
-        say_error("aborted; what was learned since the newest checkpoint is lost")
-        _show_way_on(console, run_dir)
+        say_error("aborted: training since the last checkpoint is lost")
+        _show_resume(console, run_dir)
         return INTERRUPTED
     except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        # A mended reward function, or environment, is another one.
+        # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError | ProgramEndError):
-            show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
-        elif not isinstance(error, AllFailedError):  # which would only fail again
-            _show_way_on(console, run_dir, "go on" if isinstance(error, ProcessError) else "once mended")
+            show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
+        elif not isinstance(error, AllFailedError):  # resuming would fail again
+            _show_resume(console, run_dir, "resume" if isinstance(error, ProcessError) else "after the fix")
         return FAILED
     except Exception as error:
         if latest_checkpoint(run_dir).folder is None:
-            say_error(f"nothing of this run was saved yet: once that is mended, remove {run_dir} and start it again")
-        elif isinstance(error, OSError):  # a full disk, say: the run is what it was
-            _show_way_on(console, run_dir)
-        else:  # most often what members act in, and once mended that is another one
-            show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
+            say_error(f"This run has no checkpoint yet. Fix the error, remove {run_dir} and start again.")
+        elif isinstance(error, OSError):  # e.g. a full disk: the data has not changed
+            _show_resume(console, run_dir)
+        else:  # usually an error in user code; the corrected code counts as changed data
+            show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         raise
     display.say_end()
     if not trainer.result.complete:
-        _show_way_on(console, run_dir)
+        _show_resume(console, run_dir)
         number = trainer.stopping.signal
         if number is None:
             return OK
@@ -164,14 +174,180 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
     return OK
 
 
-def _show_way_on(console: Console, run_dir: Path, when: str = "go on") -> None:
-    """Say how the run goes on from its newest checkpoint, if it has one."""
+def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
+    """Print the command that resumes the run, if it has a checkpoint."""
     if latest_checkpoint(run_dir).folder is not None:
         show_command(console, when, command("resume", run_dir))
 
 
 def _announce() -> None:
-    """Say that a stop has been asked for, where the display does not."""
+    """Announce a requested stop where no live display does."""
     if not sys.stdout.isatty():
-        # Not through the console, which may be in the middle of a line right now.
+        # A signal handler must not use the console, which may be writing.
         os.write(2, b"stopping... (Ctrl-C again aborts at once)\n")
+
+
+def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
+    """Print the plan of a run; `preset` tells that it starts from its environment's preset."""
+    config = prepared.config
+    start = ", ".join(f"{name} {number_text(value)}" for name, value in _start(config).items())
+    rows = {
+        **prepared.facts(),
+        **({"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"} if preset else {}),
+        "start": f"{start}{'' if _all_alike(config) else '; the other members sample what evolves'}",
+        "evolving": _evolving(prepared),
+        "objective": _objective(config.agent.objective),
+        "schedule": _schedule(config),
+        "run directory": str(run_dir),
+        **process_layout(config.population.size, processes().size, groups=_most_groups(config)),
+        **config.task.facts(),
+    }
+    _show(console, rows)
+
+
+def process_layout(members: int, count: int, *, groups: int) -> dict[str, str]:
+    """Describe how members are divided among several processes; empty for one process.
+
+    Args:
+        members: Population size.
+        count: World size.
+        groups: Most groups of a member in one learning step.
+    """
+    if count == 1:
+        return {}
+    places = Placement(members, count, 0)
+    squads = Counter(len(ranks) for ranks in places.squads)
+    if count <= members:
+        text = f"{count}, {_counted_text(Counter(len(own) for own in places.shares), _with_members)}"
+    elif members == 1:
+        text = f"{count}, which share the work of the one member"
+    else:
+        text = f"{count}, {_counted_text(squads, _with_a_member)}"
+    idle = sum(number * max(0, squad - groups) for squad, number in squads.items())
+    if idle:
+        text = f"{text}; {idle} idle, since a member has {pluralize(groups, 'group')} per step"
+    return {"processes": text}
+
+
+def _counted_text(numbers: Mapping[int, int], words: Callable[[int, int], str]) -> str:
+    """Describe shares of equal size, or of two sizes that differ by one."""
+    if len(numbers) == 1:
+        ((size, _),) = numbers.items()
+        return words(size, 0)
+    return " and ".join(words(size, number) for size, number in numbers.items())
+
+
+def _with_members(size: int, number: int) -> str:
+    held = pluralize(size, "member")
+    return f"{number} with {held}{' each' if number > 1 else ''}" if number else f"with {held} each"
+
+
+def _with_a_member(size: int, number: int) -> str:
+    if size == 1:
+        return f"{number} with a member{' each' if number > 1 else ' of its own'}"
+    if not number:
+        return f"of which {size} at a time share the work of a member"
+    return f"{size} that share the work of {'one member' if number == 1 else f'each of {number} members'}"
+
+
+def _most_groups(config: AnyConfig) -> int:
+    """Return the most groups that a member can have in one learning step."""
+    return config.schedule.samples_per_step // min(possible(config, "group_size"))
+
+
+def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:
+    """Print the estimated cost of a run.
+
+    Raises:
+        ValueError: If the run does not fit in memory, unless `skip_memory_check` is set.
+    """
+    console.print(Text("Estimated cost", "bold"))
+    forecast = prepared.forecast()
+    rows = dict(forecast.rows(prepared.config))
+    need = forecast.need
+    if need is not None:
+        if need.processes > 1:
+            rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
+        rows["available"] = check_memory(need, allowed=True)
+    _show(console, rows)
+    if need is not None:
+        check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
+
+
+def _show(console: Console, rows: Mapping[str, str]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(printable(value)))
+    console.print(table)
+    console.print()
+
+
+def _start(config: AnyConfig) -> dict[str, Value]:
+    """Return the starting values of evolving and non-default hyperparameters."""
+    names = list(config.search_space) or ["lr", "clip_coef", "group_size"]
+    given = config.hyperparameters.to_json()
+    defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
+    # None as loss type or advantage means that of the objective.
+    start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
+    return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
+
+
+def _objective(objective: Objective) -> str:
+    """Describe the loss type, the advantage and every non-default setting of the objective."""
+    defaults, given = vars(Objective()), vars(objective)
+    switches = [
+        f"{name} {str(value).lower() if isinstance(value, bool) else number_text(value)}"
+        for name, value in given.items()
+        if name not in ("loss_type", "advantage") and value != defaults[name]
+    ]
+    return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
+
+
+def _all_alike(config: AnyConfig) -> bool:
+    return not config.search_space or not config.population.spread or config.population.size == 1
+
+
+def _evolving(prepared: PreparedRun) -> str:
+    config = prepared.config
+    strategy = strategy_record(config.strategy)
+    if strategy["name"] == "fixed":
+        return "nothing (control run without selection and mutation)"
+    if strategy["name"] == "replay":
+        return f"nothing; replays a schedule of {pluralize(len(strategy['stages']), 'stage')}"
+    if config.population.size == 1 and strategy["name"] in BUILT_IN:
+        return "nothing (one member)"
+    spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.search_space.items())
+    if prepared.networks_evolve:
+        spaces = f"{spaces}{', ' if spaces else ''}network architecture"
+    # A tournament shows what sets its selection pressure; other strategies show all settings.
+    shown = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
+    details = ", ".join(f"{key} {strategy[key]}" for key in shown if not isinstance(strategy[key], Mapping))
+    return f"{spaces or 'no hyperparameters (selection only)'}; {strategy['name']}{details and f' ({details})'}"
+
+
+def _range(parameter: RLParameter) -> str:
+    if parameter.choices is not None:
+        return "{" + ", ".join(number_text(choice) for choice in parameter.choices) + "}"
+    low, high = parameter.bounds
+    details = ["log"] if parameter.scale == "log" else []
+    if parameter.founders is not None:
+        details.append(f"founders {number_text(parameter.founders[0])} to {number_text(parameter.founders[1])}")
+    words = f" ({', '.join(details)})" if details else ""
+    return f"[{number_text(low)}, {number_text(high)}]{words}"
+
+
+def _schedule(config: AnyConfig) -> str:
+    schedule, ends = config.schedule, []
+    if schedule.generations is not None:
+        ends.append(pluralize(schedule.generations, "generation"))
+    if schedule.max_timesteps is not None:
+        ends.append(f"{count_text(schedule.max_timesteps)} environment steps")
+    if schedule.max_tokens is not None:
+        ends.append(f"{count_text(schedule.max_tokens)} {terms_of(task_type_of(config.task).word).tokens}")
+    if schedule.max_seconds is not None:
+        ends.append(duration_text(schedule.max_seconds))
+    if schedule.target_fitness is not None:
+        ends.append(f"fitness {number_text(schedule.target_fitness)}")
+    return f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')} per generation"

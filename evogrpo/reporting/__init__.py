@@ -1,1 +1,1 @@
-"""What a run looks like afterwards: its summary, figure and HTML page, all drawn from the journal alone."""
+"""Reports of a run, read from its journal: summary, lineage, figure, HTML page and data frames."""

@@ -8,26 +8,25 @@ from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.strategies import ScheduleStage
-from evogrpo.reporting.descent import best_schedule, fitness_estimate
-from evogrpo.reporting.lineage import winner
+from evogrpo.reporting.lineage import best_member, best_schedule, fitness_estimate
 from evogrpo.reporting.records import MemberReport, TestReport
 from evogrpo.reporting.step_records import Estimate
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 
 CONFIDENT = 1.96
-"""Standard errors on either side of a mean that hold the true one in 95 of 100 cases, if errors are normal."""
+"""Half-width of a 95 % confidence interval in standard errors, for normal errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WinnerReport:
-    """The best member.
+    """Best member of a run.
 
     Attributes:
         summary: The run.
-        member: The best member, as it was when it earned its fitness.
-        stages: What its line of descent learnt with.
-        stored: Where it lies; None where the folder is not there.
+        member: Its report when it became the best.
+        stages: Hyperparameter schedule of its lineage.
+        stored: Folder of its state, or None if missing.
     """
 
     summary: RunSummary
@@ -64,10 +63,10 @@ class WinnerReport:
 
 
 def read_winner(run_dir: Path) -> WinnerReport:
-    """Read who won a run from its journal.
+    """Read the best member of a run from its journal.
 
     Raises:
-        ValueError: If there is no run, no member was evaluated, or a value is not what it must be.
+        ValueError: If there is no run, no member was evaluated, or a value is invalid.
     """
     events = read_journal(run_dir / "journal.jsonl")
     summary, found = summarise(events), best_schedule(events)
@@ -78,13 +77,13 @@ def read_winner(run_dir: Path) -> WinnerReport:
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
-    """Return the bounds of a mean's interval of 95 %."""
+    """Return the bounds of a mean's 95 % confidence interval."""
     half = CONFIDENT * estimate.standard_error
     return estimate.mean - half, estimate.mean + half
 
 
 def test_json(test: TestReport) -> dict[str, Any]:
-    """Return a test as plain JSON values: without single scores, with intervals of 95 %."""
+    """Return a test as plain JSON values, with 95 % intervals and without scores per question."""
     parts = {"untrained": test.before, "member": test.after, "gain": test.gain}
     return {
         "questions": test.questions,
@@ -95,17 +94,17 @@ def test_json(test: TestReport) -> dict[str, Any]:
 
 
 _NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
-"""What a run event and a configuration say beside settings."""
+"""Keys of a run event or configuration that are no settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One of the runs.
+    """One of several compared runs.
 
     Attributes:
-        path: Its folder.
-        summary: What its journal tells.
-        best: Its best member as it won; None before the first evaluation.
+        path: Run directory.
+        summary: Content of its journal.
+        best: Its best member; None before the first evaluation.
         settings: All settings by dotted name.
     """
 
@@ -116,7 +115,7 @@ class ComparedRun:
 
     @property
     def cost(self) -> dict[str, float | None]:
-        """What it has spent, in its own units; the time is that of learning and evaluating."""
+        """Work and time so far; the time is that of learning and evaluation."""
         if not self.summary.generations:
             return dict.fromkeys(("generations", "steps", "timesteps", "tokens", "evaluation_tokens", "seconds"))
         last = self.summary.generations[-1]
@@ -132,13 +131,13 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TestDifference:
-    """How a run's test compares with the first run's.
+    """Difference between the tests of a run and of the first run.
 
     Attributes:
-        gain: What its best member earned more; None where that cannot be said.
-        paired: Question by question, rather than mean against mean.
-        questions: That both answered, if paired.
-        why: Why it is not paired, or why nothing can be said; empty where it is paired.
+        gain: Difference of the best members' mean rewards; None if not comparable.
+        paired: True if computed question by question, False if from the two means.
+        questions: Number of common questions, if paired.
+        why: Reason why it is not paired or not comparable; empty if paired.
     """
 
     gain: Estimate | None
@@ -150,7 +149,7 @@ class TestDifference:
 
     @property
     def beyond_noise(self) -> bool | None:
-        """Whether it exceeds two standard errors; None where nothing can be said."""
+        """True if the gain exceeds two standard errors; None if not comparable."""
         return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
 
     def to_json(self) -> dict[str, Any]:
@@ -170,10 +169,9 @@ class Comparison:
     """Several runs, each compared with the first.
 
     Attributes:
-        runs: In the order given.
-        settings: By dotted name, for those that are not the same in all runs: one value per run, None where a run does
-            not have it.
-        differences: For every run but the first.
+        runs: The runs.
+        settings: Values per run of settings that differ, by dotted name; None where a run does not have one.
+        differences: Test difference of every run but the first.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -182,9 +180,9 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        told: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for run, difference in zip(self.runs, (None, *self.differences), strict=True):
-            told.append(
+            rows.append(
                 {
                     "run_dir": str(run.path),
                     "run_id": run.summary.facts.get("run_id"),
@@ -196,34 +194,34 @@ class Comparison:
                     "against_the_first": None if difference is None else difference.to_json(),
                 }
             )
-        return {"runs": told, "settings": {name: list(values) for name, values in self.settings.items()}}
+        return {"runs": rows, "settings": {name: list(values) for name, values in self.settings.items()}}
 
 
 def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]) -> Comparison:
-    """Put runs side by side.
+    """Compare runs.
 
     Args:
-        folders: Of the runs, at least two; they may be under way.
-        configurations: The plain values of each run's configuration; None for a run that was started in Python.
+        folders: At least two run directories; the runs may still be active.
+        configurations: Plain values of each run's configuration; None for a run started in Python.
 
     Raises:
-        ValueError: If there are fewer than two, one stands twice or holds no run, or a value is not what it must be.
+        ValueError: If there are fewer than two runs, one repeats or is no run, or a value is invalid.
     """
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
         names = ", ".join(map(str, folders))
-        raise ValueError(f"at least two different runs are compared, got {names}: name the folder of another one")
+        raise ValueError(f"compare needs at least two different runs, got {names}.")
     summaries = [summarise(read_journal(folder / "journal.jsonl")) for folder in folders]
-    # Settings under the same names for all: a run that was started in Python has no configuration.
+    # Use run events for all if one run has no configuration, so that names agree.
     known = [values for values in configurations if values is not None]
-    told = known if len(known) == len(folders) else [summary.facts for summary in summaries]
+    values_of = known if len(known) == len(folders) else [summary.facts for summary in summaries]
     runs = tuple(
         ComparedRun(
             path=folder,
             summary=summary,
-            best=winner(summary),
+            best=best_member(summary.generations),
             settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
         )
-        for folder, summary, values in zip(folders, summaries, told, strict=True)
+        for folder, summary, values in zip(folders, summaries, values_of, strict=True)
     )
     every = dict.fromkeys(name for run in runs for name in run.settings)
     rows = {name: tuple(run.settings.get(name) for run in runs) for name in every}
@@ -235,9 +233,9 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
 
 
 def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
-    """Compare the tests of two runs: question by question where they asked the same, as means where only starts differ.
+    """Compare the tests of two runs: paired if their questions are the same, by means if only the questions differ.
 
-    Runs in different environments, with different rewards or measured differently are not compared at all.
+    Runs with different environments, rewards or measures are not comparable.
     """
     tests = run.test, first.test
     if tests[0] is None or tests[1] is None:
@@ -247,17 +245,17 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         return TestDifference(gain=None, why=f"measured differently: {own.measure} and {other.measure}")
     data, reference = run.facts.get("data"), first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
-        return TestDifference(gain=None, why="a journal does not say what its test asked")
+        return TestDifference(gain=None, why="a journal has no fingerprint of its test")
     differs = {
         str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)
     }  # names such as "seed", "test questions" or "reward score"
     changed = run.changed_data or first.changed_data
     other_task = sorted(name for name in differs if not _is_of_starts(name))
     if other_task or changed:
-        what = ", ".join(other_task) or "data were changed when one of them was resumed"
+        what = ", ".join(other_task) or "data changed when a run was resumed"
         return TestDifference(gain=None, why=f"not the same task: {what}")
     if differs - _beside_the_test(data):
-        return _unpaired(own, other, f"other test questions: {', '.join(sorted(differs))}")
+        return _unpaired(own, other, f"different test questions: {', '.join(sorted(differs))}")
     count = min(len(own.scores), len(other.scores))
     pairs = Fitness.from_scores(own.scores[:count]), Fitness.from_scores(other.scores[:count])
     mean, standard_error = paired_difference(*pairs)
@@ -277,14 +275,14 @@ def _unpaired(own: TestReport, other: TestReport, why: str) -> TestDifference:
 
 
 def _is_of_starts(name: str) -> bool:
-    """Tell whether a part of a fingerprint says which starts there are, rather than what is done from them."""
+    """Return True if a part of a fingerprint identifies questions or starts, not the task."""
     return name in ("seed", "prompts") or name.endswith((" starts", " questions"))
 
 
 def _beside_the_test(data: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parts of a fingerprint that may differ although the test asks the same.
+    """Return the parts of a fingerprint that may differ while the test questions are the same.
 
-    A dataset's questions are known split by split; starts that are drawn from a seed depend on it and on all sizes.
+    Datasets have a fingerprint per split; starts sampled from a seed depend on the seed and on all sizes.
     """
     listed = "test questions" in data
     others = ("seed", "prompts", "train questions", "validation questions")

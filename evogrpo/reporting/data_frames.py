@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
-from evogrpo.reporting.descent import lineage_of
-from evogrpo.reporting.lineage import ToldBirth, fitness_before, read_births, winner
-from evogrpo.reporting.records import MemberReport
+from evogrpo.evolution.lineage import Birth
+from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, read_births, reports_by_member
 from evogrpo.reporting.step_records import REMEDY, Estimate
 from evogrpo.reporting.summary import RunSummary, latest_steps, summarise
 from evogrpo.storage.journal import read_journal
@@ -18,96 +17,95 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 WHOLE, REAL, TEXT, FLAG = "Int64", "float64", "string", "boolean"
-"""The types of columns, as pandas calls them; all of them hold missing values."""
+"""Nullable pandas types of columns."""
 
 COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "members": {
-        "generation": (WHOLE, "which, from 1"),
-        "member": (WHOLE, "who: the member's index, never reused"),
-        "slot": (WHOLE, "where it lived"),
-        "parent": (WHOLE, "index of whom it was cloned from; missing for a founder"),
+        "generation": (WHOLE, "generation, from 1"),
+        "member": (WHOLE, "index of the member, never reused"),
+        "slot": (WHOLE, "slot of the member"),
+        "parent": (WHOLE, "index of its parent; missing for a founder"),
         "born": (WHOLE, "generation whose plan gave birth to it; 0 for the first founders"),
-        "step": (WHOLE, "learning steps that the run had taken by the end of the generation"),
-        "fitness": (REAL, "mean raw reward per question that selection went by, in reward units; missing if it failed"),
-        "standard_error": (REAL, "of that mean over questions, in reward units"),
+        "step": (WHOLE, "learning steps of the run by the end of the generation"),
+        "fitness": (REAL, "mean raw reward per question that selection uses, in reward units; missing if it failed"),
+        "standard_error": (REAL, "standard error of the mean over questions, in reward units"),
         "fitness_before": (
             REAL,
-            "of the state it began the generation with (its own, its parent's, the untrained's); missing if unknown",
+            "fitness of the state that it began the generation with; missing if unknown",
         ),
-        "questions": (WHOLE, "how many it was asked"),
-        "failed": (TEXT, "why it failed; missing if it did not"),
-        "best": (FLAG, "whether it was the best of its generation"),
+        "questions": (WHOLE, "number of validation questions"),
+        "failed": (TEXT, "reason of its failure; missing if it did not fail"),
+        "best": (FLAG, "true for the best member of the generation"),
         "in_best_lineage": (
             FLAG,
-            "whether the state that won the run was trained in this: the winner's whole line of descent",
+            "true if this report belongs to the lineage of the run's best member",
         ),
-        "tokens": (WHOLE, "tokens (small networks: transitions) it processed in the generation, evaluations left out"),
+        "tokens": (WHOLE, "tokens (small networks: transitions) processed in the generation, without evaluations"),
         "seconds": (REAL, "its share of the generation's wall-clock time"),
-        "evaluation_tokens": (WHOLE, "tokens (small networks: steps) that its evaluation took"),
-        "evaluation_seconds": (REAL, "wall-clock time that its evaluation took"),
+        "evaluation_tokens": (WHOLE, "tokens (small networks: environment steps) of its evaluation"),
+        "evaluation_seconds": (REAL, "wall-clock time of its evaluation"),
     },
     "steps": {
-        "step": (WHOLE, "number of the learning step, from 0"),
-        "generation": (WHOLE, "to which it belongs, from 1"),
+        "step": (WHOLE, "learning step, from 0"),
+        "generation": (WHOLE, "generation, from 1"),
         "member": (WHOLE, "index of the member"),
-        "slot": (WHOLE, "where it lived"),
-        "step_seconds": (REAL, "wall-clock time of the step, all members together"),
+        "slot": (WHOLE, "slot of the member"),
+        "step_seconds": (REAL, "wall-clock time of the step, all members"),
     },
     "births": {
         "member": (WHOLE, "index of the member"),
-        "parent": (WHOLE, "index of whom it was cloned from; missing for a founder"),
+        "parent": (WHOLE, "index of its parent; missing for a founder"),
         "founder": (WHOLE, "index of its first ancestor"),
         "born": (WHOLE, "generation whose plan gave birth to it; 0 for the first founders"),
         "back_to": (
             WHOLE,
-            "generation after which its parent's state was kept that it began with, if so",
+            "generation of the kept parent state that it started from, if any",
         ),
-        "slot": (WHOLE, "where it lived"),
-        "last": (WHOLE, "the last generation that it lived through; missing if it lived through none"),
-        "best_fitness": (REAL, "the highest that it ever had, in reward units"),
-        "reason": (TEXT, "why it was born"),
-        "winner": (FLAG, "whether it is the run's best member"),
+        "slot": (WHOLE, "slot of the member"),
+        "last": (WHOLE, "its last generation; missing if it finished none"),
+        "best_fitness": (REAL, "its highest fitness, in reward units"),
+        "reason": (TEXT, "reason of its birth"),
+        "winner": (FLAG, "true for the run's best member"),
     },
     "changes": {
-        "member": (WHOLE, "index of whoever was born with it"),
+        "member": (WHOLE, "index of the child"),
         "parent": (WHOLE, "index of its parent"),
         "born": (WHOLE, "generation whose plan gave birth to it"),
         "name": (TEXT, "the hyperparameter, or network"),
-        "old": (REAL, "its parent's value, where that is a number"),
-        "new": (REAL, "its own"),
-        "old_name": (TEXT, "its parent's value, where that is a name"),
-        "new_name": (TEXT, "its own"),
+        "old": (REAL, "its parent's value, if numeric"),
+        "new": (REAL, "its own value, if numeric"),
+        "old_name": (TEXT, "its parent's value, if a name"),
+        "new_name": (TEXT, "its own value, if a name"),
     },
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
         "measure": (TEXT, "greedy, sampled or rollouts"),
         "who": (TEXT, "untrained, member, or gain: a member less the untrained, question by question"),
         "member": (WHOLE, "index of the member; missing for the untrained"),
-        "generation": (WHOLE, "at whose end; 0 before the first one, missing for the test"),
-        "questions": (WHOLE, "how many"),
+        "generation": (WHOLE, "generation at whose end it was measured; 0 for the baseline, missing for the test"),
+        "questions": (WHOLE, "number of questions"),
         "fitness": (REAL, "mean raw reward per question, in reward units"),
-        "standard_error": (REAL, "of that mean over questions, in reward units"),
+        "standard_error": (REAL, "standard error of the mean over questions, in reward units"),
     },
 }
-"""Every frame's columns: its type, and what it is with its unit. `members` and `births` also have a column for every
-hyperparameter, under its name, and `members` and `steps` for everything measured in learning steps: under its name in
-`steps`, and as `mean/NAME` over the generation in `members`."""
+"""Columns of every frame: type, and description with unit. `members` and `births` also have one column per
+hyperparameter. `steps` has one column per metric of learning steps; `members` has their means as `mean/NAME`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunFrames:
-    """A run as data frames; `COLUMNS` says what their columns are. What was given up when it was resumed is left out.
+    """A run as data frames, with the columns of `COLUMNS`; steps discarded on resume are left out.
 
     Attributes:
-        facts: What the run's first event says: version, seed, task, schedule, what evolves and so on; untrusted.
-        members: One row for each member and generation.
-        steps: One row for each member and learning step.
-        births: One row for each member that was ever born.
-        changes: One row for each hyperparameter that a child did not have from its parent.
-        evaluations: One row for each mean that was measured.
+        facts: Fields of the run event: version, seed, task, schedule, search space and so on; untrusted.
+        members: One row per member and generation.
+        steps: One row per member and learning step.
+        births: One row per member.
+        changes: One row per hyperparameter that changed at a birth.
+        evaluations: One row per measured mean.
         best: Index of the best member; None before the first evaluation.
-        stopped: Why the run ended; None if it goes on, or was killed.
-        resumes: How often it was resumed.
+        stopped: Reason of the run's end; None if it is active or was killed.
+        resumes: Number of times it was resumed.
     """
 
     facts: Mapping[str, Any]
@@ -126,19 +124,19 @@ class RunFrames:
 
 
 def read_run(run_dir: str | Path) -> RunFrames:
-    """Read a run's journal into data frames; it may be under way or stopped.
+    """Read a run's journal into data frames; the run may still be active.
 
     Args:
-        run_dir: The run's folder.
+        run_dir: Run directory.
 
     Raises:
         ImportError: If pandas is not installed.
-        ValueError: If there is no journal, or a value in it is not what it must be.
+        ValueError: If there is no journal, or a value is invalid.
     """
     try:
         import pandas as pd
     except ImportError as error:
-        raise ImportError(f"read_run returns pandas data frames: {extra_command('pandas')}") from error
+        raise ImportError(f"read_run needs pandas: {extra_command('pandas')}") from error
     events = read_journal(Path(run_dir) / "journal.jsonl")
     summary = summarise(events)
     births = read_births(events)
@@ -150,7 +148,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "evaluations": (list(_evaluations(summary)), set()),
     }
     frames = {name: _frame(pd, name, *each) for name, each in rows.items()}
-    best = winner(summary)
+    best = best_member(summary.generations)
     return RunFrames(
         facts=summary.facts,
         best=None if best is None else best.index,
@@ -161,7 +159,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    won, before = winner(summary), fitness_before(summary)
+    won, before = best_member(summary.generations), fitness_before(summary)
     way = () if won is None else lineage_of(summary.generations, won)
     states = {(member.index, member.generation) for member in way}
     for generation in summary.generations:
@@ -194,28 +192,24 @@ def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _births(births: Sequence[ToldBirth], summary: RunSummary) -> Iterator[dict[str, Any]]:
+def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, Any]]:
     founders: dict[int, int] = {}
-    best = winner(summary)
-    lives: dict[int, list[MemberReport]] = {}
-    for generation in summary.generations:
-        for member in generation.members:
-            lives.setdefault(member.index, []).append(member)
+    best, reports = best_member(summary.generations), reports_by_member(summary.generations)
     for birth in births:
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
-        lived = lives.get(birth.index, [])
+        own = reports.get(birth.index, [])
         yield {
             **{name: getattr(birth, name) for name in ("parent", "born", "back_to", "slot", "reason")},
             "member": birth.index,
             "founder": founders[birth.index],
-            "last": max((member.generation for member in lived), default=None),
-            "best_fitness": max((m.fitness for m in lived if m.fitness is not None), default=None),
+            "last": max((member.generation for member in own), default=None),
+            "best_fitness": max((m.fitness for m in own if m.fitness is not None), default=None),
             "winner": best is not None and birth.index == best.index,
             **birth.hyperparameters.to_json(),
         }
 
 
-def _changes(births: Sequence[ToldBirth]) -> Iterator[dict[str, Any]]:
+def _changes(births: Sequence[Birth]) -> Iterator[dict[str, Any]]:
     for birth in births:
         for name, pair in birth.changes.items():
             row: dict[str, Any] = {"member": birth.index, "parent": birth.parent, "born": birth.born, "name": name}
@@ -230,28 +224,28 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
         used = baseline.measure
         split = "train" if used == "rollouts" else "validation"
         row = {"split": split, "measure": used, "who": "untrained", "generation": 0, "questions": baseline.questions}
-        yield {**row, **_told(baseline.fitness)}
+        yield {**row, **_estimate_values(baseline.fitness)}
     for generation in summary.generations:
         for member in generation.members:
             asked = member.questions
             row = {"who": "member", "member": member.index, "generation": generation.generation, "questions": asked}
             for measure, earned in member.measured.items():
                 where = "train" if measure == "rollouts" else "validation"
-                own = None if measure == "rollouts" else asked  # training starts are not counted here
-                yield {"split": where, "measure": measure, **row, "questions": own, **_told(earned)}
+                own = None if measure == "rollouts" else asked  # training starts are not counted
+                yield {"split": where, "measure": measure, **row, "questions": own, **_estimate_values(earned)}
     if test is not None:
         row = {"split": "test", "measure": test.measure, "questions": test.questions}
-        yield {**row, "who": "untrained", **_told(test.before)}
-        yield {**row, "who": "member", "member": test.index, **_told(test.after)}
-        yield {**row, "who": "gain", "member": test.index, **_told(test.gain)}
+        yield {**row, "who": "untrained", **_estimate_values(test.before)}
+        yield {**row, "who": "member", "member": test.index, **_estimate_values(test.after)}
+        yield {**row, "who": "gain", "member": test.index, **_estimate_values(test.gain)}
 
 
-def _told(estimate: Estimate) -> dict[str, float]:
+def _estimate_values(estimate: Estimate) -> dict[str, float]:
     return {"fitness": estimate.mean, "standard_error": estimate.standard_error}
 
 
 def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], also: Iterable[str]) -> "DataFrame":
-    """Make a frame of the documented columns, those of hyperparameters, and whatever was measured, all typed."""
+    """Return a typed frame of the documented columns, hyperparameters and metrics."""
     types = {column: kind for column, (kind, _) in COLUMNS[name].items()}
     types |= {each: _type_of(each) for each in HYPERPARAMETER_NAMES if each in also}
     types |= {column: REAL for row in rows for column in row if column not in types}
@@ -259,8 +253,8 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], also: Iterable
     for column, kind in types.items():
         try:
             columns[column] = pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
-        except (OverflowError, TypeError) as error:  # pandas says one or the other, by how much there is too much
-            raise ValueError(f"{column!r:.80} in {name} holds a number that no run counts to: {REMEDY}") from error
+        except (OverflowError, TypeError) as error:  # pandas raises either, depending on the size
+            raise ValueError(f"{column!r:.80} in {name} has a number out of range: {REMEDY}") from error
     frame: DataFrame = pd.DataFrame(columns)
     return frame
 

@@ -17,6 +17,7 @@ from evogrpo.reporting.figure_panels import (
     draw_stretches,
     figure_data,
     generation_ticks,
+    height_of,
     legend_entries,
     lower_edge,
 )
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
-    """Draw one measure of every member over the learning steps; the best member's lineage stands out.
+    """Plot one metric of every member over the learning steps; the best member's lineage is highlighted.
 
     Args:
-        axes: Where to draw.
+        axes: Target.
         name: The metric.
-        run: What to draw.
+        run: The run.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -48,7 +49,7 @@ def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
         until = run.lineage.get(curve.index, 0)
         points = [(float(step), value) for step, _, value in curve.points]
         inherited = sum(generation <= until for _, generation, _ in curve.points)
-        rest = points[max(0, inherited - 1) :]  # goes on where the best member's lineage left it
+        rest = points[max(0, inherited - 1) :]  # starts at the last point of the best lineage
         if len(rest) > 1 or not inherited:
             others.setdefault(run.colour(curve.slot), []).append(rest)
         if inherited:
@@ -74,27 +75,27 @@ _POINT, _MEAN = "#7B93AD", "#222222"
 
 
 def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> None:
-    """Draw gains by value, turned so that values stand at the height that they have in the trajectories.
+    """Plot gains by value, with values on the shared vertical axis.
 
     Args:
-        axes: Where to draw; it shares its vertical axis with the trajectories.
-        response: What to draw.
-        names: The names that have heights, in order, where values are names.
+        axes: Target; shares its vertical axis with the trajectories.
+        response: The response.
+        names: Ordered names of a categorical hyperparameter; empty otherwise.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     gains = [gain.gain for gain in response.gains]
     left = lower_edge(gains)
-    gains = [gain if left is None else max(gain, left) for gain in gains]  # what collapsed lies at the edge
+    gains = [gain if left is None else max(gain, left) for gain in gains]  # clip collapsed members
     size = 3.0 if len(gains) < 200 else 1.2
-    heights = [_height(gain.value, names) for gain in response.gains]
+    heights = [height_of(gain.value, names) for gain in response.gains]
     axes.axvline(0, color="#999999", linewidth=0.9, zorder=1)
     axes.plot(gains, heights, "o", color=_POINT, ms=size, mew=0, alpha=0.6, zorder=2)
     for level in response.levels:
         _draw_level(axes, level, names)
     share = response.share
-    told = "cannot tell" if share is None or not share.told else f"explains {percent_text(share.share)}"
-    axes.set_title(told, loc="left", size=8.5, color="#222222")
+    title = "inconclusive" if share is None or not share.significant else f"explains {percent_text(share.share)}"
+    axes.set_title(title, loc="left", size=8.5, color="#222222")
     axes.set_xlabel("gain", size=8.5)
     axes.xaxis.set_major_locator(MaxNLocator(2, min_n_ticks=2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
@@ -103,18 +104,14 @@ def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> Non
 
 
 def _draw_level(axes: "Axes", level: Level, names: Sequence[str]) -> None:
-    low, high = _height(level.low, names), _height(level.high, names)
-    # On a log axis the middle of a level is its geometric mean.
+    low, high = height_of(level.low, names), height_of(level.high, names)
+    # Geometric mean on a log axis.
     middle = (low * high) ** 0.5 if axes.get_yscale() == "log" else (low + high) / 2
     axes.plot([level.mean] * 2, [low, high], color=_MEAN, linewidth=2, solid_capstyle="butt", zorder=4)
     if level.standard_error is not None:
         ends = [level.mean - level.standard_error, level.mean + level.standard_error]
         axes.plot(ends, [middle] * 2, color=_MEAN, linewidth=1.4, zorder=4)
     axes.plot([level.mean], [middle], "s", color=_MEAN, ms=4, mec="white", mew=0.5, zorder=5)
-
-
-def _height(value: float | str, names: Sequence[str]) -> float:
-    return float(names.index(value)) if isinstance(value, str) else value
 
 
 _STYLE = {
@@ -133,16 +130,16 @@ _WIDTH, _HEADER, _LEGEND_ROW, _FITNESS, _ROW = 11.0, 1.15, 0.2, 4.8, 2.35  # inc
 
 
 def draw_report(run_dir: Path | str) -> Path:
-    """Draw a run's journal as `report.png` in its folder; matplotlib's global settings and backend stay as they are.
+    """Write `report.png` to a run directory, without changing matplotlib's global settings or backend.
 
     Args:
-        run_dir: The folder of the run; it may still be running.
+        run_dir: Run directory; the run may still be active.
 
     Returns:
         The path of the figure.
 
     Raises:
-        ValueError: If there is no journal, or it cannot be read.
+        ValueError: If there is no journal, or it is invalid.
     """
     run_dir = Path(run_dir)
     path = run_dir / "report.png"
@@ -151,38 +148,31 @@ def draw_report(run_dir: Path | str) -> Path:
 
 
 def figure_png(summary: RunSummary) -> bytes:
-    """Draw a run.
-
-    Args:
-        summary: The run.
-
-    Returns:
-        The figure as a PNG file.
-    """
+    """Return the figure of a run as PNG bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
     with _styled():
         figure = _figure(figure_data(summary))
         figure.set_dpi(130)
-        FigureCanvasAgg(figure).print_png(buffer)  # as savefig does once it has drawn everything without showing it
+        FigureCanvasAgg(figure).print_png(buffer)  # savefig would draw everything twice
     return buffer.getvalue()
 
 
 def run_figure(summary: RunSummary) -> "Figure":
-    """Draw a run; returns matplotlib's figure, which belongs to no window and no backend."""
+    """Return the matplotlib figure of a run, without window or backend."""
     with _styled():
         return _figure(figure_data(summary))
 
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    """Draw in the style of this figure, and leave matplotlib's settings as they were."""
+    """Apply the style of this figure temporarily."""
     import matplotlib.style
 
-    # The backend is chosen by the canvas of this one figure; pyplot, which has a global one, is never imported.
+    # The figure has its own canvas; pyplot and its global backend are never imported.
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a task may be named in any script
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
 
@@ -212,14 +202,14 @@ def _figure(run: FigureData) -> "Figure":
         beside = grid[1, :].subgridspec(1, len(curves))
         for position, name in enumerate(curves):
             draw_measure(figure.add_subplot(beside[0, position]), name, run)
-    most = 8 if run.last_generation < 100 else 5  # of numbers below small panels
+    most = 8 if run.last_generation < 100 else 5  # ticks of small panels
     for position, name in enumerate(names):
         cell = grid[1 + len(steps) + position // columns, position % columns]
         panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in found else None
         axes = figure.add_subplot(cell if panels is None else panels[0])
-        shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+        names_shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
         if panels is not None:
-            draw_response(figure.add_subplot(panels[1], sharey=axes), found[name], shown)
+            draw_response(figure.add_subplot(panels[1], sharey=axes), found[name], names_shown)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
         axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, most))
         if position + columns >= len(names):
@@ -237,7 +227,7 @@ def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
     if summary.generations:
         last = summary.generations[-1]
         parts += [processed(last, summary.words), duration_text(last.seconds)]
-    look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # a dollar sign is a dollar sign
+    look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # show dollar signs as they are
     figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
     figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)
 

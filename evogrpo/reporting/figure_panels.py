@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.reporting.lineage import MemberHistory, ancestors, member_histories, winner
+from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.step_records import Estimate
 from evogrpo.reporting.summary import RunSummary
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart with every kind of colour vision. Vermilion is kept for the best member's
-# lineage, grey for the untrained base; yellow is left out because it vanishes on white.
+# Colour-blind safe palette of Okabe and Ito. Vermilion is the best member's lineage, grey the untrained base;
+# yellow is left out because it is invisible on white.
 BEST, BASE = "#D55E00", "#555555"
 _SLOTS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467BD", "#8C6D31")
 _CROWD = "#7B93AD"
@@ -27,14 +27,14 @@ LEGEND_COLUMNS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class FigureData:
-    """A run, ready to be drawn.
+    """A run prepared for plotting.
 
     Attributes:
         summary: The run.
-        lines: Every member's line.
+        lines: History of every member.
         best: Index of the best member, or None.
-        lineage: For the best member and its ancestors, by index: the last generation on the way to the best.
-        slots: The slots that ever had a result, in order.
+        lineage: Last generation of the best member and each ancestor on the path, by index.
+        slots: Slots with results, in order.
     """
 
     summary: RunSummary
@@ -45,46 +45,39 @@ class FigureData:
 
     @property
     def fitness_edge(self) -> float | None:
-        """The least fitness to make room for, or None; where nobody knows where members began, all have room."""
+        """Lower limit of the fitness axis, or None for no limit."""
         scores = [each.fitness for line in self.lines for each in line.results if each.fitness is not None]
         start = self.summary.start
         return None if start is None else lower_edge(scores, start.mean)
 
     @property
     def crowded(self) -> bool:
-        """Whether there are more slots than colours."""
+        """True if there are more slots than colours."""
         return len(self.slots) > len(_SLOTS)
 
     def colour(self, slot: int) -> str:
-        """Return the colour of a slot; a crowd shares one."""
+        """Return the colour of a slot; slots of a crowded figure share one."""
         return _CROWD if self.crowded else _SLOTS[self.slots.index(slot)]
 
     @property
     def dense(self) -> bool:
-        """Whether there are so many generations that marks of single results would cover the lines."""
+        """True if markers of single results would cover the lines."""
         return self.last_generation - self.first_generation >= _MOST_MARKED
 
     @property
     def first_generation(self) -> int:
-        """The first generation's number; learning began one before it."""
+        """Number of the first generation."""
         return self.summary.generations[0].generation if self.summary.generations else 1
 
     @property
     def last_generation(self) -> int:
-        """The last generation's number."""
+        """Number of the last generation."""
         return self.summary.generations[-1].generation if self.summary.generations else 1
 
 
 def figure_data(summary: RunSummary) -> FigureData:
-    """Work out what every panel needs.
-
-    Args:
-        summary: The run.
-
-    Returns:
-        The lines, the best member's lineage and the slots.
-    """
-    lines, best = member_histories(summary), winner(summary)
+    """Return what every panel needs of a run."""
+    lines, best = member_histories(summary), best_member(summary.generations)
     return FigureData(
         summary=summary,
         lines=lines,
@@ -95,19 +88,19 @@ def figure_data(summary: RunSummary) -> FigureData:
 
 
 def draw_lineage_stretch(axes: "Axes", x: Sequence[float], y: Sequence[float]) -> None:
-    """Draw a stretch of the best member's lineage."""
+    """Plot a part of the best member's lineage."""
     axes.plot(x, y, color=BEST, linewidth=3.2, solid_capstyle="round", solid_joinstyle="round", zorder=3)
 
 
 def lower_edge(values: Sequence[float], start: float | None = None) -> float | None:
-    """Return the least value to make room for where some, as of members that collapsed, lie far below all others.
+    """Return the lower axis limit if some values, such as those of collapsed members, lie far below the others.
 
     Args:
         values: In any order.
-        start: Where everybody began, which is no collapse.
+        start: Value of the untrained base, which is always inside.
 
     Returns:
-        The least value but those; None where none lies far below.
+        The smallest value that is not far below; None if no value is.
     """
     ordered = sorted(values)
     if len(ordered) <= 10:
@@ -119,19 +112,19 @@ def lower_edge(values: Sequence[float], start: float | None = None) -> float | N
 
 
 def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float]]], **look: Any) -> None:
-    """Draw stretches that look alike as one line with gaps: thousands of members would take minutes one by one."""
+    """Plot stretches of equal style as one line with gaps, since thousands of single lines take minutes."""
     joined = [point for stretch in stretches for point in (*stretch, (math.nan, math.nan))]
     if joined:
         axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
 
 
 def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
-    """Return every kind of mark that this figure has, and no other, with its explanation.
+    """Return the legend entries of the marks that this figure has.
 
     Args:
-        run: What the panels show.
-        births: Whether there are panels that mark births.
-        gains: Whether there are panels of gains.
+        run: The run.
+        births: True if a panel marks births.
+        gains: True if a panel shows gains.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -169,11 +162,11 @@ def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[
 
 
 def draw_legend(figure: "Figure", entries: Sequence[tuple[Any, str]], *, y: float) -> None:
-    """Explain the marks of a figure.
+    """Add the legend of a figure.
 
     Args:
-        figure: Where to draw.
-        entries: The marks, with their explanations.
+        figure: Target.
+        entries: Marks with their labels.
         y: Top of the legend, as a fraction of the figure's height.
     """
     if entries:
@@ -206,28 +199,26 @@ MEANINGS: Mapping[str, str] = {
     "loss_type": "loss",
     "advantage": "advantage estimator",
 }
-"""What each hyperparameter is, in few words."""
+"""Short description of each hyperparameter."""
 
 
 def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: FigureData) -> list[str]:
-    """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
-
-    Names are drawn at heights of equal distance; a member without a value has no line.
+    """Plot one hyperparameter of every member by generation.
 
     Args:
-        axes: Where to draw.
+        axes: Target.
         name: The hyperparameter.
-        parameter: The fields of its range, ladder or set of names.
-        run: What to draw.
+        parameter: Fields of its search space.
+        run: The run.
 
     Returns:
-        Where values are names, those that have heights, in order.
+        Ordered names of a categorical hyperparameter, at heights 0, 1, ...; empty otherwise.
     """
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
     ladder = sorted({v for v in choices if isinstance(v, (int, float))})
     shown = [value for line in run.lines for each in line.results if (value := _value(each, name)) is not None]
-    # In the order they were declared; a journal may hold others.
+    # Declared names first; a journal may have others.
     names = list(dict.fromkeys(value for value in (*choices, *shown) if isinstance(value, str)))
     if names:
         _set_names(axes, names)
@@ -243,7 +234,7 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
 
 
 def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: FigureData) -> None:
-    """Draw the members of one slot, a little beside those of other slots with equal values."""
+    """Plot the members of one slot, slightly offset from other slots with equal values."""
     from matplotlib.transforms import ScaledTranslation
 
     spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
@@ -275,13 +266,13 @@ def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Fi
 
 
 def _steps(line: MemberHistory, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
-    """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
+    """Return the corners of a member's step function over generations."""
     points: list[tuple[float, float]] = []
     if line.origin is not None and (value := _value(line.origin, name)) is not None:
-        points.append((line.origin.generation, _height(value, names)))
+        points.append((line.origin.generation, height_of(value, names)))
     for result in line.results:
         if (value := _value(result, name)) is not None:
-            points += [(result.generation - 1, _height(value, names)), (result.generation, _height(value, names))]
+            points += [(result.generation - 1, height_of(value, names)), (result.generation, height_of(value, names))]
     return points
 
 
@@ -290,27 +281,27 @@ def _value(result: MemberReport, name: str) -> float | str | None:
     return value
 
 
-def _height(value: float | str, names: Sequence[str]) -> float:
-    """Return where a value is drawn: a number at itself, a name at its place among the names."""
+def height_of(value: float | str, names: Sequence[str]) -> float:
+    """Return the vertical position of a number or name."""
     return float(names.index(value)) if isinstance(value, str) else value
 
 
 def _set_names(axes: "Axes", names: Sequence[str]) -> None:
-    """Mark one height per name."""
+    """Set one tick per name."""
     from matplotlib.ticker import FixedFormatter, FixedLocator
 
     axes.set_ylim(-0.5, len(names) - 0.5)
     axes.yaxis.set_major_locator(FixedLocator(list(range(len(names)))))
-    # A dollar sign is a dollar sign.
+    # Show dollar signs as they are.
     axes.yaxis.set_major_formatter(FixedFormatter([printable(shorten(name, 24)).replace("$", r"\$") for name in names]))
 
 
 def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool, whole: bool) -> None:
-    """Choose the axis, limits and ticks for ascending values."""
+    """Set scale, limits and ticks for ascending values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = shown[0], shown[-1]
-    # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
+    # Choices with equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
     ratios = [after / before for before, after in pairwise(ladder)] if ladder and ladder[0] > 0 else []
     log = low > 0 and (log or (len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)))
     if log:
@@ -334,12 +325,7 @@ _Point = tuple[float, float, float]  # generation, fitness, standard error
 
 
 def draw_fitness(axes: "Axes", run: FigureData) -> None:
-    """Draw the fitness of every member per generation, the untrained base and the test scores.
-
-    Args:
-        axes: Where to draw.
-        run: What to draw.
-    """
+    """Plot the fitness of every member per generation, the untrained base and the test scores."""
     summary = run.summary
     first, last = run.first_generation, run.last_generation
     _draw_fitness_lines(axes, run)
@@ -357,7 +343,7 @@ def draw_fitness(axes: "Axes", run: FigureData) -> None:
     axes.margins(y=0.09)
     _leave_out_collapsed(axes, run)
     low, high = axes.get_ylim()
-    if high - low < 0.05:  # a lone value needs no magnifying glass
+    if high - low < 0.05:  # a minimum height for nearly equal values
         axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
     _label_ends(axes, run, shift=0.012 * width)
     axes.set_ylabel(f"fitness ({summary.fitness_words})")
@@ -365,7 +351,7 @@ def draw_fitness(axes: "Axes", run: FigureData) -> None:
 
 
 def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
-    """Return whole generations to mark on an axis, at most about so many."""
+    """Return about `most` whole generations as ticks."""
     from matplotlib.ticker import MaxNLocator
 
     ticks = MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last)
@@ -383,7 +369,7 @@ def _draw_fitness_lines(axes: "Axes", run: FigureData) -> None:
                 best = stretch[:inherited]
                 draw_lineage_stretch(axes, [point[0] for point in best], [point[1] for point in best])
                 _draw_bands(axes, [best], BEST, 0.16)
-            if inherited < len(stretch):  # goes on where the best member's lineage left it
+            if inherited < len(stretch):  # starts at the last point of the best lineage
                 others.setdefault(run.colour(line.results[0].slot), []).append(stretch[max(0, inherited - 1) :])
     for colour, stretches in others.items():
         draw_stretches(axes, [[point[:2] for point in each] for each in stretches], color=colour, lw=width, alpha=alpha)
@@ -392,7 +378,7 @@ def _draw_fitness_lines(axes: "Axes", run: FigureData) -> None:
 
 
 def _draw_marks(axes: "Axes", run: FigureData) -> None:
-    """Mark every result, and every failure at the foot."""
+    """Mark results, and failures at the lower edge."""
     found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
     for line in run.lines:
         until, colour = run.lineage.get(line.index), run.colour(line.results[0].slot)
@@ -411,7 +397,7 @@ def _draw_marks(axes: "Axes", run: FigureData) -> None:
 
 
 def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str, alpha: float) -> None:
-    """Shade one standard error to both sides; a lone point gets a bar, since its band would have no width."""
+    """Shade ± one standard error; a single point gets an error bar instead."""
     gap = (math.nan, math.nan, math.nan)
     joined = [point for stretch in stretches if len(stretch) > 1 for point in (*stretch, gap)]
     if joined:
@@ -426,11 +412,11 @@ def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str
 
 
 def _stretches(run: FigureData, line: MemberHistory) -> list[list[_Point]]:
-    """Return the measured points of a line from its origin on, split where a fitness is missing."""
+    """Return the points of a member from its origin on, split where a fitness is missing."""
     start, first = run.summary.start, line.results[0]
     stretches: list[list[_Point]] = [[]]
     if line.origin is None and first.parent is None and start is not None:
-        # A founder begins as the untrained base, one generation before its first result.
+        # A founder starts as the untrained base, one generation before its first result.
         stretches[-1].append((first.generation - 1, start.mean, start.standard_error))
     for result in (line.origin, *line.results):
         if result is None:
@@ -443,7 +429,7 @@ def _stretches(run: FigureData, line: MemberHistory) -> list[list[_Point]]:
 
 
 def _leave_out_collapsed(axes: "Axes", run: FigureData) -> None:
-    """Let the panel end above fitness far below all other, and say how often there was such."""
+    """Cut off results far below the others, and state their number."""
     edge, summary = run.fitness_edge, run.summary
     if edge is None:
         return
@@ -488,7 +474,7 @@ def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: s
 
 
 def _label_ends(axes: "Axes", run: FigureData, *, shift: float) -> None:
-    """Write the index of members at the right end of their lines: all of a small population, else the best."""
+    """Label members at the right end of their lines: all of a small population, else the best."""
     ends = [line.results[-1] for line in run.lines if line.results[-1].fitness is not None]
     members = [result for result in ends if result.generation == run.last_generation]
     for result in ends:

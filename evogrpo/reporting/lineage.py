@@ -1,27 +1,205 @@
-"""Lineage of a run: ancestors of a member, births, and the tree in text."""
+"""Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
-from evogrpo.reporting.descent import best_member, lineage_of, origin_of
+from evogrpo.evolution.fitness import GREEDY, SAMPLED
+from evogrpo.evolution.lineage import NETWORK, Birth
+from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import GenerationReport, MemberReport
-from evogrpo.reporting.step_records import REMEDY, JournalFields
+from evogrpo.reporting.step_records import REMEDY, Estimate, JournalFields
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.storage.journal import latest_generations
+from evogrpo.storage.journal import latest_generations, read_journal
+
+
+def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
+    """Return the report with which the run's best member became the best; None before the first evaluation.
+
+    Args:
+        generations: In order, as `evogrpo.storage.journal.latest_generations` returns them.
+    """
+    named = generations[-1].best_ever if generations else None
+    members = (member for generation in generations for member in generation.members)
+    return next((member for member in members if (member.index, member.generation) == named), None)
+
+
+def fitness_estimate(member: MemberReport) -> Estimate | None:
+    """Return the estimate that members are compared by: validation questions where evaluated, else training rewards."""
+    for measure in (GREEDY, SAMPLED):
+        if measure in member.measured:
+            return member.measured[measure]
+    if member.fitness is None or member.standard_error is None:
+        return None
+    return Estimate(mean=member.fitness, standard_error=member.standard_error)
+
+
+def reports_by_member(generations: Sequence[GenerationReport]) -> dict[int, list[MemberReport]]:
+    """Return the reports of every member in order, by its index."""
+    reports: dict[int, list[MemberReport]] = {}
+    for generation in generations:
+        for member in generation.members:
+            reports.setdefault(member.index, []).append(member)
+    return reports
+
+
+def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) -> tuple[MemberReport, ...]:
+    """Return the reports of every generation in which a member's state was trained.
+
+    Args:
+        generations: In order.
+        member: The member's report of one of them.
+
+    Returns:
+        The founder's first report first, `member` last. Training of an ancestor after its child's birth is left out.
+    """
+    by_member = reports_by_member(generations)
+    line: list[MemberReport] = []
+    current: MemberReport | None = member
+    while current is not None:
+        own = [each for each in by_member[current.index] if each.generation <= current.generation]
+        line = [*own, *line]
+        parent = own[0].parent
+        current = origin_of(own[0], by_member.get(parent, []) if parent is not None else [])
+    return tuple(line)
+
+
+def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberReport | None:
+    """Return the parent's report of the state that a member began with.
+
+    Args:
+        first: The member's first report.
+        parents: All reports of its parent, in order.
+
+    Returns:
+        The parent's last report before the member's birth, or that of `first.back_to`; None if there is none. It is of
+        an earlier generation even if the journal is corrupt, so following origins terminates.
+    """
+    latest = first.generation - 1 if first.back_to is None else min(first.back_to, first.generation - 1)
+    return next((each for each in reversed(parents) if each.generation <= latest), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestSchedule:
+    """Hyperparameter schedule of a run's best member.
+
+    Attributes:
+        stages: From its founder's first learning step to the evaluation that made it the best. They count the learning
+            steps of its lineage.
+        member: The best member's report of that evaluation.
+        networks: Architecture changes in its lineage, as text; the schedule does not include them.
+    """
+
+    stages: tuple[ScheduleStage, ...]
+    member: MemberReport
+    networks: tuple[str, ...] = ()
+
+
+def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
+    """Return the hyperparameter schedule of a run's best member.
+
+    Args:
+        events: Result of `read_journal`; untrusted input.
+
+    Raises:
+        ValueError: If no member was evaluated, a generation is missing, or a value is invalid.
+    """
+    latest = latest_generations(events)
+    generations = [GenerationReport.from_json(event) for event in latest]
+    numbers = [generation.generation for generation in generations]
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ValueError(f"a schedule needs all generations from 1 on, but the journal has {numbers}: restore it.")
+    member = best_member(generations)
+    if member is None:
+        raise ValueError(
+            "The journal has no evaluated member. If RUN_DIR/best exists, evogrpo.GRPO.load('RUN_DIR/best') loads the "
+            "best member."
+        )
+    lengths = _lengths(generations)
+    samples = _samples(events, latest)
+    line = lineage_of(generations, member)
+    stages: list[ScheduleStage] = []
+    for report in line:
+        number = report.generation
+        stage = ScheduleStage(
+            hyperparameters=report.hyperparameters,
+            generations=(lengths[number],),
+            samples_per_step=samples(number, report.slot),
+        )
+        last = stages[-1] if stages else None
+        if last and (last.hyperparameters, last.samples_per_step) == (stage.hyperparameters, stage.samples_per_step):
+            stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, lengths[number])})
+        else:
+            stages.append(stage)
+    born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
+    networks = tuple(f"{old} -> {new}" for each in born for old, new in [each.changes.get(NETWORK, ("", ""))] if new)
+    return BestSchedule(stages=tuple(stages), member=member, networks=networks)
+
+
+def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:
+    """Return the number of learning steps of every generation, by generation."""
+    ends = [0, *(generation.step for generation in generations)]
+    return {number: after - before for number, (before, after) in enumerate(pairwise(ends), start=1)}
+
+
+def _samples(events: Sequence[Mapping[str, Any]], latest: Sequence[Mapping[str, Any]]) -> Callable[[int, int], int]:
+    """Return a function (generation, slot) -> samples per learning step, which plans may change."""
+    began = next((event for event in events if event["event"] == "run"), {})
+    now, own = JournalFields(began, "the run event").whole("samples_per_step"), None
+    known: dict[int, tuple[int, tuple[float, ...] | None]] = {}
+    for event in latest:
+        number = int(event["generation"])
+        known[number] = now, own
+        if isinstance(event.get("plan"), Mapping):
+            plan = JournalFields(event["plan"], f"the plan of generation {number}")
+            changed = plan.whole_or_none("samples_per_step")
+            now, own = now if changed is None else changed, plan.numbers_or_none("samples")
+
+    def of(generation: int, slot: int) -> int:
+        common, each = known[generation]
+        if each is None:
+            return common
+        # A member that samples nothing learns from as many samples of other members.
+        return int(each[slot]) if 0 <= slot < len(each) and each[slot] else common
+
+    return of
+
+
+def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
+    """Return the hyperparameters of a run's best members, for `GRPO.population(founders=)`.
+
+    Args:
+        run_dir: Run directory; the run may still be active.
+
+    Returns:
+        Those of the best member, then those of the newest generation's members in order of fitness, without duplicates
+        and failed members.
+
+    Raises:
+        ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
+    """
+    events = read_journal(Path(run_dir) / "journal.jsonl")
+    generations = [GenerationReport.from_json(event) for event in latest_generations(events)]
+    best = best_member(generations)
+    if best is None:
+        raise ValueError(f"{run_dir} has no evaluated member yet: name another run.")
+    alive = [member for member in generations[-1].members if member.fitness is not None]
+    ranked = sorted(alive, key=lambda member: (-(member.fitness or 0.0), member.slot))
+    return tuple(dict.fromkeys(member.hyperparameters for member in (best, *ranked)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHistory:
-    """One member's results over its life.
+    """Results of one member in all its generations.
 
     Attributes:
         index: The member.
         founder: Index of its first ancestor.
-        origin: Its parent's result where its line begins: the last one before its birth, or that of the earlier state
-            that it went back to; None for a founder.
-        results: Its own results, one per generation that it lived through, in order.
+        origin: Its parent's report of the state that it began with; None for a founder.
+        results: Its reports, one per generation, in order.
     """
 
     index: int
@@ -32,18 +210,17 @@ class MemberHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class Ancestor:
-    """One stage on the way from a founder to a member.
+    """One member on the path from a founder to a member.
 
     Attributes:
         index: The ancestor.
         parent: Its parent's index, or None for a founder.
-        generations: The first and the last generation in which the line was carried by this ancestor.
-        hyperparameters: What it learned with.
-        changes: Old and new value of every hyperparameter that changed at its birth.
-        reason: Why it was born.
-        result: Its last result on this line: for an ancestor, the one at which its child was born, or whose state its
-            child went back to.
-        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
+        generations: First and last generation in which the state was this ancestor's.
+        hyperparameters: Its hyperparameters.
+        changes: (old, new) of every hyperparameter that changed at its birth, by name.
+        reason: Reason of its birth.
+        result: Its last report on the path: the one that its child started from.
+        back_to: The generation of the kept parent state that it started from; None = the parent's state at its birth.
     """
 
     index: int
@@ -57,148 +234,99 @@ class Ancestor:
 
 
 def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
-    """Return the line of every member that ever finished a generation, by index.
-
-    Args:
-        summary: The run.
-
-    Returns:
-        One line per index; a parent's line comes before its children's.
-    """
-    results: dict[int, list[MemberReport]] = {}
-    for generation in summary.generations:
-        for member in generation.members:
-            results.setdefault(member.index, []).append(member)
-    lines: dict[int, MemberHistory] = {}
-    for index in sorted(results, key=lambda index: (results[index][0].generation, index)):
-        first = results[index][0]
-        parent = lines.get(first.parent) if first.parent is not None else None
-        lines[index] = MemberHistory(
+    """Return the history of every member that finished a generation; parents come before their children."""
+    reports = reports_by_member(summary.generations)
+    histories: dict[int, MemberHistory] = {}
+    for index in sorted(reports, key=lambda index: (reports[index][0].generation, index)):
+        first = reports[index][0]
+        parent = histories.get(first.parent) if first.parent is not None else None
+        histories[index] = MemberHistory(
             index=index,
             founder=parent.founder if parent else index,
             origin=origin_of(first, parent.results) if parent else None,
-            results=tuple(results[index]),
+            results=tuple(reports[index]),
         )
-    return tuple(lines.values())
+    return tuple(histories.values())
 
 
 def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
-    """Return the fitness of the state that every member began each of its generations with.
-
-    Args:
-        summary: The run.
+    """Return the fitness of the state with which every member began each of its generations.
 
     Returns:
-        By index and generation: its own or, in its first one, its parent's before its birth; of a founder that of the
-        untrained baseline; None where it is unknown.
+        By index and generation: its own of the previous generation; in its first one, its parent's before its birth, or
+        the untrained baseline's for a founder; None where unknown.
     """
     baseline = None if summary.start is None else summary.start.mean
     found: dict[tuple[int, int], float | None] = {}
-    for line in member_histories(summary):
-        founder = line.results[0].parent is None
-        before = line.origin.fitness if line.origin is not None else baseline if founder else None
-        for result in line.results:
+    for history in member_histories(summary):
+        founder = history.results[0].parent is None
+        before = history.origin.fitness if history.origin is not None else baseline if founder else None
+        for result in history.results:
             found[result.index, result.generation] = before
             before = result.fitness
     return found
 
 
-def winner(summary: RunSummary) -> MemberReport | None:
-    """Return the run's best member, as it was when it was stored as the best; None if no member was evaluated."""
-    return best_member(summary.generations)
-
-
 def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:
-    """Return the ancestors of a member as it was after one generation.
+    """Return the ancestors of a member, founder first and the member itself last.
 
     Args:
         summary: The run.
-        member: The member's report of that generation; None = no member.
-
-    Returns:
-        The founder first, the member itself last.
+        member: The member's report of one generation; None returns ().
     """
-    lines = {line.index: line for line in member_histories(summary)}
+    line = () if member is None else lineage_of(summary.generations, member)
     chain: list[Ancestor] = []
-    line, last = (None, None) if member is None else (lines.get(member.index), member)
-    while line is not None and last is not None:
-        first = line.results[0]
+    for index in dict.fromkeys(report.index for report in line):
+        own = [report for report in line if report.index == index]
+        first = own[0]
         chain.append(
             Ancestor(
-                index=line.index,
+                index=index,
                 parent=first.parent,
-                generations=(first.generation, last.generation),
+                generations=(first.generation, own[-1].generation),
                 hyperparameters=first.hyperparameters,
                 changes=first.changes,
                 reason=first.reason,
-                result=last,
+                result=own[-1],
                 back_to=first.back_to,
             )
         )
-        # An origin lies in an earlier generation, so this ends.
-        last = line.origin
-        line = lines.get(last.index) if last else None
-    return tuple(reversed(chain))
+    return tuple(chain)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToldBirth:
-    """One birth, as a journal tells it.
-
-    Attributes:
-        index: The member.
-        parent: Whom it was cloned from; None for a founder.
-        born: The generation whose plan gave birth to it; 0 for the first founders.
-        slot: Where it lived.
-        hyperparameters: Its own.
-        changes: How they differ from its parent's, by name: (old, new).
-        reason: Why it was born; untrusted.
-        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
-    """
-
-    index: int
-    parent: int | None
-    born: int
-    slot: int
-    hyperparameters: Hyperparameters
-    changes: Mapping[str, tuple[Value, Value]] = field(default_factory=dict)
-    reason: str = "founder"
-    back_to: int | None = None
-
-
-def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[ToldBirth, ...]:
-    """Return every birth, by index; those of generations that were given up when the run was resumed do not count.
+def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[Birth, ...]:
+    """Return every birth by index, without those of generations that were discarded on resume.
 
     Raises:
-        ValueError: If a value is not what it must be.
+        ValueError: If a value is invalid.
     """
-    births: dict[int, ToldBirth] = {}
-    for birth in _all(events):
+    births: dict[int, Birth] = {}
+    for birth in _births(events):
         births.setdefault(birth.index, birth)
     return tuple(births[index] for index in sorted(births))
 
 
-def _all(events: Sequence[Mapping[str, Any]]) -> Iterator[ToldBirth]:
-    began = next((event for event in events if event["event"] == "run"), {})
-    if "members" in began:
-        for founder in JournalFields(began, "the run event").each("members", "a founder of the run event"):
+def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
+    run = next((event for event in events if event["event"] == "run"), {})
+    if "members" in run:
+        for founder in JournalFields(run, "the run event").each("members", "a founder of the run event"):
             yield _birth(founder, born=0, reason="founder")
     for event in latest_generations(events):
         report = GenerationReport.from_json(event)
         for member in report.members:
             names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason", "back_to")
-            yield ToldBirth(**{name: getattr(member, name) for name in names})
+            yield Birth(**{name: getattr(member, name) for name in names})
         plan = event.get("plan")
         if isinstance(plan, Mapping) and "children" in plan:
             where = f"a child of the plan of generation {report.generation}"
             for child in JournalFields(plan, where).each("children", where):
+                reason, back_to = child.text("reason"), child.whole_or_none("back_to")
                 changes = child.changes("changes")
-                told = {"reason": child.text("reason"), "back_to": child.whole_or_none("back_to")}
-                yield _birth(child, born=report.generation, changes=changes, **told)
+                yield _birth(child, born=report.generation, changes=changes, reason=reason, back_to=back_to)
 
 
-def _birth(fields: JournalFields, **others: Any) -> ToldBirth:
-    return ToldBirth(
+def _birth(fields: JournalFields, **others: Any) -> Birth:
+    return Birth(
         index=fields.whole("index"),
         parent=fields.whole_or_none("parent"),
         slot=fields.whole("slot"),
@@ -207,105 +335,104 @@ def _birth(fields: JournalFields, **others: Any) -> ToldBirth:
     )
 
 
-_FEW = 2
-"""As many members in a row are shown one by one before they are collapsed."""
+_MAX_UNCOLLAPSED = 2  # longer rows of members are collapsed into one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineageTree:
-    """A run's lineage.
+    """Lineage of a run.
 
     Attributes:
-        births: Every birth, by index; a parent comes before its children.
-        lives: What each member came to, in order, by its index; members that were never evaluated have none.
-        winner: The best member as it won, None if there is none yet.
-        path: Indices of the winner and its ancestors, its founder first.
+        births: Every birth by index; a parent comes before its children.
+        results: Reports of each evaluated member in order, by its index.
+        winner: The best member; None before the first evaluation.
+        path: Indices of the best member's ancestors and itself, its founder first.
     """
 
-    births: tuple[ToldBirth, ...]
-    lives: Mapping[int, tuple[MemberReport, ...]]
+    births: tuple[Birth, ...]
+    results: Mapping[int, Sequence[MemberReport]]
     winner: MemberReport | None
     path: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "winner": None if self.winner is None else self.winner.index,
-            "path": list(self.path),
-            "members": [{**_birth_json(birth), "lived": self._lived(birth.index)} for birth in self.births],
-        }
-
-    def _lived(self, index: int) -> list[dict[str, Any]]:
         names = ("generation", "fitness", "standard_error", "failed")
-        return [{name: getattr(each, name) for name in names} for each in self.lives.get(index, ())]
+        members = [
+            {
+                **{name: value for name, value in vars(birth).items() if name != "architecture"},
+                "hyperparameters": birth.hyperparameters.to_json(),
+                "changes": {name: list(change) for name, change in birth.changes.items()},
+                "results": [
+                    {name: getattr(each, name) for name in names} for each in self.results.get(birth.index, ())
+                ],
+            }
+            for birth in self.births
+        ]
+        winner = None if self.winner is None else self.winner.index
+        return {"winner": winner, "path": list(self.path), "members": members}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeLine:
-    """One line to print.
+    """One line of a printed lineage tree.
 
     Attributes:
-        indent: How deep.
-        members: Who it tells of: one member, or several that are collapsed.
-        wins: Whether it is on the winner's path.
-        skips: Whether the members are a line of descent that is cut short, rather than siblings that died out.
+        indent: Depth.
+        members: One member, or several that are collapsed.
+        wins: True for the best member and its ancestors.
+        skips: True if `members` are consecutive descendants; False if they are siblings without children.
     """
 
     indent: int
-    members: tuple[ToldBirth, ...]
+    members: tuple[Birth, ...]
     wins: bool
     skips: bool = False
 
 
 def read_lineage(events: Sequence[Mapping[str, Any]]) -> LineageTree:
-    """Read a run's lineage out of its journal.
+    """Return the lineage of a run.
 
     Args:
-        events: What `read_journal` returned; untrusted input.
+        events: Result of `read_journal`; untrusted input.
 
     Raises:
-        ValueError: If a value is not what it must be.
+        ValueError: If a value is invalid.
     """
     summary, births = summarise(events), read_births(events)
     for birth in births:
         if birth.parent is not None and birth.parent >= birth.index:
-            raise ValueError(f"a parent is born before its child, got {birth.parent} of {birth.index}: {REMEDY}")
-    lives: dict[int, list[MemberReport]] = {}
-    for generation in summary.generations:
-        for member in generation.members:
-            lives.setdefault(member.index, []).append(member)
-    best = winner(summary)
+            raise ValueError(f"parent index {birth.parent} must be smaller than its child's, {birth.index}: {REMEDY}")
+    best = best_member(summary.generations)
     line = () if best is None else lineage_of(summary.generations, best)
     return LineageTree(
         births=births,
-        lives={index: tuple(own) for index, own in lives.items()},
+        results=reports_by_member(summary.generations),
         winner=best,
         path=tuple(dict.fromkeys(report.index for report in line)),
     )
 
 
 def tree_lines(tree: LineageTree, *, every: bool = False) -> tuple[TreeLine, ...]:
-    """Lay a lineage out: the main line of descent of every member goes on under it, side lines are indented.
+    """Return the lines of a printed lineage: the main line of descent continues below a member, others are indented.
 
     Args:
         tree: The lineage.
-        every: Whether each member gets a line. By default more than two siblings without children are collapsed into
-            one line, and so is the middle of a line of descent that nothing branches off, except on the winner's path.
+        every: Print one line per member. By default, more than two siblings without children are collapsed into one
+            line, and so is the middle of a line of descent without branches, except on the best member's path.
     """
     return tuple(_Layout(tree, every=every).lines())
 
 
 @dataclass
 class _Layout:
-    """Finds the order: of several children the one on the winner's path goes on, else the one with most descendants.
+    """Orders the tree: the main line follows the best member's path, else the child with most descendants.
 
-    A side line therefore holds at most half as many members as what it branches off from: indentation stays small
-    however long a run is.
+    A side line therefore has at most half as many members as its parent line, which bounds the indentation.
     """
 
     tree: LineageTree
     every: bool
-    children: dict[int | None, list[ToldBirth]] = field(default_factory=dict)
+    children: dict[int | None, list[Birth]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
 
     def lines(self) -> Iterator[TreeLine]:
@@ -317,13 +444,13 @@ class _Layout:
         for group in self._grouped(self.children.get(None, [])):
             yield from self._line(group, 0)
 
-    def _line(self, group: tuple[ToldBirth, ...], indent: int) -> Iterator[TreeLine]:
-        """Lay out several collapsed siblings, or one member and its main line of descent."""
+    def _line(self, group: tuple[Birth, ...], indent: int) -> Iterator[TreeLine]:
+        """Yield collapsed siblings, or one member and its main line of descent."""
         if len(group) > 1:
             yield TreeLine(indent=indent, members=group, wins=False)
             return
-        run: list[ToldBirth] = []
-        member: ToldBirth | None = group[0]
+        run: list[Birth] = []
+        member: Birth | None = group[0]
         while member is not None:
             below = self.children.get(member.index, [])
             after = max(below, key=lambda child: (self._wins(child), self.sizes[child.index]), default=None)
@@ -336,34 +463,26 @@ class _Layout:
                 yield from self._line(each, indent + 1)
             member = after
 
-    def _straight(self, run: Sequence[ToldBirth], indent: int) -> Iterator[TreeLine]:
-        """Lay out members of one line of descent that nothing branches off before the last."""
+    def _straight(self, run: Sequence[Birth], indent: int) -> Iterator[TreeLine]:
+        """Yield members of one line of descent without branches before the last."""
         middle = run[1:-1]
-        cut = len(middle) > _FEW and not self.every
+        cut = len(middle) > _MAX_UNCOLLAPSED and not self.every
         for member in run[:1] if cut else run[:-1]:
             yield self._single(member, indent)
         if cut:
             yield TreeLine(indent=indent, members=tuple(middle), wins=False, skips=True)
         yield self._single(run[-1], indent)
 
-    def _single(self, member: ToldBirth, indent: int) -> TreeLine:
+    def _single(self, member: Birth, indent: int) -> TreeLine:
         return TreeLine(indent=indent, members=(member,), wins=self._wins(member))
 
-    def _grouped(self, siblings: Sequence[ToldBirth]) -> Iterator[tuple[ToldBirth, ...]]:
-        """Yield siblings one by one, those without children and without merit together where they are many."""
+    def _grouped(self, siblings: Sequence[Birth]) -> Iterator[tuple[Birth, ...]]:
+        """Yield siblings one by one, but many childless ones outside the best path as one group."""
         quiet = [each for each in siblings if not self.children.get(each.index) and not self._wins(each)]
-        together = len(quiet) > _FEW and not self.every
+        together = len(quiet) > _MAX_UNCOLLAPSED and not self.every
         yield from ((each,) for each in siblings if not (together and each in quiet))
         if together:
             yield tuple(quiet)
 
-    def _wins(self, member: ToldBirth) -> bool:
+    def _wins(self, member: Birth) -> bool:
         return member.index in self.tree.path
-
-
-def _birth_json(birth: ToldBirth) -> dict[str, Any]:
-    return {
-        **vars(birth),
-        "hyperparameters": birth.hyperparameters.to_json(),
-        "changes": {name: list(change) for name, change in birth.changes.items()},
-    }

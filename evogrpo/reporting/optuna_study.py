@@ -1,4 +1,4 @@
-"""A run as a study of Optuna, for its dashboard and its analyses: one trial for every member."""
+"""Export of a run as an Optuna study with one trial per member."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
-from evogrpo.reporting.lineage import LineageTree, ToldBirth, read_lineage
+from evogrpo.evolution.lineage import Birth
+from evogrpo.reporting.lineage import LineageTree, read_lineage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
@@ -20,23 +21,23 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, TrialState
 
 _LATEST = 1e11
-"""Seconds of unix time beyond which no date is made of them."""
+"""Latest valid unix time, in seconds."""
 
 
 def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[str, int]:
-    """Write a run into a storage of Optuna, as a study of its own.
+    """Write a run to an Optuna storage as a new study.
 
-    A member is a trial: its value is the best fitness that it ever had, its intermediate values are its fitness by
-    generation, its parameters what evolved. The run's best member and those of the newest generation are complete,
-    members that were replaced are pruned, and those that failed have failed; one that was never evaluated waits.
+    Each member is a trial: its value is its highest fitness, its intermediate values are its fitness per
+    generation, and its parameters are the evolving hyperparameters. The best member and those of the newest
+    generation are COMPLETE, replaced members PRUNED, failed ones FAIL, and members without an evaluation WAITING.
 
     Args:
-        run_dir: The run's folder; it may be under way.
+        run_dir: Run directory; the run may still be active.
         storage: A URL such as "sqlite:///runs.db", or the path of a file, which becomes an Optuna journal.
-        name: Of the study; the folder's name and the run's identity by default.
+        name: Name of the study; by default the folder's name and the start of the run id.
 
     Returns:
-        The study's name, and how many trials it has.
+        The study's name and its number of trials.
 
     Raises:
         ImportError: If Optuna is not installed.
@@ -45,7 +46,7 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
     try:
         import optuna
     except ImportError as error:
-        raise ImportError(f"an export to Optuna needs it: {extra_command('optuna')}") from error
+        raise ImportError(f"The export needs Optuna: {extra_command('optuna')}") from error
     events = read_journal(run_dir / "journal.jsonl")
     summary, tree = summarise(events), read_lineage(events)
     name = name or _default_name(run_dir, summary)
@@ -53,13 +54,11 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
     distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}
     trials = [_trial(birth, tree, distributions, times) for birth in tree.births]
     opened, loud = _storage(storage), optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it says on stderr what was asked for
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # suppress "A new study created"
     try:
         study = optuna.create_study(storage=opened, study_name=name, direction="maximize")
     except optuna.exceptions.DuplicatedStudyError as error:
-        raise ValueError(
-            f"{storage} has a study called {name} already, which is not overwritten: give another name by --study"
-        ) from error
+        raise ValueError(f"{storage} already has a study {name}: choose another name with --study.") from error
     finally:
         optuna.logging.set_verbosity(loud)
     try:
@@ -67,7 +66,7 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
             study.set_user_attr(key, value)
         study.add_trials(trials)
     except BaseException:
-        optuna.delete_study(study_name=name, storage=opened)  # half a study would pass for a whole one
+        optuna.delete_study(study_name=name, storage=opened)  # do not leave a partial study behind
         raise
     return name, len(trials)
 
@@ -81,9 +80,9 @@ def _storage(storage: str) -> "BaseStorage":
             return optuna.storages.RDBStorage(storage)
         Path(storage).absolute().parent.mkdir(parents=True, exist_ok=True)
         return optuna.storages.JournalStorage(JournalFileBackend(storage))
-    except Exception as error:  # of whatever database it is
+    except Exception as error:  # depends on the database
         raise ValueError(
-            f"{storage} cannot be opened as a storage of Optuna ({error}): give sqlite:///FILE, or the path of a file"
+            f"Cannot open {storage} as an Optuna storage ({error}): use sqlite:///FILE or a file path."
         ) from error
 
 
@@ -94,11 +93,11 @@ def _default_name(run_dir: Path, summary: RunSummary) -> str:
 
 
 def _trial(
-    birth: ToldBirth, tree: LineageTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
+    birth: Birth, tree: LineageTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
 ) -> "FrozenTrial":
     from optuna.trial import create_trial
 
-    lived = tree.lives.get(birth.index, ())
+    lived = tree.results.get(birth.index, ())
     earned = [each.fitness for each in lived if each.fitness is not None]
     state = _state(birth, tree)
     values = birth.hyperparameters.to_json()
@@ -119,21 +118,21 @@ def _trial(
     return trial
 
 
-def _state(birth: ToldBirth, tree: LineageTree) -> "TrialState":
+def _state(birth: Birth, tree: LineageTree) -> "TrialState":
     from optuna.trial import TrialState
 
-    lived = tree.lives.get(birth.index, ())
+    lived = tree.results.get(birth.index, ())
     if not lived:
         return TrialState.WAITING
     if lived[-1].failed is not None or all(each.fitness is None for each in lived):
         return TrialState.FAIL
-    newest = max(each[-1].generation for each in tree.lives.values())
+    newest = max(each[-1].generation for each in tree.results.values())
     wins = tree.winner is not None and tree.winner.index == birth.index
     return TrialState.COMPLETE if wins or lived[-1].generation == newest else TrialState.PRUNED
 
 
 def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "BaseDistribution":
-    """Return where a hyperparameter could lie; a member's value outside of its range widens that."""
+    """Return the distribution of a hyperparameter, widened to include all members' values."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     parameter = RLParameter.from_json(fields)
@@ -148,16 +147,16 @@ def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "B
 
 
 def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
-    """Return when every generation ended, by its number; the beginning as 0. Clocks that went mad are left out."""
+    """Return the end of every generation by number, with the start of the run as 0; invalid times are left out."""
     times = {}
     for event in events:
         clock = event.get("time")
         if event["event"] in ("run", "generation") and isinstance(clock, int | float) and 0 <= clock < _LATEST:
-            times[int(event.get("generation", 0))] = datetime.fromtimestamp(clock)  # without a zone, as Optuna has it
+            times[int(event.get("generation", 0))] = datetime.fromtimestamp(clock)  # naive, like Optuna's
     return times
 
 
-def _attributes(birth: ToldBirth, lived: Sequence[MemberReport]) -> dict[str, Any]:
+def _attributes(birth: Birth, lived: Sequence[MemberReport]) -> dict[str, Any]:
     last = lived[-1] if lived else None
     others = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}
     return {
@@ -179,6 +178,6 @@ def _facts(summary: RunSummary, tree: LineageTree) -> dict[str, Any]:
     names = ("run_id", "version", "task", "model", "seed", "kind", "population_size")
     facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
     test = None if summary.test is None else summary.test.after.mean
-    told = {"winner": None if tree.winner is None else tree.winner.index, "test": test, "stopped": summary.stopped}
+    results = {"winner": None if tree.winner is None else tree.winner.index, "test": test, "stopped": summary.stopped}
     dump_json(facts, what="the facts of the run event")
-    return {name: printable(value) if isinstance(value, str) else value for name, value in (facts | told).items()}
+    return {name: printable(value) if isinstance(value, str) else value for name, value in (facts | results).items()}

@@ -1,4 +1,4 @@
-"""Sections of the report page."""
+"""Sections of the report page: tables, completions and placeholders of charts."""
 
 import json
 import math
@@ -7,8 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evogrpo.markup import Markup, bar, escape, folded, section, table
-from evogrpo.reporting.descent import fitness_estimate
-from evogrpo.reporting.lineage import Ancestor, MemberHistory, ancestors, member_histories, winner
+from evogrpo.reporting.lineage import (
+    Ancestor,
+    MemberHistory,
+    ancestors,
+    best_member,
+    fitness_estimate,
+    member_histories,
+)
 from evogrpo.reporting.records import GenerationReport, MemberReport
 from evogrpo.reporting.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
@@ -26,14 +32,14 @@ from evogrpo.text import (
 )
 
 _MOST_LINES = 600
-"""Of members in one table, and of members' results that generations show one by one."""
+"""Maximum rows of the table of members, and of all tables of generations."""
 
 _Rows = list[tuple[str, Sequence[Any]]]
 
 
 def ancestry(summary: RunSummary) -> str:
-    """Return how the best member came to be; nothing before there is one."""
-    best = winner(summary)
+    """Return the section of the best member's ancestors; empty before the first evaluation."""
+    best = best_member(summary.generations)
     if best is None:
         return ""
     names = list(summary.evolvable)
@@ -50,24 +56,36 @@ def ancestry(summary: RunSummary) -> str:
         ]
         rows.append(("best" if ancestor.index == best.index else "", cells))
     heads = ["member", "parent", "generations", "changed at birth", *names, "fitness at the end", "reason"]
-    return section(f"How member #{best.index} came to be", "", table(heads, rows))
+    return section(f"Lineage of member #{best.index}", "", table(heads, rows))
 
 
 def members(summary: RunSummary) -> str:
-    """Return a line for every member that ever finished a generation, the latest first where there are many."""
+    """Return the table of all members; if there are too many, of the latest."""
     lines = member_histories(summary)
     if not lines:
         return ""
-    won, last, names = winner(summary), summary.generations[-1].generation, list(summary.evolvable)
+    won, last, names = best_member(summary.generations), summary.generations[-1].generation, list(summary.evolvable)
     best = None if won is None else won.index
     retired = {index: each.generation for each in summary.decisions for index in each.retired.values()}
     rows: _Rows = [
         ("best" if line.index == best else "", _life(line, names, last, retired)) for line in lines[-_MOST_LINES:]
     ]
-    heads = ["member", "slot", "parent", "generations", *names, "fitness, first", "last", "ended", "reason of birth"]
+    heads = [
+        "member",
+        "slot",
+        "parent",
+        "generations",
+        *names,
+        "first fitness",
+        "last fitness",
+        "ended",
+        "reason of birth",
+    ]
     left = len(lines) - len(rows)
-    lead = f"{len(lines)} members in all." + (f" The {left} oldest are in the chart and the journal." if left else "")
-    return section("Members", lead, folded("Every member", table(heads, rows), opened=len(rows) <= 40))
+    lead = f"{len(lines)} members in total." + (
+        f" The {left} oldest are only in the chart and the journal." if left else ""
+    )
+    return section("Members", lead, folded("All members", table(heads, rows), opened=len(rows) <= 40))
 
 
 def _life(line: MemberHistory, names: Sequence[str], last: int, retired: dict[int, int]) -> list[Any]:
@@ -91,16 +109,16 @@ def _life(line: MemberHistory, names: Sequence[str], last: int, retired: dict[in
 
 
 def generations(summary: RunSummary) -> str:
-    """Return a line for every generation, and the members of as many of the latest as fit."""
+    """Return the table of generations, and tables of the members of the latest."""
     if not summary.generations:
         return ""
     decisions = {decision.generation: decision for decision in summary.decisions}
     reports = [_generation(summary, each, decisions.get(each.generation)) for each in _latest(summary)]
     left = len(summary.generations) - len(reports)
-    lead = f"Members are shown one by one for the last {len(reports)} generations." if left else ""
-    heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "budgets from here on", "time so far"]
+    lead = f"Members are listed for the last {len(reports)} generations." if left else ""
+    heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "new budgets", "time so far"]
     rows = list(_overview(summary, decisions))
-    return section("Generations", lead, folded("One line each", table(heads, rows), opened=True), *reports)
+    return section("Generations", lead, folded("All generations", table(heads, rows), opened=True), *reports)
 
 
 def _overview(summary: RunSummary, decisions: dict[int, Decision]) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -165,7 +183,7 @@ def _generation(summary: RunSummary, generation: GenerationReport, decision: Dec
         rows.append((kind, cells))
     heads = ["slot", "member", "parent", *names, *(MEASURES[name][0] for name in measures), "fitness ± SE", *ways]
     heads += [summary.words.tokens, "evaluation", "time", "reason of birth"]
-    heads += ["its slot next"] if decision and decision.reasons else []
+    heads += ["next in slot"] if decision and decision.reasons else []
     best = generation.best
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
     if decision and decision.budgets:
@@ -189,7 +207,7 @@ def _span(first: int, last: int) -> str:
 
 
 def outcome(summary: RunSummary) -> str:
-    """Say in a line and a few numbers how the run went."""
+    """Return the summary line and the cards with the main results."""
     lead = "No generation has finished yet."
     if summary.generations:
         last = summary.generations[-1]
@@ -198,16 +216,18 @@ def outcome(summary: RunSummary) -> str:
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
     if summary.changed_data:
-        lead += " Questions, rewards or environment were changed on the way (see below): fitness before and after"
-        lead += " cannot be compared."
-    lead += f" Stopped: {summary.ending}."
+        lead += (
+            " Questions, rewards or environment changed during the run (see below), so fitness before and after is not"
+        )
+        lead += " comparable."
+    lead += f" End: {summary.ending}."
     cards, words = [], summary.words
     questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
     if summary.baseline is not None:
         cards.append(
             _card(f"{words.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
         )
-    best = winner(summary)
+    best = best_member(summary.generations)
     earned = None if best is None else fitness_estimate(best)
     if best is not None and earned is not None:
         title = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
@@ -216,14 +236,14 @@ def outcome(summary: RunSummary) -> str:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))
         cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
-        cards.append(_card("difference, question by question", _estimate(summary.test.gain), tested))
-        remark = verdict(summary.test, words)
-        lead += f" {remark}" if remark else ""
+        cards.append(_card("paired difference", _estimate(summary.test.gain), tested))
+        warning = verdict(summary.test, words)
+        lead += f" {warning}" if warning else ""
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 
 def finalists(summary: RunSummary) -> str:
-    """Return what the finalists earned on the second set; nothing where there was none."""
+    """Return the table of finalists; empty if there were none."""
     report = summary.finalists
     if report is None:
         return ""
@@ -233,10 +253,10 @@ def finalists(summary: RunSummary) -> str:
         cells = [f"#{each.index}", each.generation, _estimate(each.chosen), _estimate(each.second)]
         rows.append(("best" if best else "", cells))
     lead = (
-        "The best of many is likely to owe some of its fitness to luck, so the finalists answered a second set of "
-        f"{count_text(report.questions)} {summary.words.questions}, which selection never saw. The best is marked."
+        f"Finalists are evaluated on {count_text(report.questions)} more {summary.words.questions}, since the maximum "
+        "of many fitness values is biased upwards. The best is highlighted."
     )
-    heads = ["member", "as after generation", "fitness when chosen", "on the second set"]
+    heads = ["member", "generation", "fitness when selected", "on the second set"]
     return section("Finalists", lead, table(heads, rows))
 
 
@@ -252,7 +272,7 @@ def _estimate(estimate: Estimate) -> str:
 
 
 def costs(summary: RunSummary) -> str:
-    """Return what the kinds of work took, as far as the journal tells."""
+    """Return the table of costs by kind of work."""
     if not summary.costs:
         return ""
     rows: list[tuple[str, Sequence[Any]]] = []
@@ -270,35 +290,35 @@ def costs(summary: RunSummary) -> str:
             picture = bar([(before, before + share, kind)], label=label)
             rows.append(("", [unit if place == 0 else "", work, text, percent_text(share), picture]))
             before += share
-    told = any(cost.name == "evaluations" for cost in summary.costs)
-    lead = "" if told else "This journal does not say what evaluations took."
-    return section("Costs", lead, table(["", "for", "amount", "share", ""], rows))
+    has_evaluations = any(cost.name == "evaluations" for cost in summary.costs)
+    lead = "" if has_evaluations else "The journal has no cost of evaluations."
+    return section("Costs", lead, table(["", "work", "amount", "share", ""], rows))
 
 
 def _work_unit(summary: RunSummary) -> str:
-    """Return what the costs of kinds of work are counted in."""
-    return "steps played" if summary.generations[-1].timesteps is not None else summary.words.tokens
+    """Return the unit of work."""
+    return "environment steps" if summary.generations[-1].timesteps is not None else summary.words.tokens
 
 
 def facts(summary: RunSummary) -> str:
-    """Return what the run was told: version, seed, task, schedule and so on."""
+    """Return the table of run facts: version, seed, task, schedule and so on."""
     rows: list[tuple[str, Sequence[Any]]] = []
     for name, value in summary.facts.items():
         if name == "time" and isinstance(value, (int, float)) and 0 <= value < 1e11:
             rows.append(("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"]))
-        elif name not in ("time", "members"):  # the generations show the members
+        elif name not in ("time", "members"):  # members have their own tables
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
     rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]
     return section("Run", "", table(["", ""], rows))
 
 
-_LONGEST_TEXT = 4000  # characters of a prompt or a completion
-_MOST_TEXT = 100_000  # characters of all of them; where there are more, each is cut shorter
+_LONGEST_TEXT = 4000  # characters of one prompt or completion
+_MOST_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
 
 
 def completions(summary: RunSummary) -> str:
-    """Return the section; nothing where no completion was kept."""
+    """Return the section of sample completions; empty if there are none."""
     shown = {generation.generation: _chosen(generation, summary) for generation in summary.generations}
     shown = {number: examples for number, examples in shown.items() if examples}
     if not shown:
@@ -313,7 +333,7 @@ def completions(summary: RunSummary) -> str:
         )
         for number, examples in shown.items()
     ]
-    lead = "One of each generation's best member, of the last generation one of every member; texts are untrusted."
+    lead = "One completion of each generation's best member, and of all members of the last one. Texts are untrusted."
     return f'<section><h2>Sample completions</h2>\n<p class="quiet">{lead}</p>\n' + "\n".join(parts) + "</section>"
 
 
@@ -327,8 +347,8 @@ def _chosen(generation: GenerationReport, summary: RunSummary) -> tuple[Example,
 def _example(example: Example, limit: int) -> str:
     prompt, completion = (escape(shorten(text, limit)) for text in (example.prompt, example.completion))
     earned = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
-    cut = ", cut off at its length" if example.truncated else ""
-    # A newline right after <pre> is dropped by browsers, so one is given to be dropped.
+    cut = ", truncated" if example.truncated else ""
+    # Browsers drop a newline right after <pre>.
     return (
         f'<p class="quiet">member #{escape(example.index)}, prompt</p><pre>\n{prompt}</pre>'
         f'<p class="quiet">completion, {escape(earned)}{cut}</p><pre>\n{completion}</pre><hr>'
@@ -336,17 +356,17 @@ def _example(example: Example, limit: int) -> str:
 
 
 def fitness(summary: RunSummary) -> str:
-    """Return the charts of fitness and lineage; without a script, the tables below tell the same."""
+    """Return the charts of fitness and lineage."""
     if not summary.generations:
         return ""
-    without = "<noscript><p>Charts are drawn by a script of this page; the tables tell the same.</p></noscript>"
+    without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
     lead = (
-        f"Fitness is the {summary.fitness_words}; bands are one standard error to both sides. Point at a member, tap "
-        "it, or move with the arrow keys; click to keep it marked in every chart."
+        f"Fitness: {summary.fitness_words}. Bands: ± one standard error. Hover, tap or use the arrow keys to see a "
+        "member; click to keep it highlighted in all charts."
     )
     lineage = (
-        "Who descends from whom: a row is a line, a dot a birth. Lines that ended, and long stretches without births, "
-        "are folded; click to unfold."
+        "Each row is a line of descent, each dot a birth. Extinct lines and long periods without births are collapsed; "
+        "click to expand."
     )
     return (
         f'<section class="drawn"><h2>Fitness and lineage</h2>{without}\n<p class="quiet">{escape(lead)}</p>\n'
@@ -356,7 +376,7 @@ def fitness(summary: RunSummary) -> str:
 
 
 def hyperparameters(summary: RunSummary) -> str:
-    """Return where the trajectories of evolving hyperparameters are drawn; nothing where none evolves."""
+    """Return the charts of evolving hyperparameters; empty if none evolves."""
     if not summary.evolvable or not summary.generations:
         return ""
     label = "Every member's value by generation"
@@ -364,14 +384,14 @@ def hyperparameters(summary: RunSummary) -> str:
 
 
 def steps(summary: RunSummary) -> str:
-    """Return where what learning steps measured is drawn."""
+    """Return the charts of learning steps; empty without metrics."""
     if not summary.curves:
         return ""
     return f'<section class="drawn"><h2>Learning steps</h2>\n{_plot("curves", "Measures by learning step")}</section>'
 
 
 def response(summary: RunSummary, found: Sequence[Response]) -> str:
-    """Return what hyperparameters explain of members' gains, with how sure that is; nothing where none evolves."""
+    """Return charts and table of the gains explained by each hyperparameter; empty if none evolves."""
     rows: list[tuple[str, Sequence[Any]]] = []
     for each in found:
         share = each.share
@@ -382,11 +402,15 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
             middle = min(1.0, max(0.0, share.share))
             label = f"{percent_text(share.share)}, between {percent_text(low)} and {percent_text(high)}"
             shown = Markup(
-                bar([(0, middle, "told" if share.told else "untold"), (low, high, "range")], label=label, marks=[])
+                bar(
+                    [(0, middle, "significant" if share.significant else "inconclusive"), (low, high, "range")],
+                    label=label,
+                    marks=[],
+                )
                 + escape(f"{percent_text(share.share)} ({percent_text(low)} to {percent_text(high)})")
             )
         values = "–"
-        if best is not None and share is not None and share.told:
+        if best is not None and share is not None and share.significant:
             values = number_text(best.low)
             if best.high != best.low:
                 values += f" to {number_text(best.high)}"
@@ -396,28 +420,30 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
         )
     if not rows or not summary.generations:
         return ""
-    heads = ["hyperparameter", "explains (± 2 SE)", "chance reaches", "most gained at", "verdict"]
+    heads = ["hyperparameter", "explained share (± 2 SE)", "95 % by chance", "best values", "result"]
     lead = (
-        "A gain is what a member's fitness rose by in a generation, less the mean of that generation's members. Points "
-        "are gains, bars their means over close values. Hyperparameters that changed together cannot be told apart, "
-        "and members that evolution put at a value are no random sample of it."
+        "A gain is the rise of a member's fitness in a generation, minus the mean rise of that generation's members. "
+        "Points are gains, bars are means over close values. The data are observational: effects of hyperparameters "
+        "that changed together cannot be separated."
     )
     plot = _plot("responses", "Gains by value of each hyperparameter")
-    return section("Response to hyperparameters", lead, plot, table(heads, rows, caption="What each explains"))
+    return section(
+        "Response to hyperparameters", lead, plot, table(heads, rows, caption="Explained share of each hyperparameter")
+    )
 
 
 def _judged(response: Response) -> str:
     if response.share is None:
         if response.members >= FEWEST_MEMBERS and len(response.gains) >= FEWEST_GAINS:
-            return "cannot tell: all values are equal, or too few repeat"
-        told = f"{pluralize(response.members, 'member')} with {pluralize(len(response.gains), 'gain')}"
-        return f"cannot tell: {told}, it takes {FEWEST_MEMBERS} with {FEWEST_GAINS}"
-    if not response.share.told:
-        return "cannot be told from chance"
+            return "inconclusive: all values are equal, or too few repeat"
+        number = f"{pluralize(response.members, 'member')} with {pluralize(len(response.gains), 'gain')}"
+        return f"inconclusive: {number}; needs {FEWEST_MEMBERS} with {FEWEST_GAINS}"
+    if not response.share.significant:
+        return "not significant"
     certain = response.share.share > 2 * response.share.standard_error
-    return "matters" if certain else "more than chance, but how much cannot be told"
+    return "significant" if certain else "significant, but of uncertain size"
 
 
 def _plot(kind: str, label: str) -> str:
-    """Return where the script draws; hidden until it does."""
+    """Return the placeholder of a chart, hidden until the script draws it."""
     return f'<div class="plot" data-chart="{kind}" data-label="{escape(label)}" hidden></div>'

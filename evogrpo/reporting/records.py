@@ -1,4 +1,4 @@
-"""The frozen records of a run, each as training yields it and as a line of the journal holds it."""
+"""Records of a run that training yields and the journal stores: baseline, generations and test."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from evogrpo.text import number_text, score_text
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineReport:
-    """What the untrained base earned before anything was learnt.
+    """Fitness of the untrained base before training.
 
     Attributes:
-        questions: Of the validation split; where fitness is measured by training rewards, starts of the first step.
-        fitness: On them.
-        measure: How it was measured, as for members.
-        cost: What measuring it took.
+        questions: Validation questions; starts of the first step where fitness is measured by training rewards.
+        fitness: Mean reward on them.
+        measure: "greedy", "sampled" or "rollouts", as for members.
+        cost: Cost of the evaluation.
     """
 
     event: ClassVar[str] = "baseline"
@@ -41,7 +41,7 @@ class BaselineReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        """Read the result of `to_json`; raises ValueError for an invalid value."""
         fields = JournalFields(values, "the baseline event")
         return cls(
             questions=fields.whole("questions"),
@@ -56,25 +56,25 @@ class MemberReport:
     """One member at the end of a generation.
 
     Attributes:
-        generation: Which.
-        slot: Where it lives.
-        index: Who it is.
-        parent: Whom it was cloned from; None for a founder.
+        generation: Number of the generation.
+        slot: Slot of the member.
+        index: Index of the member.
+        parent: Index of its parent; None for a founder.
         born: Generation of its birth.
-        hyperparameters: What it trained with.
-        fitness: Mean raw reward per question, as selection goes by it; None when it failed.
-        standard_error: Of that mean, over questions.
-        failed: Why it failed; None when all is well.
-        tokens: Tokens it processed in this generation, updates included.
+        hyperparameters: Its hyperparameters.
+        fitness: Mean raw reward per question that selection uses; None if it failed.
+        standard_error: Standard error of that mean, over questions.
+        failed: Reason of its failure, or None.
+        tokens: Tokens processed in this generation, including updates.
         seconds: Its share of the generation's time, by tokens.
-        changes: How it differed from its parent at birth, by name: (old, new).
-        reason: Why it was born.
-        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
+        changes: (old, new) of every hyperparameter that changed at its birth, by name.
+        reason: Reason of its birth.
+        back_to: The generation of the kept parent state that it started from; None = the parent's state at its birth.
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
-        measured: What it earned, by how that was measured: "greedy" and "sampled" answers to validation questions, and
-            "rollouts", its training rewards. One of them is `fitness`; empty when it failed.
-        questions: How many validation questions it was asked.
-        evaluation: What its evaluation took.
+        measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts" for training
+            rewards. One of them is `fitness`; empty if it failed.
+        questions: Number of validation questions it was evaluated on.
+        evaluation: Cost of its evaluation.
     """
 
     generation: int
@@ -101,7 +101,7 @@ class MemberReport:
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; the generation stands beside its members."""
+        """Return plain JSON values, without the generation."""
         values = {name: value for name, value in vars(self).items() if name != "generation"}
         values["hyperparameters"] = self.hyperparameters.to_json()
         values["changes"] = {name: list(change) for name, change in self.changes.items()}
@@ -112,7 +112,7 @@ class MemberReport:
 
     @classmethod
     def from_json(cls, fields: JournalFields, generation: int) -> Self:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         return cls(
             generation=generation,
             slot=fields.whole("slot"),
@@ -137,24 +137,21 @@ class MemberReport:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReport:
-    """One generation: the members as they were evaluated, and what evolution decided.
+    """One generation: evaluated members and the evolution plan.
 
     Attributes:
         generation: Its number, from 1.
         step: Learning steps taken so far.
-        members: One report per member, in slot order; a slot that holds nobody has none.
+        members: One report per member, in slot order; empty slots are left out.
         best: The member with the highest fitness.
-        plan: What happens next; None after the last generation, and in what was read from a journal: there the next
-            generation's members show it.
-        seconds: Wall-clock time of the run so far, resumed parts included.
-        tokens: Tokens processed by all members so far, evaluations left out.
-        timesteps: Steps in the environment that all members have learnt from so far, evaluations left out; None for
-            language models.
+        plan: The evolution plan; None after the last generation, and in reports read from a journal.
+        seconds: Wall-clock time of the run so far, including resumed parts.
+        tokens: Tokens processed by all members so far, without evaluations.
+        timesteps: Environment steps that members have trained on so far, without evaluations; None for language models.
         examples: One completion of each member, from the last learning step.
-        questions: Questions (or starts) that members were compared by, the most of any member.
-        evaluation: What all evaluations of the run took so far, that of the untrained base included.
-        best_ever: Index of the run's best member so far, and the generation that it is of; None before any member was
-            evaluated.
+        questions: Largest number of questions (or starts) that a member was evaluated on.
+        evaluation: Cost of all evaluations so far, including the untrained base.
+        best_ever: (index, generation) of the run's best member so far; None before the first evaluation.
     """
 
     event: ClassVar[str] = "generation"
@@ -195,7 +192,7 @@ class GenerationReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        """Read the result of `to_json`; raises ValueError for an invalid value."""
         number = JournalFields(values, "a generation event").whole("generation")
         where = f"generation {number}"
         fields = JournalFields(values, where)
@@ -224,19 +221,17 @@ class GenerationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TestReport:
-    """The best member ever against the untrained base, on questions that neither training nor selection saw.
+    """Test of the run's best member against the untrained base, on held-out questions.
 
     Attributes:
-        questions: How many.
-        index: Who was tested.
-        before: What the base earned.
-        after: What the member earned.
-        gain: What the member earned more, question by question, so that its standard error is that of paired
-            differences.
-        measure: How the answers were given, "greedy" or "sampled".
-        cost: What the test took.
-        scores: What the member earned, one raw reward per question in the split's order, so that it can be compared
-            with other runs' question by question.
+        questions: Number of test questions (or starts).
+        index: Index of the tested member.
+        before: Mean reward of the base.
+        after: Mean reward of the member.
+        gain: Mean of the paired differences, question by question, with its standard error.
+        measure: "greedy" or "sampled".
+        cost: Cost of the test.
+        scores: Raw reward of the member per question, in the split's order, for paired comparison with other runs.
     """
 
     __test__ = False  # the name is not pytest's
@@ -252,17 +247,17 @@ class TestReport:
     scores: tuple[float, ...]
 
     def __repr__(self) -> str:
-        told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
-        return f"TestReport({told}, gain={self.gain!r})"
+        shown = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
+        return f"TestReport({shown}, gain={self.gain!r})"
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
-        """Before, after and the difference, by what they are called."""
+        """Before, after and gain, by label."""
         return {"untrained": self.before, f"member #{self.index}": self.after, "gain": self.gain}
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether member and base differ by more than two standard errors of the paired difference."""
+        """True if the gain exceeds two standard errors."""
         return abs(self.gain.mean) > 2 * self.gain.standard_error
 
     def to_json(self) -> dict[str, Any]:
@@ -281,7 +276,7 @@ class TestReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        """Read the result of `to_json`; raises ValueError for an invalid value."""
         fields = JournalFields(values, "the test event")
         return cls(
             questions=fields.whole("questions"),
@@ -296,4 +291,4 @@ class TestReport:
 
 
 Report = StepReport | GenerationReport | TestReport
-"""What a run yields while it goes on."""
+"""Reports that an active run yields."""

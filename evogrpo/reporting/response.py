@@ -1,4 +1,4 @@
-"""How fitness responds to a hyperparameter: gains by value, and the share of their variance that it explains."""
+"""Response of fitness to a hyperparameter: gains by value, and explained share of their variance."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,21 +14,21 @@ from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary
 
 FEWEST_MEMBERS, FEWEST_GAINS = 6, 12
-"""With fewer of either, the share that a hyperparameter explains is not estimated."""
+"""Minimum numbers for estimating an explained share."""
 _MOST_LEVELS = 8
 _SHUFFLES = 200
-_MOST_LEFT_OUT = 200  # of more members, several are left out at a time
+_MOST_LEFT_OUT = 200  # with more members, the jackknife leaves out several at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What one member gained in one generation, beside the others of that generation.
+    """Gain of one member in one generation, relative to the generation's mean.
 
     Attributes:
-        index: The member.
-        generation: In which.
-        value: Of the hyperparameter, as the member learned with it.
-        gain: Its fitness less the one it began the generation with, less the mean of that over all its members.
+        index: Index of the member.
+        generation: The generation.
+        value: Its value of the hyperparameter.
+        gain: Rise of its fitness in the generation, minus the mean rise of all members.
     """
 
     index: int
@@ -39,14 +39,14 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """The gains of values that lie close to each other.
+    """Gains of a group of close values.
 
     Attributes:
-        low: The smallest value; or the name.
-        high: The largest value; or the same name.
+        low: Smallest value, or the name.
+        high: Largest value, or the same name.
         mean: Mean gain, in the unit of fitness.
-        standard_error: Of that mean, members taken as drawn independently; None where there is one member.
-        members: How many members had such a value.
+        standard_error: Standard error of the mean, clustered by member; None for one member.
+        members: Number of members.
     """
 
     low: float | str
@@ -58,12 +58,12 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The share of the variance of gains that a hyperparameter explains.
+    """Share of the variance of gains that a hyperparameter explains.
 
     Attributes:
-        share: Of 1; bias is taken off, so that it may be slightly negative where nothing is explained.
-        standard_error: Of that share, by leaving members out one by one.
-        chance: What 95 of 100 shuffles of the members' values stay below.
+        share: Fraction; unbiased, so it may be slightly negative.
+        standard_error: Jackknife standard error over members.
+        chance: 95 % quantile over permutations of the members' values.
     """
 
     share: float
@@ -71,20 +71,20 @@ class Share:
     chance: float
 
     @property
-    def told(self) -> bool:
-        """Whether the data tell the share from chance."""
+    def significant(self) -> bool:
+        """True if the share exceeds its 95 % permutation quantile."""
         return self.share > self.chance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """How gains depend on one hyperparameter.
+    """Dependence of gains on one hyperparameter.
 
     Attributes:
         name: The hyperparameter.
-        gains: Every gain that was measured, by generation and index.
-        levels: In ascending order of value; names in the order of their first member.
-        share: What it explains; None where there are too few gains, or all values are equal.
+        gains: All gains, by generation and index.
+        levels: Ascending by value; names in order of their first member.
+        share: Explained share; None with too few gains or equal values.
     """
 
     name: str
@@ -94,21 +94,18 @@ class Response:
 
     @property
     def members(self) -> int:
-        """How many members had a gain."""
+        """Number of members with a gain."""
         return len({gain.index for gain in self.gains})
 
 
 def responses(summary: RunSummary) -> tuple[Response, ...]:
-    """Return the response of every hyperparameter that evolves.
+    """Return the response to every evolving hyperparameter.
 
-    A founder begins with the fitness of the untrained baseline, a child with its parent's before its birth. Generations
-    in which fewer than two members have a gain are left out, as there is nobody to be compared with.
-
-    Args:
-        summary: The run.
+    A founder starts with the fitness of the untrained baseline, a child with its parent's before its birth. Generations
+    with fewer than two gains are left out.
 
     Returns:
-        One per hyperparameter, the one that explains most first; those of which nothing can be said last.
+        One response per hyperparameter, in descending order of explained share; those without a share last.
     """
     gains = _gains(summary)
     found = [response(name, _valued(gains, name)) for name in summary.evolvable]
@@ -116,16 +113,15 @@ def responses(summary: RunSummary) -> tuple[Response, ...]:
 
 
 def response(name: str, gains: Sequence[Gain]) -> Response:
-    """Fit gains by a mean for each level of values, and work out what that explains.
+    """Fit gains by one mean per level of values, and estimate the explained share.
 
     The share is epsilon squared, 1 - (S_w / (n - k)) / (S_t / (n - 1)): S_t is the sum of squares of all n gains about
-    their mean and S_w that about the means of their k levels. Gains of one member are not independent of each other, so
-    whole members are left out for its standard error, and the values of whole members are shuffled for what chance
-    reaches. Hyperparameters that were changed together cannot be told apart.
+    their mean and S_w that about the means of their k levels. Gains of one member are dependent, so the jackknife and
+    the permutations act on whole members. Effects of hyperparameters that change together cannot be separated.
 
     Args:
         name: The hyperparameter.
-        gains: Beside others of the same generation, so that what all gain early or late does not count.
+        gains: Gains relative to the generation's mean.
 
     Returns:
         The response.
@@ -136,7 +132,7 @@ def response(name: str, gains: Sequence[Gain]) -> Response:
     levels = _levels(ordered)
     if not levels:
         return Response(name=name, gains=ordered, levels=(), share=None)
-    # A member whose value changed on the way counts as two.
+    # A member whose value changed counts as two.
     owners: dict[Hashable, int] = {}
     owner = np.array([owners.setdefault((gain.index, gain.value), len(owners)) for gain in ordered])
     place = np.empty(len(owners), dtype=np.int64)
@@ -150,7 +146,7 @@ def response(name: str, gains: Sequence[Gain]) -> Response:
 
 @dataclass(frozen=True)
 class _MemberSums:
-    """What the sums of squares need of each member: how many gains, their sum and their sum of squares."""
+    """Number, sum and sum of squares of each member's gains."""
 
     counts: NDArray[np.float64]
     sums: NDArray[np.float64]
@@ -162,7 +158,7 @@ class _MemberSums:
         return cls(*(np.bincount(owner, each).astype(np.float64) for each in weights))
 
     def explained(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return epsilon squared for every row of levels, one per member, -1 = left out; 0 where gains do not vary."""
+        """Return epsilon squared for every row of levels (one per member, -1 = left out); 0 if gains are constant."""
         there = places >= 0
         count, total_sum = there @ self.counts, there @ self.sums
         squares = there @ self.squares
@@ -194,15 +190,15 @@ def _share(sums: _MemberSums, place: NDArray[np.int64]) -> Share:
 
 
 def _levels(gains: Sequence[Gain]) -> Mapping[float | str, int]:
-    """Return the level of every value: few values have one each, many are cut into levels of equally many members."""
+    """Return the level of every value: one each for few values, else quantile groups."""
     values = {(gain.index, gain.value): gain.value for gain in gains}.values()
     names = list(dict.fromkeys(value for value in values if isinstance(value, str)))
     numbers = sorted(value for value in values if not isinstance(value, str))
     different = list(dict.fromkeys(numbers))
-    # A level of a value needs about two members for its mean to say anything.
+    # Each level should have about two members.
     if len(different) > 1 and len(different) > min(_MOST_LEVELS, len(numbers) // 2):
-        wanted = 2 if len(numbers) < 9 else 3 if len(numbers) < 20 else 4 if len(numbers) < 40 else 5
-        edges = dict.fromkeys(numbers[len(numbers) * cut // wanted] for cut in range(1, wanted))
+        count = 2 if len(numbers) < 9 else 3 if len(numbers) < 20 else 4 if len(numbers) < 40 else 5
+        edges = dict.fromkeys(numbers[len(numbers) * cut // count] for cut in range(1, count))
         starts = [edge for edge in edges if edge > different[0]]
         found: dict[float | str, int] = {value: sum(value >= edge for edge in starts) for value in different}
     else:
@@ -219,7 +215,7 @@ def _described(
         here = place == number
         count, total = float(sums.counts[here].sum()), float(sums.sums[here].sum())
         mean, members = total / count, int(here.sum())
-        # Of a ratio of sums over members: what each adds to its numerator beyond mean times count.
+        # Linearised error of a ratio of sums over members.
         beyond = sums.sums[here] - mean * sums.counts[here]
         error = math.sqrt(members / (members - 1) * float((beyond**2).sum())) / count if members > 1 else None
         described.append(
@@ -237,7 +233,7 @@ def _greatest(values: Sequence[float | str]) -> float | str:
 
 
 def _gains(summary: RunSummary) -> list[tuple[MemberReport, float]]:
-    """Return every result with what its member gained in that generation, less the generation's mean."""
+    """Return every result with its gain relative to the generation's mean."""
     before = fitness_before(summary)
     by_generation: dict[int, list[tuple[MemberReport, float]]] = {}
     for line in member_histories(summary):

@@ -1,4 +1,4 @@
-"""Results of a run: finalists, the best member, and their descriptions."""
+"""Result of a run: finalists, the best member, and the terms that describe them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from evogrpo.text import count_text, duration_text, number_text, score_text
 
 @dataclass(frozen=True, kw_only=True)
 class Finalist:
-    """One of the best members, as it was after a generation.
+    """One of the best members, with its state after a generation.
 
     Attributes:
-        index: Who it was.
-        generation: When.
-        chosen: What it earned when it was chosen: the best of many, so it is likely to be too high.
-        second: What it earned on the second set.
+        index: Index of the member.
+        generation: Generation of its state.
+        chosen: Fitness when selected: a maximum over many members, so biased upwards.
+        second: Fitness on the second set.
     """
 
     index: int
@@ -45,15 +45,15 @@ class Finalist:
 
 @dataclass(frozen=True, kw_only=True)
 class FinalistsReport:
-    """The finalists on the second set, and who is the run's best.
+    """Evaluation of the finalists on a second set of questions.
 
     Attributes:
-        questions: How many the second set has.
-        index: Whose state is the run's best.
-        generation: As it was after which generation.
-        finalists: All of them.
-        measure: How the answers were given, "greedy" or "sampled".
-        cost: What they took.
+        questions: Size of the second set.
+        index: Index of the run's best member.
+        generation: Generation of its state.
+        finalists: All finalists.
+        measure: "greedy" or "sampled".
+        cost: Cost of the evaluation.
     """
 
     event: ClassVar[str] = "finalists"
@@ -86,14 +86,14 @@ class FinalistsReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BestMember:
-    """The best member ever, as it was when it earned its fitness.
+    """Best member of a run, with the state that reached its fitness.
 
     Attributes:
-        index: Who it was.
-        generation: When.
-        fitness: What it was chosen by.
-        second: What it earned on the second set, which selection never saw; None where there is none.
-        hyperparameters: What it trained with.
+        index: Index of the member.
+        generation: Generation of its state.
+        fitness: Fitness that it was selected by.
+        second: Fitness on the second set, which selection does not use; None where there is none.
+        hyperparameters: Its hyperparameters.
     """
 
     index: int
@@ -105,22 +105,21 @@ class BestMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run came to, once it has ended.
+    """Result of a run that has ended.
 
     Attributes:
-        reason: Why it ended, in words.
-        complete: Whether its schedule was carried out to the end; otherwise it can be gone on with.
+        reason: Reason of its end.
+        complete: True if its schedule is finished; otherwise it can be resumed.
         generations: Generations evaluated.
         steps: Learning steps taken.
-        timesteps: Steps in the environment that all members learnt from, evaluations left out; None for language
-            models.
-        tokens: Tokens (or transitions) processed by all members, evaluations left out.
-        seconds: Wall-clock time, resumed parts included.
-        evaluation: What all evaluations took, those of the untrained base and the test included.
-        baseline: What the untrained base earned on the validation split; None if the run stopped before that.
-        best: The best member ever; None before the first evaluation.
-        test: The base and the best member on the test split, with the paired difference; None if there was no test.
-        run_dir: Where the journal, the checkpoints and the best member (`best`) lie; None if nothing was recorded.
+        timesteps: Environment steps that all members trained on, without evaluations; None for language models.
+        tokens: Tokens (or transitions) processed by all members, without evaluations.
+        seconds: Wall-clock time, including resumed parts.
+        evaluation: Cost of all evaluations, including the untrained base and the test.
+        baseline: Fitness of the untrained base on the validation split; None if the run stopped before.
+        best: The best member; None before the first evaluation.
+        test: Base and best member on the test split, with the paired difference; None if there was no test.
+        run_dir: Folder of the journal, the checkpoints and the best member (`best`); None if nothing was recorded.
     """
 
     reason: str
@@ -145,14 +144,14 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The words of one kind of members.
+    """Terms that texts use for one kind of members.
 
     Attributes:
-        untrained: What members are compared with.
-        questions: What they start from.
-        tokens: What their work is counted in, updates included.
-        fitness: What their fitness is.
-        best: What is kept of the best of them.
+        untrained: The baseline.
+        questions: Units of evaluation.
+        tokens: Units of work, including updates.
+        fitness: Definition of fitness.
+        best: The exported best member.
     """
 
     untrained: str
@@ -186,22 +185,22 @@ TEAM = Terms(
 )
 
 TERMS: Mapping[str, Terms] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
-"""By kind of members, as the run event of a journal names it."""
+"""Terms by kind of members, the `kind` of a journal's run event."""
 
 
 def terms_of(kind: object) -> Terms:
-    """Return the words for a kind of members, as the run event of a journal names it; language models by default."""
+    """Return the terms of a kind of members; those of language models for unknown kinds."""
     return TERMS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
 
 
 def processed(report: GenerationReport, words: Terms) -> str:
-    """Say what a run has spent so far: the steps in the environment, where there are any, and all work."""
-    played = "" if report.timesteps is None else f"{count_text(report.timesteps)} steps played, "
+    """Describe the work of a run so far: environment steps, where there are any, and tokens."""
+    played = "" if report.timesteps is None else f"{count_text(report.timesteps)} environment steps, "
     return f"{played}{count_text(report.tokens)} {words.tokens} processed"
 
 
 def evaluated(result: Result, words: Terms) -> list[str]:
-    """Say what all evaluations of a run took, beside what its members learnt from; nothing where none took any."""
+    """Describe the cost of all evaluations and their share of the work; empty without evaluations."""
     cost = result.evaluation
     if not cost.tokens:
         return []
@@ -212,16 +211,16 @@ def evaluated(result: Result, words: Terms) -> list[str]:
 
 
 def second_set_lines(result: Result, words: Terms) -> list[str]:
-    """Say what the best member earned when it was chosen and on the second set; nothing where there was none."""
+    """Describe the best member's fitness when selected and on the second set; empty without one."""
     best = result.best
     if best is None or best.second is None:
         return []
     chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
-    return [f"member #{best.index}: {chosen} when chosen, {second} on {words.questions} that selection never saw"]
+    return [f"member #{best.index}: {chosen} when selected, {second} on unseen {words.questions}"]
 
 
 def verdict(test: TestReport, words: Terms) -> str | None:
-    """Say what a test that shows no difference means; None where it shows one."""
+    """Return a warning if a test shows no significant difference, else None."""
     if test.beyond_noise:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Records of learning steps, and the checks of journal fields."""
+"""Records of learning steps, and validation of journal fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ REMEDY = "the journal was not written by evogrpo, or was changed"
 
 @dataclass(frozen=True)
 class JournalFields:
-    """The fields of one record; those that nobody asks for are ignored, as later versions may add some.
+    """Typed access to the fields of one journal record; unknown fields are ignored.
 
     Attributes:
-        values: By name.
-        where: What the record is, for messages.
+        values: Field values by name.
+        where: Name of the record, for messages.
 
-    Every method raises ValueError, naming field and record, if a value is missing or of the wrong type.
+    Every method raises ValueError if a value is missing or of the wrong type.
     """
 
     values: Mapping[str, Any]
@@ -71,14 +71,14 @@ class JournalFields:
         return values[0], values[1]
 
     def text(self, name: str) -> str:
-        """Return a text; it is untrusted."""
+        """Return a string; untrusted."""
         value = self.values.get(name)
         if not isinstance(value, str):
             raise self._error(name, "text")
         return value
 
     def text_or_none(self, name: str) -> str | None:
-        """Return a text; None if it is null or missing."""
+        """Return a string; None if it is null or missing."""
         return None if self.values.get(name) is None else self.text(name)
 
     def flag(self, name: str) -> bool:
@@ -89,7 +89,7 @@ class JournalFields:
         return value
 
     def inner(self, name: str, where: str | None = None) -> "JournalFields":
-        """Return the fields of an object; `where` names it in messages if that is not its own name."""
+        """Return the fields of an object; `where` names it in messages, by default its own name."""
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self._error(name, "an object")
@@ -115,7 +115,7 @@ class JournalFields:
             raise ValueError(f"{inner.where}: {error}") from error
 
     def changes(self, name: str) -> dict[str, tuple[Value, Value]]:
-        """Return what changed at a birth, by name: (old, new)."""
+        """Return the (old, new) values that changed at a birth, by name."""
         changes = {}
         for each, change in self.inner(name).values.items():
             if not isinstance(change, list) or len(change) != 2:
@@ -127,7 +127,7 @@ class JournalFields:
         return changes
 
     def _value(self, name: str) -> Value:
-        """Return a finite number, None, or a name where names are legal: also a network in words."""
+        """Return a finite number, None, or a string for a categorical hyperparameter or network."""
         value = self.values[name]
         return value if isinstance(value, str) and name in (*CATEGORIES, NETWORK) else self.number_or_none(name)
 
@@ -137,11 +137,11 @@ class JournalFields:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean and how sure it is.
+    """A mean with its standard error.
 
     Attributes:
         mean: Mean raw reward over questions or starts; higher is better.
-        standard_error: Of that mean, in reward units.
+        standard_error: Standard error of that mean, in reward units.
     """
 
     mean: float
@@ -159,22 +159,22 @@ class Estimate:
 
     @classmethod
     def from_json(cls, fields: JournalFields) -> Self:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         return cls(mean=fields.number("fitness"), standard_error=fields.number("standard_error"))
 
     @classmethod
     def read_each(cls, fields: JournalFields, name: str) -> dict[str, Self]:
-        """Read those that stand under a name, by how they were measured."""
+        """Read the estimates of a field, by measure."""
         inner = fields.inner(name)
         return {measure: cls.from_json(inner.inner(measure)) for measure in MEASURES if measure in inner.values}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationCost:
-    """What evaluating took.
+    """Cost of an evaluation.
 
     Attributes:
-        tokens: Tokens that were read and written, or steps in the environment.
+        tokens: Tokens read and sampled, or environment steps.
         seconds: Wall-clock time.
     """
 
@@ -190,24 +190,24 @@ class EvaluationCost:
 
     @classmethod
     def from_json(cls, fields: JournalFields) -> Self:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         return cls(tokens=fields.whole("tokens"), seconds=fields.number("seconds"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One completion, to look at; untrusted text.
+    """One completion with its prompt and reward; untrusted text.
 
     Attributes:
-        prompt: The question, without what surrounds it in what the model read.
-        completion: What it wrote.
-        reward: What that earned in all; None where no reward applies.
-        index: Who wrote it.
-        step: In which learning step.
-        rewards: What it earned from each reward function, before its weight; None where that does not apply.
-        advantage: What was made of it: the mean over its actions; None where that is unknown.
-        truncated: Whether it ran out of length.
-        columns: What else its reward functions have logged of it; untrusted.
+        prompt: The question, without its template.
+        completion: The completion.
+        reward: Total reward; None where no reward applies.
+        index: Index of the member.
+        step: Learning step.
+        rewards: Unweighted reward of each reward function; None where it does not apply.
+        advantage: Mean advantage over its actions; None if unknown.
+        truncated: True if it reached the maximum length.
+        columns: Further values that reward functions logged; untrusted.
     """
 
     prompt: str
@@ -228,7 +228,7 @@ class Example:
 
     @classmethod
     def from_json(cls, fields: JournalFields) -> Self:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         return cls(
             prompt=fields.text("prompt"),
             completion=fields.text("completion"),
@@ -246,10 +246,10 @@ class MemberStep:
     """One member in one learning step.
 
     Attributes:
-        index: Who it is.
-        metrics: What was measured and what it cost; None = not finite.
-        samples: How many completions or episodes it learnt from.
-        failed: Why the member must be replaced; None when all is well.
+        index: Index of the member.
+        metrics: Measured values and costs by name; None = not finite.
+        samples: Number of completions or episodes it trained on.
+        failed: Reason of its failure, or None.
     """
 
     index: int
@@ -261,20 +261,20 @@ class MemberStep:
 
     @property
     def reward(self) -> float | None:
-        """Its mean reward."""
+        """Mean reward."""
         return self.metrics.get("reward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One learning step of all healthy members; of what it holds, the journal keeps the metrics.
+    """One learning step of all healthy members; the journal stores its metrics.
 
     Attributes:
         step: Its number in the run, from 0.
         generation: The generation it belongs to, from 1.
-        learned: What it did to each member, by slot.
+        learned: Each member's step, by slot.
         seconds: Its wall-clock time.
-        tokens: Tokens processed by all members, updates included.
+        tokens: Tokens processed by all members, including updates.
         examples: One completion of each member.
     """
 

@@ -16,15 +16,15 @@ from evogrpo.storage.journal import latest_generations
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One plan, as the event of its generation holds it.
+    """Evolution plan of one generation, read from the journal.
 
     Attributes:
-        generation: The generation that it was made from.
-        reasons: Why, by slot; untrusted.
-        retired: Members that were retired, by slot: their index.
-        samples_per_step: Samples each member collects from then on; None = as before.
-        steps_per_generation: Learning steps from then on; None = as before.
-        samples: How many samples each slot collects instead, until the next plan; None = all as many.
+        generation: Generation after which it applies.
+        reasons: Reason per slot; untrusted.
+        retired: Index of every retired member, by slot.
+        samples_per_step: New samples per member and step; None = unchanged.
+        steps_per_generation: New learning steps per generation; None = unchanged.
+        samples: Samples of each slot until the next plan; None = equal.
     """
 
     generation: int
@@ -36,25 +36,25 @@ class Decision:
 
     @property
     def budgets(self) -> str:
-        """What it changed of the budgets, in words; empty where nothing changed."""
+        """Changed budgets as text; empty if unchanged."""
         changed = {
             "samples per step": self.samples_per_step,
             "steps per generation": self.steps_per_generation,
         }
-        told = [f"{value} {name}" for name, value in changed.items() if value is not None]
+        changes = [f"{value} {name}" for name, value in changed.items() if value is not None]
         if self.samples is not None:
-            told.append(f"samples by slot: {', '.join(map(str, self.samples))}")
-        return ", ".join(told)
+            changes.append(f"samples by slot: {', '.join(map(str, self.samples))}")
+        return ", ".join(changes)
 
 
 def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
-    """Return the plans of the generations that count, oldest first.
+    """Return the plans of all valid generations, oldest first.
 
     Args:
         events: A journal's events, oldest first; untrusted input.
 
     Raises:
-        ValueError: If a value is not what it must be.
+        ValueError: If a value is invalid.
     """
     decisions = []
     for event in latest_generations(events):
@@ -67,7 +67,7 @@ def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
-def _decision(generation: int, plan: JournalFields, living: Mapping[int, int]) -> Decision:
+def _decision(generation: int, plan: JournalFields, members: Mapping[int, int]) -> Decision:
     parents, reasons = plan.values.get("parents", []), plan.values.get("reasons", [])
     if not isinstance(reasons, list) or not all(isinstance(each, str) for each in reasons):
         raise ValueError(f"'reasons' of {plan.where} must be a list of texts, got {reasons!r:.80}: {REMEDY}")
@@ -82,7 +82,7 @@ def _decision(generation: int, plan: JournalFields, living: Mapping[int, int]) -
     return Decision(
         generation=generation,
         reasons=tuple(reasons),
-        retired={slot: living[slot] for slot in vacant if slot in living},
+        retired={slot: members[slot] for slot in vacant if slot in members},
         samples_per_step=plan.whole_or_none("samples_per_step"),
         steps_per_generation=plan.whole_or_none("steps_per_generation"),
         samples=None if samples is None else tuple(samples),
@@ -95,17 +95,17 @@ MEASURES: Mapping[str, tuple[str, str]] = {
     "entropy": ("entropy", "nats per action"),
     "completions/mean_length": ("length", "actions per sample"),
 }
-"""What is drawn of every step: the metric's name -> its title and what it is."""
+"""Metrics shown for every learning step: name -> (title, unit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One measure of one member over the learning steps of its life.
+    """One metric of one member over its learning steps.
 
     Attributes:
         index: The member.
-        slot: Where it lived.
-        points: (number of the step, from 1; the generation it belongs to; the value), in order.
+        slot: Its slot.
+        points: (step from 1, generation, value), in order.
     """
 
     index: int
@@ -114,16 +114,15 @@ class Curve:
 
 
 def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, ...]]:
-    """Return the curves of every measure that was ever taken, by the metric's name.
+    """Return the curves of every recorded metric, by name.
 
-    A resumed run may write a step twice: the later one counts, and steps after the one that it resumed from do not
-    until they are written again.
+    A resumed run may record a step twice: the later record counts.
 
     Args:
         events: A journal's events, oldest first; untrusted input.
 
     Raises:
-        ValueError: If a value is not what it must be.
+        ValueError: If a value is invalid.
     """
     found: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {}
     for step, event in sorted(latest_steps(events).items()):
@@ -141,7 +140,7 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
 
 
 def latest_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
-    """Return the step events that count, by the step's number; those that a resumed run took again, as taken last."""
+    """Return the valid step events by step; of repeated steps of a resumed run, the last."""
     latest: dict[int, JournalFields] = {}
     for event in events:
         if event["event"] == "step":
@@ -156,11 +155,11 @@ def latest_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One kind of work.
+    """Cost of one kind of work.
 
     Attributes:
-        name: What was done.
-        tokens: Tokens or steps in the environment that it took; None for the rest of the time.
+        name: Kind of work.
+        tokens: Tokens or environment steps; None for the rest of the time.
         seconds: Wall-clock time.
     """
 
@@ -175,26 +174,26 @@ def run_costs(
     finalists: FinalistsReport | None,
     test: TestReport | None,
 ) -> tuple[Cost, ...]:
-    """Return what each kind of work took, up to the last generation and for the test after it.
+    """Return the cost of each kind of work.
 
     Args:
         events: The journal's events, for the time of learning steps; untrusted input.
-        generations: Those that count.
-        finalists: If there were any.
-        test: If there was one.
+        generations: Valid generations.
+        finalists: Evaluation of the finalists, if any.
+        test: Test, if any.
 
     Returns:
-        Learning, evaluations, the rest of the time, finalists and the test; nothing before there is a generation.
+        Learning, evaluations, the rest of the time, finalists and test; empty before the first generation.
 
     Raises:
-        ValueError: If a value is not what it must be.
+        ValueError: If a value is invalid.
     """
     if not generations:
         return ()
     last = generations[-1]
     steps = latest_steps(events).values()
     timed = [each.number("seconds") for each in steps if each.whole("step") < last.step]
-    # Steps that were played are counted as those of evaluations are; what updates process comes on top of them.
+    # Environment steps, where counted, are comparable with those of evaluations; tokens include updates.
     played = last.tokens if last.timesteps is None else last.timesteps
     costs = [
         Cost(name="learning", tokens=played, seconds=math.fsum(timed)),
@@ -216,21 +215,21 @@ def _of(name: str, cost: EvaluationCost) -> Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a journal tells.
+    """Content of a journal.
 
     Attributes:
-        facts: The fields of the run event: version, seed, model, task and so on, unchecked.
-        evolvable: The fields of every evolvable hyperparameter's range or ladder, by name.
-        baseline: The untrained base on the validation questions, or None if not measured yet.
+        facts: Fields of the run event: version, seed, model, task and so on; untrusted.
+        evolvable: Search space of every evolving hyperparameter, by name.
+        baseline: Fitness of the untrained base, or None if not evaluated yet.
         generations: In order; may be empty.
-        test: Or None if the run has not reached it.
-        resumes: How often the run was resumed.
-        stopped: Why the run stopped, or None if it did not say.
-        changed_data: How questions, rewards or environment differed where it was resumed all the same; untrusted.
-        curves: What learning steps measured, by the metric's name.
-        decisions: The plans, oldest first.
-        costs: What the kinds of work took.
-        finalists: The finalists on a second set of questions; None if the run has none, or has not reached them.
+        test: The test, or None.
+        resumes: Number of times the run was resumed.
+        stopped: Reason of its end, or None.
+        changed_data: Changes of questions, rewards or environment that resuming accepted; untrusted.
+        curves: Curves of learning steps, by metric.
+        decisions: Evolution plans, oldest first.
+        costs: Cost of each kind of work.
+        finalists: Finalists on a second set of questions, or None.
     """
 
     facts: Mapping[str, Any]
@@ -248,22 +247,22 @@ class RunSummary:
 
     @property
     def words(self) -> Terms:
-        """What things are called in it."""
+        """Terms for its kind of members."""
         return terms_of(self.facts.get("kind"))
 
     @property
     def split(self) -> str:
-        """On what fitness is measured: validation, or training where it is that of the samples learnt from."""
+        """Split that fitness is measured on: "validation" or "training"."""
         return "training" if self._by in (ROLLOUTS, "both") else "validation"
 
     @property
     def baseline_split(self) -> str:
-        """On what the untrained base is measured."""
+        """Split that the untrained base is measured on."""
         return "training" if self._by == ROLLOUTS else "validation"
 
     @property
     def start(self) -> Estimate | None:
-        """Where founders begin: what the untrained base earned, where that is measured as their fitness is."""
+        """Fitness that founders start from: that of the untrained base, if measured on the same split."""
         return self.baseline.fitness if self.baseline is not None and self.split == self.baseline_split else None
 
     @property
@@ -273,43 +272,43 @@ class RunSummary:
 
     @property
     def fitness_words(self) -> str:
-        """What fitness is."""
+        """Definition of fitness."""
         return self.words.fitness.replace("validation", self.split)
 
     @property
     def ending(self) -> str:
-        """How the run ended, in words; untrusted."""
-        return self.stopped or "not yet, or its process ended without a word, as when it is killed"
+        """Reason of the run's end; untrusted."""
+        return self.stopped or "still active, or killed"
 
     @property
     def title(self) -> str:
-        """The task and, where there is one, the model; untrusted."""
+        """Task and, if any, model; untrusted."""
         return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
 
 
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
-    """Read the story of a run out of its journal.
+    """Summarise a run from its journal.
 
     Args:
-        events: What `read_journal` returned; untrusted input.
+        events: Result of `read_journal`; untrusted input.
 
     Returns:
-        The run, with the generations that count (see `latest_generations`).
+        The run, with its valid generations (see `latest_generations`).
 
     Raises:
-        ValueError: If the run event is missing, or a value is not what it must be.
+        ValueError: If the run event is missing, or a value is invalid.
     """
     last = {event["event"]: event for event in events}
     runs = [event for event in events if event["event"] == "run"]
     if not runs:
         raise ValueError(
-            "The journal has no run event, so there is nothing to report. If RUN_DIR/checkpoints is not empty, "
-            "`evogrpo resume RUN_DIR` goes on, and GRPO.load('RUN_DIR/best') loads the best member."
+            "The journal has no run event. If RUN_DIR/checkpoints is not empty, `evogrpo resume RUN_DIR` continues the "
+            "run and GRPO.load('RUN_DIR/best') loads the best member."
         )
     evolvable = JournalFields(runs[0], "the run event").inner("evolvable")
     refuse_unknown("hyperparameter in evolvable of the run event", evolvable.values, HYPERPARAMETER_NAMES)
     resumed_last = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
-    # What a run said before it was resumed about its end no longer holds.
+    # An end recorded before the run was resumed is no longer valid.
     ending = {event["event"]: event for event in events[resumed_last + 1 :]}
     baseline = BaselineReport.from_json(last["baseline"]) if "baseline" in last else None
     generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))

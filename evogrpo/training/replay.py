@@ -12,7 +12,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_COUNT, refuse_unknown, whole_between
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
-from evogrpo.reporting.descent import BestSchedule, best_schedule, fitness_estimate
+from evogrpo.reporting.lineage import BestSchedule, best_schedule, fitness_estimate
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config, parse_space

@@ -47,22 +47,28 @@ def test_reports_are_drawn_without_torch(tmp_path):
     [
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["xyz"], "there is no command 'xyz'; there are demo, train, resume, "),
+        (["xyz"], "there is no command 'xyz'; choose from demo, train, resume, "),
         (["train", "c.yaml", "--dryrun"], "evogrpo train: error: there is no option --dryrun; did you mean --dry-run?"),
-        (["train", "--steps=3"], "no option --steps; `evogrpo train --help` lists them"),
+        (["train", "--steps=3"], "no option --steps; see `evogrpo train --help`"),
         (["train", "c.yaml", "--total-timesteps", "1e4"], "--total-timesteps; write schedule.max_timesteps=VALUE"),
         (["train", "c.yaml", "--learning_rate=1e-3"], "--learning_rate; write hyperparameters.lr=1e-3"),
         (["train", "c.yaml", "--lr", "1e-3"], "--lr; write hyperparameters.lr=VALUE"),
         (["train", "c.yaml", "--output_dir=x"], "--output_dir; write run_dir=x"),
         (["train", "c.yaml", "--schedule.generations=3"], "write schedule.generations=3"),
         (["train", "c.yaml", "--max-steps", "9"], "--max-steps: give generations"),
-        (["resume", "run", "--lr", "1e-3"], "no option --lr; `evogrpo resume --help` lists them"),
-        (["report", "-q", "x"], "no option -q; `evogrpo report --help` lists them"),
-        (["train", "c.yaml", "--exit-code-on-stop", "256"], "exit code must be an integer from 0 to 255, got '256'"),
-        (["resume", "run", "--exit-code-on-stop=-1"], "exit code must be an integer from 0 to 255, got '-1'"),
-        (["demo", "--exit-code-on-stop", "1.0"], "exit code must be an integer from 0 to 255, got '1.0'"),
-        (["tasks", "more"], "evogrpo tasks: error: one argument too many: 'more'"),
-        (["lineage", "run", "two\x1b[31m"], r"one argument too many: 'two\x1b[31m'"),
+        (["resume", "run", "--lr", "1e-3"], "no option --lr; see `evogrpo resume --help`"),
+        (["report", "-q", "x"], "no option -q; see `evogrpo report --help`"),
+        (
+            ["train", "c.yaml", "--exit-code-on-stop", "256"],
+            "--exit-code-on-stop: must be an integer from 0 to 255, got '256'",
+        ),
+        (
+            ["resume", "run", "--exit-code-on-stop=-1"],
+            "--exit-code-on-stop: must be an integer from 0 to 255, got '-1'",
+        ),
+        (["demo", "--exit-code-on-stop", "1.0"], "--exit-code-on-stop: must be an integer from 0 to 255, got '1.0'"),
+        (["tasks", "more"], "evogrpo tasks: error: unexpected argument 'more'"),
+        (["lineage", "run", "two\x1b[31m"], r"unexpected argument 'two\x1b[31m'"),
     ],
 )
 def test_a_malformed_command_line_is_a_usage_error_that_says_what_was_meant(arguments, said, capsys):
@@ -122,8 +128,8 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(here, capsys, name):
     (here / "runs" / "demo-2").mkdir(parents=True)
     rest = ["out"] if name == "export" else []
     for folder, words in (
-        ("runs/dem-2", f"runs/dem-2 is no folder: did you mean {Path('runs/demo-2')}?"),
-        ("nowhere", "nowhere is no folder: name the folder of a run"),
+        ("runs/dem-2", f"runs/dem-2 is not a folder: did you mean {Path('runs/demo-2')}?"),
+        ("nowhere", "nowhere is not a folder: name the folder of a run"),
         ("demo-2", f"did you mean {Path('runs/demo-2')}?"),
     ):
         assert main([name, folder, *rest]) == 2

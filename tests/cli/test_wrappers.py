@@ -106,7 +106,7 @@ def test_wrappers_that_do_not_fit_are_refused_before_anything_is_written(own, ca
 
 def test_wrappers_go_with_an_environment(own, capsys):
     assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--wrapper", "FlattenObservation"]) == 2
-    assert "--wrapper goes with --env: in a configuration, write task.wrappers" in capsys.readouterr().err
+    assert "--wrapper needs --env" in capsys.readouterr().err
 
 
 def test_an_id_whose_package_is_not_imported_is_asked_for_with_its_module(own, capsys, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
     assert ends[0][0] == 2
     assert "already holds a run" in ends[0][1]
     leader, _ = both(tmp_path, *words, restarts=1)
-    assert "started again by the launcher, so the run in run goes on" in leader
+    assert "Restarted by the launcher" in leader
     assert "nothing is left to do" in leader
     leader, _ = both(tmp_path, *words, "--resume-if-exists")
     assert "there is one already, so the run in run goes on" in leader

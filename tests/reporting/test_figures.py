@@ -231,7 +231,7 @@ def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
     expected = [(gain.gain, names.index(gain.value) if names else gain.value) for gain in found.gains]
     assert sorted(points_of(beside, "o")) == sorted(expected)
     assert sorted(x for x, _ in points_of(beside, "s")) == sorted(level.mean for level in found.levels)
-    assert beside.get_title(loc="left") in ("cannot tell", f"explains {percent_text(found.share.share)}")
+    assert beside.get_title(loc="left") in ("inconclusive", f"explains {percent_text(found.share.share)}")
 
 
 @pytest.mark.parametrize("shape", [{"size": 12, "generations": 3, "failures": [(1, 3)]}, {"size": 2, "generations": 1}])

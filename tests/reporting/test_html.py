@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from evogrpo.reporting.lineage import ancestors, winner
+from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.page_tables import outcome
 from evogrpo.reporting.records import TestReport
 from evogrpo.reporting.report import html_page, write_html
@@ -151,9 +151,9 @@ def test_finals_are_shown_and_their_best_is_the_runs(tmp_path, fake_run):
     said = {"questions": 96, "index": 1, "generation": 2, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
     summary = summarise([*events, {"event": "finalists", **said, "finalists": finalists}])
     page = Page(html_page(summary))
-    assert winner(summary).index == 1
+    assert best_member(summary.generations).index == 1
     assert {"Finalists", score_text(0.25, 0.1), score_text(0.4375, 0.1)} <= set(page.pieces)
-    assert "second set of 96 questions" in page.text
+    assert "96 more questions" in page.text
     assert summary.costs[-1].tokens == 77
     assert summarise([*events, {"event": "finalists", **said, "finalists": []}, RESUMED]).finalists is None
 
@@ -192,7 +192,7 @@ def test_many_results_are_left_to_the_chart_and_the_page_says_so(tmp_path, fake_
     size = len(markup_of(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).encode())
     assert size < 400_000
     summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
-    assert "Members are shown one by one for the last 18 generations." in Page(html_page(summary)).text
+    assert "last 18 generations" in Page(html_page(summary)).text
 
 
 def test_the_page_tells_the_run(tmp_path, fake_run):
@@ -205,7 +205,7 @@ def test_the_page_tells_the_run(tmp_path, fake_run):
             assert member.reason in page.pieces
             for name in summary.evolvable:
                 assert number_text(getattr(member.hyperparameters, name)) in page.pieces
-    chain = ancestors(summary, winner(summary))
+    chain = ancestors(summary, best_member(summary.generations))
     assert any(ancestor.changes for ancestor in chain)
     for ancestor in chain:
         assert (changes_text(ancestor.changes) or "–") in page.pieces
@@ -233,7 +233,7 @@ def test_hostile_text_stays_text(hostile_run):
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert page.blocks.count("\n" + printable(HOSTILE)) == 8  # prompt and completion in each generation
     assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
-    for place in ("Stopped: ", "#0", "founder"):
+    for place in ("End: ", "#0", "founder"):
         assert place in page.text
     assert page.text.count("<script>alert(1)</script>") > 8  # shown, in task, reasons and examples
 
@@ -269,7 +269,7 @@ def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
 
 def test_a_run_that_was_resumed_and_stopped_says_so(tmp_path, fake_run):
     summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
-    assert "Resumed 1 time. Stopped: all generations done." in Page(html_page(summary)).text
+    assert "Resumed 1 time. End: all generations done." in Page(html_page(summary)).text
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path):
@@ -284,5 +284,5 @@ def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
     assert ("No significant improvement over the untrained base" in text) is not told
-    assert f"difference, question by question {score_text(gain, 0.1)}" in " ".join(text.split())
+    assert f"paired difference {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

@@ -29,7 +29,7 @@ def test_the_share_is_that_of_the_analysis_of_variance(names, between, within):
     assert [level.mean for level in found.levels] == pytest.approx([-between, between])
     # The standard error of a mean of 10 independent gains, sample variance 10 w^2 / 9.
     assert [level.standard_error for level in found.levels] == pytest.approx([within / 3] * 2)
-    assert found.share.told == (between >= within)
+    assert found.share.significant == (between >= within)
 
 
 def test_of_gains_that_have_nothing_to_do_with_the_values_nothing_is_told():
@@ -37,7 +37,7 @@ def test_of_gains_that_have_nothing_to_do_with_the_values_nothing_is_told():
     told, shares = 0, []
     for _ in range(60):
         found = response("lr", gains_of(np.exp(rng.normal(size=24)).tolist(), rng.normal(size=72), each=3))
-        told += found.share.told
+        told += found.share.significant
         shares.append(found.share.share)
     assert told <= 6  # 5 of 100 by construction
     assert abs(np.mean(shares)) < 0.03  # without bias
@@ -49,7 +49,7 @@ def test_many_gains_of_few_members_are_no_more_than_these_members():
     told = 0
     for _ in range(40):
         skill = np.repeat(rng.normal(size=8), 10) + 0.1 * rng.normal(size=80)
-        told += response("lr", gains_of(np.exp(rng.normal(size=8)).tolist(), skill, each=10)).share.told
+        told += response("lr", gains_of(np.exp(rng.normal(size=8)).tolist(), skill, each=10)).share.significant
     assert told <= 6
 
 
@@ -57,7 +57,7 @@ def test_a_best_value_in_the_middle_is_seen():
     values = np.exp(np.linspace(-5, 5, 40))
     made = -(np.log(values) ** 2)
     found = response("lr", gains_of(values.tolist(), made - made.mean()))
-    assert found.share.told
+    assert found.share.significant
     assert found.share.share > 0.75
     means = [level.mean for level in found.levels]
     assert 0 < np.argmax(means) < len(means) - 1
@@ -84,7 +84,7 @@ def test_too_few_gains_or_values_are_not_judged(gains):
 def test_equal_gains_explain_nothing():
     found = response("lr", gains_of(list(range(1, 13)), [0.0] * 24, each=2))
     assert found.share.share == 0
-    assert not found.share.told
+    assert not found.share.significant
 
 
 BASELINE = baseline()
@@ -118,4 +118,4 @@ def test_the_hyperparameter_that_matters_comes_first(tmp_path, fake_run):
     run = fake_run(tmp_path, size=16, generations=6, evolve=("clip_coef", "lr", "group_size"), seed=3)
     found = responses(summarise(read_journal(run / "journal.jsonl")))
     assert found[0].name == "lr"
-    assert found[0].share.told
+    assert found[0].share.significant

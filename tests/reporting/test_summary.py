@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.reporting.lineage import ancestors, member_histories, winner
+from evogrpo.reporting.lineage import ancestors, best_member, member_histories
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import generation, member, outcome
@@ -31,7 +31,7 @@ def test_lines_begin_where_their_parents_line_was_left():
 
 
 def test_ancestors_with_every_change():
-    chain = ancestors(summarise(FAMILY), winner(summarise(FAMILY)))
+    chain = ancestors(summarise(FAMILY), best_member(summarise(FAMILY).generations))
     assert [ancestor.index for ancestor in chain] == [0, 2, 3]
     assert [ancestor.generations for ancestor in chain] == [(1, 1), (2, 2), (3, 3)]
     assert [dict(ancestor.changes) for ancestor in chain] == [{}, {"lr": (1e-4, 2e-4)}, {"lr": (2e-4, 3e-4)}]
@@ -40,14 +40,14 @@ def test_ancestors_with_every_change():
 
 
 def test_the_winner_is_the_best_of_any_generation():
-    assert winner(summarise(FAMILY)).index == 3
-    assert winner(summarise([RUN])) is None
-    assert winner(summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)])) is None
+    assert best_member(summarise(FAMILY).generations).index == 3
+    assert best_member(summarise([RUN]).generations) is None
+    assert best_member(summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations) is None
 
 
 def test_the_winner_may_have_been_replaced_since():
     later = generation(5, member(0, 5, 3, 0.1), best=5, best_ever=[3, 3])
-    assert winner(summarise([*FAMILY, later])).index == 3
+    assert best_member(summarise([*FAMILY, later]).generations).index == 3
 
 
 def test_a_resumed_run_tells_the_later_story():

@@ -61,7 +61,7 @@ def test_a_change_that_is_allowed_is_noted(begun):
     assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
     assert open_run(begun).record["data"] == tiny_env(reward_fn=generous).fingerprint()
     page = html_page(summarise(events))
-    assert "cannot be compared" in page
+    assert "changed during the run" in page
     assert "before step 1: reward generous: none -&gt; weight 1" in page
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what was allowed is now what the run goes on with

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from evogrpo.cli.ending import show_lineage
-from evogrpo.reporting.descent import lineage_of
-from evogrpo.reporting.lineage import ancestors, member_histories
+from evogrpo.reporting.lineage import ancestors, lineage_of, member_histories
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.report import write_html
 from evogrpo.reporting.summary import summarise

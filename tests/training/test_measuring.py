@@ -11,7 +11,7 @@ from evogrpo.algorithms.rollout.evaluation import evaluate_questions, measure_fi
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.history import KeptState
-from evogrpo.reporting.descent import best_member
+from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import FinalistsReport
 from evogrpo.reporting.step_records import StepReport

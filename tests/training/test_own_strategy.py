@@ -14,7 +14,7 @@ import yaml
 
 from evogrpo import Tournament, evolve, resume
 from evogrpo.evolution import Fixed
-from evogrpo.reporting.lineage import ancestors, winner
+from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.report import write_html
 from evogrpo.reporting.step_records import StepReport
@@ -179,7 +179,7 @@ def test_members_that_are_retired_and_budgets_outlive_a_stop(halving, tmp_path, 
 
 
 def winners(summary):
-    return ancestors(summary, winner(summary))
+    return ancestors(summary, best_member(summary.generations))
 
 
 def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):

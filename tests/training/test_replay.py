@@ -8,7 +8,7 @@ import yaml
 from evogrpo import replay, train
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
-from evogrpo.reporting.descent import best_schedule
+from evogrpo.reporting.lineage import best_schedule
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
@@ -258,7 +258,7 @@ def test_samples_of_each_member_count_where_plans_give_them():
 
 
 def test_a_journal_with_a_generation_missing_has_no_schedule():
-    with pytest.raises(ValueError, match=r"every generation from 1 on, but the journal has \[2\]"):
+    with pytest.raises(ValueError, match=r"generations from 1 on.*\[2\]"):
         best_schedule([RUN, generation(2, member(0, 0))])
     with pytest.raises(ValueError, match="no evaluated member"):
         best_schedule([RUN])

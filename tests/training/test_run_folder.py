@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
-from evogrpo.reporting.lineage import winner
+from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.checkpoint import _read, generation_folder, read_record
@@ -156,7 +156,7 @@ def test_resuming_with_other_threads_warns(copy):
 
 def test_the_report_shows_the_stored_state_of_the_best_member(finished):
     events = read_journal(finished / "journal.jsonl")
-    best = winner(summarise(events))
+    best = best_member(summarise(events).generations)
     assert best.fitness == max(member["fitness"] for e in events if "plan" in e for member in e["members"])
     assert [best.index, best.generation] == [e["best_ever"] for e in events if "plan" in e][-1]
 

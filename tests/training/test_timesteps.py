@@ -71,7 +71,7 @@ def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
     ]
     counts = [event["timesteps"] for event in generations]
     assert counts[-2] < 400 <= counts[-1]
-    assert f"{counts[-1]} steps played" in shown
+    assert f"{counts[-1]} environment steps" in shown
 
 
 def test_a_dry_run_names_the_limit(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.presets import packaged_values, with_sections
 from tests.algorithms.test_multi_agent import groups, population_for
 from tests.reporting.journals import generation, member
-from tests.reporting.test_frames import written
+from tests.reporting.test_data_frames import written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run
 from tests.tiny_training import equal_states, finish, tiny_population
 
@@ -66,7 +66,7 @@ def test_what_is_no_run_or_has_evaluated_nobody_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         best_hyperparameters(tmp_path)
     failed = generation(1, *with_rates(1e-3, fitness={0: None}), best_ever=None)
-    with pytest.raises(ValueError, match="was evaluated yet"):
+    with pytest.raises(ValueError, match="no evaluated member"):
         best_hyperparameters(written(tmp_path / "run", RUN, failed))
 
 

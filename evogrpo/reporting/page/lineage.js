@@ -1,11 +1,11 @@
 "use strict";
-// The lineage: a row is a line, from a founder or a birth on, along the child that carried it furthest. What it draws
-// with is in page.js, which comes after it.
+// The lineage: each row is a line of descent from a founder or a birth, along the child that continues it longest.
+// Helpers are in page.js, which is loaded after it.
 
 const begin = (member) => member.results[0][0] - 1;
 const end = (member) => member.results.at(-1)[0];
 
-// The way to the best member is one row. Where an ancestor lived on beside its child, that is a life of its own.
+// The path to the best member is one row. An ancestor that outlives the birth of its child gets a second row.
 function treeNodes() {
   const nodes = [], owner = new Map();
   for (const member of run.members) {
@@ -59,7 +59,7 @@ function treeRows() {
   return rows;
 }
 
-// Long stretches of generations in which nobody is born and nobody ends take the room of two.
+// Long periods without births and ends are compressed.
 function generationScale() {
   const events = new Set([run.first, run.last]);
   for (const member of run.members)
@@ -97,15 +97,15 @@ function drawLineage(host) {
   const scroll = add(figure, "div", { class: "scroll" });
   const width = Math.max(260, scroll.clientWidth, 92 + 5 * scale.units), height = 24 * rows.length + 46;
   const root = add(scroll, "svg", { width, height, tabindex: 0, role: "group" });
-  root.setAttribute("aria-label", "Lineage. Arrow keys move from member to member, tab to what is folded.");
+  root.setAttribute("aria-label", "Lineage. Arrow keys select members, tab selects collapsed parts.");
   root.style.width = `${width}px`;
   const px = (g) => 16 + (scale.at(g) / scale.units) * (width - 78);
   const chart = { root, points: [], ring: null, rowOf: new Map() };
   charts.push(chart);
   listen(chart);
-  scroll.scrollLeft = width; // the latest is seen first
+  scroll.scrollLeft = width; // show the latest generations first
   const later = [];
-  let free = -Infinity; // where the last number below the axis ends
+  let free = -Infinity; // right end of the last tick label
   for (const g of ticks({ low: run.first, high: run.last, whole: true }, Math.max(2, Math.floor(width / 70)))) {
     if (px(g) < free + 14) continue;
     free = px(g) + 7 * String(g).length;
@@ -127,7 +127,7 @@ function drawLife(chart, node, px, y, first, later) {
   const best = node.until !== null ? "best" : "", lives = end(node) === run.last;
   rowOf.set(node.i, y);
   const source = node.above !== null && [px(node.from[1]), rowOf.get(node.above)];
-  const back = source && source[0] < from; // it began with a state of long before its birth
+  const back = source && source[0] < from; // it started from an earlier kept state
   if (source && (first || back)) path(chart, member, [source, [source[0], y], [from, y]], best);
   path(chart, member, [[from, y], [to, y]], best);
   if (!lives && node.heir === null) path(chart, member, [[to, y - 4], [to, y + 4]]);
@@ -148,7 +148,7 @@ function drawLife(chart, node, px, y, first, later) {
 }
 
 function drawFold(root, row, x, y, width) {
-  const lines = `${row.lines} ${row.lines > 1 ? "lines" : "line"} that ended`, fold = row.open ? "▾ fold" : "▸";
+  const lines = `${row.lines} extinct ${row.lines > 1 ? "lines" : "line"}`, fold = row.open ? "▾ collapse" : "▸";
   const text = `${fold} ${lines}, ${row.ended} ${row.ended > 1 ? "members" : "member"}`;
   const fits = x + 7 * text.length < width;
   button(root, row.key, row.open, fits ? x + 4 : width - 4, y, text, fits ? "start" : "end");

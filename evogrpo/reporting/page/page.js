@@ -1,11 +1,11 @@
 "use strict";
-// Draws the charts of the page from the JSON in it, the lineage by lineage.js. Every text enters as textContent, so
-// that none is ever markup.
+// Draws the charts from the JSON in the page; lineage.js draws the lineage. All texts are set as textContent, never as
+// markup.
 const run = JSON.parse(document.getElementById("run").textContent);
 const members = new Map(run.members.map((member) => [member.i, member]));
 const card = document.getElementById("shown");
-const charts = []; // of every chart drawn: its points, and where its ring goes
-const drawn = new Map(); // by member: everything that shows it
+const charts = []; // every chart: its points and its ring
+const drawn = new Map(); // elements of every member
 const unfolded = new Set();
 const picked = { point: null, pinned: false };
 
@@ -69,10 +69,10 @@ function range(values, log) {
 const extremes = (values) =>
   values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
-// What lies far below all others, as of members that collapsed, is drawn at the lower edge.
+// Values of collapsed members, far below the others, are drawn at the lower edge.
 const above = (values, floor) => (floor === null ? values : values.filter((value) => value >= floor));
 
-// --- one chart: a frame with axes, and points that can be pointed at
+// --- one chart: axes and points
 
 function frame(host, { title, unit = "", height, x, y, label }) {
   const figure = add(host, "figure");
@@ -115,29 +115,30 @@ function path(chart, member, points, extra = "") {
   if (points.length > 1) add(chart.root, "path", { class: look(member, extra), d, "data-m": member.i });
 }
 
-// The part of a line that led to the best member is drawn again on top, in its colour.
+// The part of a line that leads to the best member is drawn on top in its own colour.
 function line(chart, member, points) {
   path(chart, member, points.map((each) => each.slice(0, 2)));
   if (member.until !== null)
     chart.later.push(() => path(chart, member, points.filter((each) => each[2] <= member.until), "best"));
 }
 
-// --- what the charts show
+// --- charts
 
 function drawFitness(host) {
   const there = (value) => value !== null;
   const all = run.members.flatMap((member) => member.results.map((result) => result[1])).filter(there);
   const seen = [...above(all, run.floor), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter(there);
   const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
-  const x = { low: run.first, high: end, whole: true };
-  const y = range(seen), low = run.floor !== null ? "; what collapsed below lies at the lower edge" : "";
+  const x = { low: run.first - 0.015 * (run.last - run.first), high: end, whole: true };
+  const y = range(seen), low = run.floor !== null ? "; collapsed members are at the lower edge" : "";
   const unit = `by generation, ${run.words.fitness}${low}`;
   const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
   const { root, px, py, box } = chart;
   chart.later = [];
   if (run.base !== null) {
     add(root, "path", { class: "base", d: `M${box.left} ${py(run.base)}H${box.right}` });
-    add(root, "text", { x: box.right, y: py(run.base) - 5, "text-anchor": "end" }, `${run.words.base}, ${run.words.split}`);
+    const place = { class: "halo", x: box.right, y: py(run.base) - 5, "text-anchor": "end" };
+    chart.later.push(() => add(root, "text", place, `${run.words.base}, ${run.words.split}`));
   }
   for (const member of run.members) {
     const before = member.from ? [member.from[1], member.from[2]]
@@ -184,7 +185,7 @@ function band(chart, member, points) {
   add(chart.root, "path", { class: look(member, best), d: `M${up.join("L")}L${down.join("L")}Z`, "data-m": member.i });
 }
 
-// Names in the order they were declared; a journal may hold others.
+// Declared names first; a journal may have others.
 function namesOf(parameter, values) {
   return values.some((value) => typeof value === "string") ? [...new Set([...parameter.names, ...values])] : null;
 }
@@ -201,7 +202,7 @@ function drawParameters(host) {
     chart.later = [];
     const slots = Math.max(...run.members.map((member) => member.colour)) + 1;
     for (const member of shown) {
-      // Members with equal values lie beside each other.
+      // Members with equal values are offset.
       const height = py(member.values[place]) - Math.min(2, 10 / slots) * (member.colour - (slots - 1) / 2);
       const corners = [];
       const from = member.from && members.get(member.from[0]);
@@ -258,7 +259,7 @@ function drawCurves(host) {
   }
 }
 
-// --- pointing at a member: shown in the card, and marked in every chart
+// --- selected member: details in the card, highlighted in every chart
 
 function listen(chart) {
   const { root } = chart;
@@ -300,7 +301,7 @@ function neighbour(chart, key) {
   if (!here) return chart.points.find((point) => point.i === run.best && point.g === run.last) || chart.points.at(-1);
   const ahead = chart.points.filter((point) => side[0] ? (point.x - here.x) * side[0] > 0.5
     : Math.abs(point.x - here.x) < 0.5 && (point.y - here.y || point.i - here.i) * side[1] > 0);
-  const other = (point) => (side[0] && point.i !== here.i ? 2 : 0); // along a line rather than across
+  const other = (point) => (side[0] && point.i !== here.i ? 2 : 0); // prefer moving along a line
   const far = (point) => Math.abs(point.x - here.x) * 4 + Math.abs(point.y - here.y) + other(point);
   return ahead.reduce((least, point) => (!least || far(point) < far(least) ? point : least), null) || here;
 }
@@ -359,7 +360,7 @@ function describe(member, generation) {
   add(card, "p", { class: "quiet" }, member.reason);
 }
 
-// --- all charts, drawn again when the width changes
+// --- all charts, redrawn when the width changes
 
 const kinds = {
   fitness: drawFitness, lineage: drawLineage, parameters: drawParameters, responses: drawResponses, curves: drawCurves,

@@ -17,7 +17,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import Precision
-from evogrpo.reporting.descent import best_hyperparameters
+from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.training.configuration.automatic import (
     IMPLIED,
