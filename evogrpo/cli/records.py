@@ -167,7 +167,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
     ]
     if summary.baseline is not None:
         before = summary.baseline.fitness
-        rows.append((summary.words.untrained, score_text(before.mean, before.standard_error)))
+        rows.append((summary.terms.untrained, score_text(before.mean, before.standard_error)))
     rows.append(("test", _test_text(summary)))
     rows.append(("stored in", "missing (no folder best)" if found.stored is None else str(found.stored)))
     rows.append(("ended", summary.ending))
@@ -185,7 +185,7 @@ def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
         for name, each in member.measured.items()
         if each != standing
     )
-    return "; ".join([f"{_score(member)}, {summary.words.fitness}", *others])
+    return "; ".join([f"{_score(member)}, {summary.terms.fitness}", *others])
 
 
 def _changing(found: WinnerReport) -> list[str]:
@@ -208,8 +208,8 @@ def _test_text(summary: RunSummary) -> str:
     text = f"{score_text(test.after.mean, test.after.standard_error)} [{number_text(low)}, {number_text(high)}]"
     noise = "beyond noise" if test.beyond_noise else "within noise"
     gain = score_text(test.gain.mean, test.gain.standard_error)
-    questions = pluralize(test.questions, summary.words.questions[:-1])
-    return f"{text} on {questions}; {gain} compared with the {summary.words.untrained}, {noise}"
+    questions = pluralize(test.questions, summary.terms.questions[:-1])
+    return f"{text} on {questions}; {gain} compared with the {summary.terms.untrained}, {noise}"
 
 
 # ---- runs side by side

@@ -226,7 +226,7 @@ def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
     parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
     if summary.generations:
         last = summary.generations[-1]
-        parts += [processed(last, summary.words), duration_text(last.seconds)]
+        parts += [processed(last, summary.terms), duration_text(last.seconds)]
     look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # show dollar signs as they are
     figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
     figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)

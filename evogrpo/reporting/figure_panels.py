@@ -146,10 +146,10 @@ def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[
         entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
     if summary.start is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
-        entries.append((mark, f"{summary.words.untrained}, {summary.split}"))
+        entries.append((mark, f"{summary.terms.untrained}, {summary.split}"))
     if summary.test is not None:
         for colour, face, words in (
-            (BASE, "white", f"{summary.words.untrained}, test"),
+            (BASE, "white", f"{summary.terms.untrained}, test"),
             (BEST, BEST, f"member #{summary.test.index}, test"),
         ):
             entries.append((Line2D([], [], color=colour, marker="D", ms=7, mfc=face, mew=1.8, linestyle="none"), words))

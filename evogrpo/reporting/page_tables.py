@@ -182,7 +182,7 @@ def _generation(summary: RunSummary, generation: GenerationReport, decision: Dec
         ]
         rows.append((kind, cells))
     heads = ["slot", "member", "parent", *names, *(MEASURES[name][0] for name in measures), "fitness ± SE", *ways]
-    heads += [summary.words.tokens, "evaluation", "time", "reason of birth"]
+    heads += [summary.terms.tokens, "evaluation", "time", "reason of birth"]
     heads += ["next in slot"] if decision and decision.reasons else []
     best = generation.best
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
@@ -211,7 +211,7 @@ def outcome(summary: RunSummary) -> str:
     lead = "No generation has finished yet."
     if summary.generations:
         last = summary.generations[-1]
-        lead = f"{pluralize(len(summary.generations), 'generation')}, {processed(last, summary.words)}, "
+        lead = f"{pluralize(len(summary.generations), 'generation')}, {processed(last, summary.terms)}, "
         lead += f"{duration_text(last.seconds)}."
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
@@ -221,11 +221,11 @@ def outcome(summary: RunSummary) -> str:
         )
         lead += " comparable."
     lead += f" End: {summary.ending}."
-    cards, words = [], summary.words
-    questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
+    cards, terms = [], summary.terms
+    questions = "" if summary.baseline is None else f"{summary.baseline.questions} {terms.questions}"
     if summary.baseline is not None:
         cards.append(
-            _card(f"{words.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
+            _card(f"{terms.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
         )
     best = best_member(summary.generations)
     earned = None if best is None else fitness_estimate(best)
@@ -233,11 +233,11 @@ def outcome(summary: RunSummary) -> str:
         title = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
         cards.append(_card(title, _estimate(earned), questions, best=True))
     if summary.test is not None:
-        tested = f"{summary.test.questions} {words.questions}"
-        cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))
+        tested = f"{summary.test.questions} {terms.questions}"
+        cards.append(_card(f"{terms.untrained}, test", _estimate(summary.test.before), tested))
         cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
         cards.append(_card("paired difference", _estimate(summary.test.gain), tested))
-        warning = verdict(summary.test, words)
+        warning = verdict(summary.test, terms)
         lead += f" {warning}" if warning else ""
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
@@ -253,7 +253,7 @@ def finalists(summary: RunSummary) -> str:
         cells = [f"#{each.index}", each.generation, _estimate(each.chosen), _estimate(each.second)]
         rows.append(("best" if best else "", cells))
     lead = (
-        f"Finalists are evaluated on {count_text(report.questions)} more {summary.words.questions}, since the maximum "
+        f"Finalists are evaluated on {count_text(report.questions)} more {summary.terms.questions}, since the maximum "
         "of many fitness values is biased upwards. The best is highlighted."
     )
     heads = ["member", "generation", "fitness when selected", "on the second set"]
@@ -297,7 +297,7 @@ def costs(summary: RunSummary) -> str:
 
 def _work_unit(summary: RunSummary) -> str:
     """Return the unit of work."""
-    return "environment steps" if summary.generations[-1].timesteps is not None else summary.words.tokens
+    return "environment steps" if summary.generations[-1].timesteps is not None else summary.terms.tokens
 
 
 def facts(summary: RunSummary) -> str:

@@ -251,11 +251,6 @@ class TestReport:
         return f"TestReport({shown}, gain={self.gain!r})"
 
     @property
-    def estimates(self) -> Mapping[str, Estimate]:
-        """Before, after and gain, by label."""
-        return {"untrained": self.before, f"member #{self.index}": self.after, "gain": self.gain}
-
-    @property
     def beyond_noise(self) -> bool:
         """True if the gain exceeds two standard errors."""
         return abs(self.gain.mean) > 2 * self.gain.standard_error

@@ -154,10 +154,10 @@ def page_data(run: FigureData, found: Sequence[Response]) -> dict[str, Any]:
     summary, names = run.summary, list(run.summary.evolvable)
     test = summary.test
     return {
-        "words": {
+        "terms": {
             "fitness": summary.fitness_words,
-            "tokens": summary.words.tokens,
-            "base": summary.words.untrained,
+            "tokens": summary.terms.tokens,
+            "base": summary.terms.untrained,
             "split": summary.split,
         },
         "floor": _score(run.fitness_edge),

@@ -193,37 +193,37 @@ def terms_of(kind: object) -> Terms:
     return TERMS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
 
 
-def processed(report: GenerationReport, words: Terms) -> str:
+def processed(report: GenerationReport, terms: Terms) -> str:
     """Describe the work of a run so far: environment steps, where there are any, and tokens."""
     played = "" if report.timesteps is None else f"{count_text(report.timesteps)} environment steps, "
-    return f"{played}{count_text(report.tokens)} {words.tokens} processed"
+    return f"{played}{count_text(report.tokens)} {terms.tokens} processed"
 
 
-def evaluated(result: Result, words: Terms) -> list[str]:
+def evaluated(result: Result, terms: Terms) -> list[str]:
     """Describe the cost of all evaluations and their share of the work; empty without evaluations."""
     cost = result.evaluation
     if not cost.tokens:
         return []
     learnt = result.tokens if result.timesteps is None else result.timesteps
-    what = words.tokens if result.timesteps is None else "steps"
+    what = terms.tokens if result.timesteps is None else "steps"
     share = f", {cost.tokens / (cost.tokens + learnt):.0%} of all {what}" if learnt else ""
     return [f"evaluations took {duration_text(cost.seconds)} and {count_text(cost.tokens)} {what}{share}"]
 
 
-def second_set_lines(result: Result, words: Terms) -> list[str]:
+def second_set_lines(result: Result, terms: Terms) -> list[str]:
     """Describe the best member's fitness when selected and on the second set; empty without one."""
     best = result.best
     if best is None or best.second is None:
         return []
     chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
-    return [f"member #{best.index}: {chosen} when selected, {second} on unseen {words.questions}"]
+    return [f"member #{best.index}: {chosen} when selected, {second} on unseen {terms.questions}"]
 
 
-def verdict(test: TestReport, words: Terms) -> str | None:
+def verdict(test: TestReport, terms: Terms) -> str | None:
     """Return a warning if a test shows no significant difference, else None."""
     if test.beyond_noise:
         return None
     return (
-        f"No significant improvement over the {words.untrained}: the paired difference is less than two standard "
-        f"errors. Train longer, or test on more {words.questions}."
+        f"No significant improvement over the {terms.untrained}: the paired difference is less than two standard "
+        f"errors. Train longer, or test on more {terms.questions}."
     )

@@ -246,7 +246,7 @@ class RunSummary:
     finalists: FinalistsReport | None = None
 
     @property
-    def words(self) -> Terms:
+    def terms(self) -> Terms:
         """Terms for its kind of members."""
         return terms_of(self.facts.get("kind"))
 
@@ -273,7 +273,7 @@ class RunSummary:
     @property
     def fitness_words(self) -> str:
         """Definition of fitness."""
-        return self.words.fitness.replace("validation", self.split)
+        return self.terms.fitness.replace("validation", self.split)
 
     @property
     def ending(self) -> str:

@@ -131,14 +131,14 @@ function drawFitness(host) {
   const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
   const x = { low: run.first - 0.015 * (run.last - run.first), high: end, whole: true };
   const y = range(seen), low = run.floor !== null ? "; collapsed members are at the lower edge" : "";
-  const unit = `by generation, ${run.words.fitness}${low}`;
+  const unit = `by generation, ${run.terms.fitness}${low}`;
   const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
   const { root, px, py, box } = chart;
   chart.later = [];
   if (run.base !== null) {
     add(root, "path", { class: "base", d: `M${box.left} ${py(run.base)}H${box.right}` });
     const place = { class: "halo", x: box.right, y: py(run.base) - 5, "text-anchor": "end" };
-    chart.later.push(() => add(root, "text", place, `${run.words.base}, ${run.words.split}`));
+    chart.later.push(() => add(root, "text", place, `${run.terms.base}, ${run.terms.split}`));
   }
   for (const member of run.members) {
     const before = member.from ? [member.from[1], member.from[2]]
@@ -172,7 +172,7 @@ function drawFitness(host) {
     [[run.first, run.test[0], "test"], [end, run.test[1], "test best"]].forEach(([g, fitness, kind]) => {
       const [x, y] = [px(g), py(fitness)];
       const mark = add(root, "path", { class: kind, d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
-      const who = kind === "test" ? run.words.base : `member #${run.test[2]}`;
+      const who = kind === "test" ? run.terms.base : `member #${run.test[2]}`;
       add(mark, "title", {}, `${who}, test: ${number(fitness)}`);
     });
 }
@@ -349,9 +349,9 @@ function describe(member, generation) {
   const list = add(card, "dl");
   const facts = [["fitness", member.failed[generation] ? "failed" : score(fitness, error)],
     ...run.parameters.map((parameter, place) => [parameter.name, number(member.values[place])]),
-    [run.words.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
+    [run.terms.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
   if (otherwise) facts.splice(1, 0, ["measured", otherwise]);
-  facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
+  facts.push(["evaluation", `${count(evaluation)} ${run.terms.tokens}`]);
   for (const [name, value] of facts) {
     add(list, "dt", {}, name);
     add(list, "dd", {}, value);

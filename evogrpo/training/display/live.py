@@ -226,7 +226,7 @@ class RunDisplay:
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._trainer = console, trainer
         self._estimate = TimeEstimate(trainer)
-        self.words = terms_of(trainer.population.members.kind)
+        self.terms = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - trainer.run_state.seconds
         self._step: StepReport | None = None
@@ -285,12 +285,12 @@ class RunDisplay:
             kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
-        lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
+        lines: list[RenderableType] = [*outcome_lines(self._outcome, self.terms), ""] if self._outcome else []
         console.print(
             Group(
                 *lines,
-                *second_set_lines(result, self.words),
-                *evaluated(result, self.words),
+                *second_set_lines(result, self.terms),
+                *evaluated(result, self.terms),
                 f"Finished: {result.reason}.",
             )
         )
@@ -307,14 +307,14 @@ class RunDisplay:
     def _show_baseline(self) -> None:
         baseline = self._trainer.run_state.baseline
         if not self._baseline_shown and baseline is not None:
-            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.words)}\n")
+            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.terms)}\n")
             self._baseline_shown = True
 
     def _show_generation(self, report: GenerationReport) -> None:
         width = self._console.width
         total = self._trainer.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
-        spent = f"{duration_text(report.seconds)} · {processed(report, self.words)}"
+        spent = f"{duration_text(report.seconds)} · {processed(report, self.terms)}"
         facts = f" · step {report.step} · {spent}"
         if len(head) + len(facts) > width:  # avoid a line with a single word
             facts = facts.removesuffix(" processed")
@@ -322,7 +322,7 @@ class RunDisplay:
         evolving = list(self._trainer.population.space) or SHOWN_IF_NOTHING_EVOLVES
         best = self._trainer.run_state.best
         kept = best is None or best.generation == report.generation
-        shown.append(generation_table(report, evolving, width, self.words, kept=kept))
+        shown.append(generation_table(report, evolving, width, self.terms, kept=kept))
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it stays the best")
@@ -371,9 +371,9 @@ class RunDisplay:
         progress = trainer.run_state
         total = "" if schedule.generations is None else f"/{schedule.generations}"
         if not progress.begun and trainer.fitness.uses_validation:
-            return Text(f"measuring the {self.words.untrained}")
+            return Text(f"measuring the {self.terms.untrained}")
         if trainer.finished():
-            return Text(f"testing on {self._trainer.stages.questions('test')} {self.words.questions}")
+            return Text(f"testing on {self._trainer.stages.questions('test')} {self.terms.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)
@@ -382,13 +382,13 @@ class RunDisplay:
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
 
 
-def baseline_text(baseline: Fitness, config: FitnessConfig, words: Terms) -> str:
+def baseline_text(baseline: Fitness, config: FitnessConfig, terms: Terms) -> str:
     """Return the text on the fitness before training."""
     score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
     if not config.uses_validation:
-        return f"first learning step: mean reward {score} over {count} {words.questions}, before anything is learnt"
+        return f"first learning step: mean reward {score} over {count} {terms.questions}, before anything is learnt"
     sampled = ", sampled" if config.sampled else ""
-    return f"{words.untrained}: fitness {score} on {count} validation {words.questions}{sampled}"
+    return f"{terms.untrained}: fitness {score} on {count} validation {terms.questions}{sampled}"
 
 
 def work_text(work: ProgressUpdate) -> Text:
@@ -411,12 +411,12 @@ def _colour(report: TestOutcome) -> str:
     return "bold green" if report.after.mean > report.before.mean else "bold red"
 
 
-def outcome_lines(report: TestOutcome, words: Terms) -> list[Text]:
+def outcome_lines(report: TestOutcome, terms: Terms) -> list[Text]:
     """Return the lines on the test: before training, after, and the difference."""
     before, after, gain = report.before, report.after, report.gain
     lines = [
-        Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
-        Text(f"  {words.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
+        Text(f"Test: {report.questions} {terms.questions} that neither training nor selection saw", "bold"),
+        Text(f"  {terms.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
         Text.assemble(
             f"  {f'member #{report.index}':<17}  ",
             (score_text(after.mean, after.standard_error), "bold"),
@@ -424,5 +424,5 @@ def outcome_lines(report: TestOutcome, words: Terms) -> list[Text]:
             (f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}", _colour(report)),
         ),
     ]
-    remark = verdict(report, words)
+    remark = verdict(report, terms)
     return lines if remark is None else [*lines, Text(remark, "yellow")]

@@ -117,7 +117,7 @@ def rewards_text(report: StepReport) -> Text:
 
 
 def generation_table(
-    report: GenerationReport, evolving: Sequence[str], width: int, words: Terms, *, kept: bool = True
+    report: GenerationReport, evolving: Sequence[str], width: int, terms: Terms, *, kept: bool = True
 ) -> Table:
     """Return the table of a generation, one row per member.
 
@@ -125,14 +125,14 @@ def generation_table(
         report: The generation.
         evolving: The hyperparameters to show.
         width: Columns of the terminal.
-        words: Terms of the task type.
+        terms: Terms of the task type.
         kept: The best member of this generation is the best so far.
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
     others = _measured_otherwise(report) if wide else []
     heads |= (
-        {"fitness ± SE": "left", **dict.fromkeys(others, "left"), words.tokens: "right"}
+        {"fitness ± SE": "left", **dict.fromkeys(others, "left"), terms.tokens: "right"}
         | ({"time": "right"} if wide else {})
         | {"": "left"}
     )
