@@ -129,7 +129,7 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(here, capsys, name):
     rest = ["out"] if name == "export" else []
     for folder, words in (
         ("runs/dem-2", f"runs/dem-2 is not a folder: did you mean {Path('runs/demo-2')}?"),
-        ("nowhere", "nowhere is not a folder: name the folder of a run"),
+        ("nowhere", "nowhere is not a folder"),
         ("demo-2", f"did you mean {Path('runs/demo-2')}?"),
     ):
         assert main([name, folder, *rest]) == 2

@@ -108,4 +108,4 @@ def test_a_schedule_is_exported_once(run_dir, tmp_path, capsys):
     assert main(words) == 0
     assert "replay" in capsys.readouterr().out
     assert main(words) == 2
-    assert "is not overwritten" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
