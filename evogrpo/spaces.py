@@ -42,7 +42,7 @@ def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | Non
 
 
 def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ActionDim:
-    """Return how many outputs a policy needs for one action.
+    """Return the number of policy outputs for one action.
 
     Box: the number of its entries. Discrete: the number of values. MultiDiscrete: the sum of the numbers of values.
     MultiBinary: the number of bits. Sequence: that of one element (for tokens, the vocabulary). Dict: a dict; Tuple or
@@ -70,16 +70,16 @@ def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) ->
 def preprocess_observation(
     observation: Any, space: spaces.Space[Any], device: torch.device | str = "cpu"
 ) -> TensorTree:
-    """Return observations as float32 tensors [batch, *observation_dim(space)].
+    """Convert observations to float32 tensors `[batch, *observation_dim(space)]`.
 
-    Discrete and MultiDiscrete values are one-hot encoded (the latter side by side). A single observation gets a batch
+    Discrete and MultiDiscrete values are one-hot encoded (the latter concatenated). A single observation gets a batch
     dimension of 1. Values are not rescaled.
 
     Args:
         observation: One observation of the space, or a batch along a leading dimension: numbers, arrays or tensors;
             a mapping for Dict, a sequence for Tuple.
-        space: The space it belongs to.
-        device: Where the tensors go.
+        space: Observation space.
+        device: Device of the tensors.
 
     Returns:
         A tensor; a dict of them for Dict; a tuple for Tuple.
@@ -91,13 +91,13 @@ def preprocess_observation(
         case spaces.Dict():
             if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
                 got = sorted(observation) if isinstance(observation, Mapping) else type(observation).__name__
-                raise ValueError(f"an observation of this Dict must have the keys {sorted(space.spaces)}, got {got}")
+                raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {got}")
             return {
                 str(key): preprocess_observation(observation[key], part, device) for key, part in space.spaces.items()
             }
         case spaces.Tuple():
             if not isinstance(observation, Sequence) or len(observation) != len(space):
-                raise ValueError(f"an observation of this Tuple must be a sequence of {len(space)} parts")
+                raise ValueError(f"observation must be a sequence of {len(space)} parts, got {observation!r:.80}")
             parts = zip(observation, space.spaces, strict=True)
             return tuple(preprocess_observation(value, part, device) for value, part in parts)
         case spaces.Box():
@@ -117,28 +117,24 @@ def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | st
     if tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
-        raise ValueError(
-            f"an observation must have the shape {shape}, or [batch, ...] of it, got {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"observation must have shape {shape} or (batch, *{shape}), got {tuple(tensor.shape)}")
     return tensor.to(device)
 
 
 def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
-    """Return the one-hot codes of integer columns side by side: [batch, len(counts)] to [batch, sum(counts)]."""
+    """One-hot encode integer columns: `[batch, len(counts)]` to `[batch, sum(counts)]`."""
     codes = []
     for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
         if column.numel() and not (start <= int(column.min()) and int(column.max()) < start + count):
-            raise ValueError(
-                f"a discrete observation must lie in [{start}, {start + count - 1}], got {column.tolist()}"
-            )
+            raise ValueError(f"observation must lie in [{start}, {start + count - 1}], got {column.tolist()}")
         codes.append(torch.nn.functional.one_hot(column - start, count))
     return torch.cat(codes, dim=1).to(torch.float32)
 
 
 def _unsupported(kind: str, space: object) -> ValueError:
     if space is None:
-        return ValueError(f"the {kind} space is None: an agent over a language model has none unless it is given one")
+        return ValueError(f"{kind} space is None. Agents over language models have none unless it is set.")
     return ValueError(
-        f"the {kind} space must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, "
-        f"got {type(space).__name__}: wrap the environment so that it has one of these"
+        f"{kind} space must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {type(space).__name__}. "
+        "Use a wrapper that converts it."
     )

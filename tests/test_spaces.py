@@ -82,14 +82,14 @@ def test_tensors_go_to_the_device():
 @pytest.mark.parametrize("space", [None, spaces.Text(3), spaces.Graph(BOX, None)])
 def test_other_spaces_are_refused(space):
     for function in (observation_dim, action_dim, lambda space: preprocess_observation(0, space)):
-        with pytest.raises(ValueError, match=r"space is None|must be a Box.*got (Text|Graph)"):
+        with pytest.raises(ValueError, match=r"space is None|must be Box.*got (Text|Graph)"):
             function(space)
 
 
 @pytest.mark.parametrize(
     ("observation", "space", "message"),
     [
-        (np.zeros((3, 2)), BOX, r"shape \(2, 3\), or \[batch, ...\] of it, got \(3, 2\)"),
+        (np.zeros((3, 2)), BOX, r"shape \(2, 3\) .*got \(3, 2\)"),
         (np.zeros((1, 1, 2, 3)), BOX, "got"),
         (5, spaces.Discrete(5), r"\[0, 4\], got \[5\]"),
         (-3, spaces.Discrete(5, start=-2), r"\[-2, 2\], got \[-3\]"),

@@ -24,7 +24,7 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.making import EnvFactory
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.rendering import AGENT_REWARDS
-from evogrpo.envs.control.reset_seeds import SeededGroups
+from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.text import extra_command, shorten
 
 MODE = "rgb_array"

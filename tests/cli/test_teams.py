@@ -145,9 +145,9 @@ def test_a_team_is_filmed_with_what_each_agent_earned(here, capsys):
         (["task.max_episode_steps=25"], "at most 30 of shared per member and learning step"),  # 6 ceil(64·25·3 / 1024)
         ([], "at most 6,400 joint steps a learning step, all members, for episodes of 25"),  # as it says itself
         (["task.env_kwargs.max_cycles=50"], "for episodes of 50"),
-        ([], "fitness what all agents earn together"),
-        (["task.score=[agent_0, agent_1]"], "fitness what agent_0 and agent_1 earn together"),
-        (["task.score=min"], "fitness what the agent earns that earns least"),
+        ([], "fitness sum of all agents' returns"),
+        (["task.score=[agent_0, agent_1]"], "fitness returns of agent_0, agent_1"),
+        (["task.score=min"], "fitness lowest return of an agent"),
         (["task.score=tests.envs.joint_probes:first_earns"], "tests.envs.joint_probes:first_earns, fitness"),
         (["task.agent_ids=true"], "told who it is"),
         (["task.agent_ids=true"], "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))"),
@@ -219,12 +219,12 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         (["mpe2.simple_spred_v3"], "No module named 'mpe2.simple_spred_v3'"),
         (["json"], "json has no function parallel_env: name a module that has one"),
         (["tests.envs.joint_probes:Favoors"], "has no function 'Favoors'"),
-        (["gymnasium:make", "task.env_kwargs={id: CartPole-v1}"], "env must make a pettingzoo ParallelEnv"),
+        (["gymnasium:make", "task.env_kwargs={id: CartPole-v1}"], "env must create a pettingzoo ParallelEnv"),
         ([FAVOURS, "task.env_kwargs={bad: 1}"], "cannot be made"),
         ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
         ([FAVOURS, "task.policies=all"], "unknown value of task.policies"),
         ([FAVOURS, "task.num_envs=0"], "num_envs must be at least 1"),
-        ([FAVOURS, "task.score=green"], "groups of agents named alike but for their number (red, blue), got 'green'"),
+        ([FAVOURS, "task.score=green"], "prefixes (red, blue), got 'green'"),
         ([FAVOURS, "task.score=[]"], "score must be one of 'sum', 'min', 'mean'"),
         ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),
         ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
@@ -233,7 +233,7 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
         ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling replaces single groups"),
         ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),
-        (["mpe2.simple_tag_v3"], "Use policies='prefix', which makes 2 of them: adversary and agent"),
+        (["mpe2.simple_tag_v3"], "Set policies='prefix'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from evogrpo.data import Conversation
-from evogrpo.envs.control.action_noise import ActionNoise, AgentActionNoise
-from evogrpo.envs.control.actions import mask_sizes
+from evogrpo.envs.control.actions import ActionNoise, AgentActionNoise, mask_sizes
 from evogrpo.envs.control.observations import flatten
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.randomness import generator
 
 

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import SPLITS
@@ -78,7 +78,7 @@ def test_processes_play_the_same_episodes(probe, reseed_noise):
 
 @pytest.mark.parametrize("num_envs", [1, 2, 7, 100])
 @pytest.mark.parametrize("make", [*probes.PROBES, "CartPole-v1"])
-def test_the_number_of_lanes_changes_nothing(make, num_envs):
+def test_results_do_not_depend_on_num_envs(make, num_envs):
     many, _ = play(GymnasiumGroups(make))
     some, actor = play(GymnasiumGroups(make, num_envs=num_envs))
     assert episodes(some) == episodes(many)
@@ -224,7 +224,7 @@ def test_a_failure_leaves_nothing_behind():
     assert episodes(play(env)[0]) == expected
 
 
-def test_members_take_turns_at_scarce_lanes():
+def test_members_share_few_environments_evenly():
     env = GymnasiumGroups(probes.ConstantReward, num_envs=6)
     company = []
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from evogrpo.envs.control.action_noise import ActionNoise
-from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
 from tests.envs.actors import Rule, Scrambler
@@ -124,7 +123,7 @@ def test_masks_of_several_components_lie_side_by_side():
         legal_actions(space, [np.array([1, 0, 1, 0, 0])])
     with pytest.raises(ValueError, match=r"5 flags .* got 3"):
         legal_actions(space, [np.array([1, 0, 1])])
-    with pytest.raises(ValueError, match="not for MultiBinary"):
+    with pytest.raises(ValueError, match=r"action_mask.*MultiBinary"):
         legal_actions(spaces.MultiBinary(2), [np.ones(2)])
 
 
@@ -153,7 +152,7 @@ class Odd(gymnasium.Env):
             {"observation_space": spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))},
             "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got Sequence",
         ),
-        ({"action_space": spaces.Dict(a=spaces.Discrete(2))}, "Discrete, MultiDiscrete, MultiBinary or floating"),
+        ({"action_space": spaces.Dict(a=spaces.Discrete(2))}, "action_space must"),
         ({"action_space": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
     ],
 )
@@ -165,10 +164,10 @@ def test_unsupported_spaces_are_named(kwargs, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"reward": float("nan")}, "a reward that is not finite, nan, after 0 steps from reset"),
-        ({"reward": float("inf")}, "a reward that is not finite, inf, after 0 steps"),
-        ({"reward": -1e300}, "a reward that is not finite, -1e\\+300, .* finite, and at most 1e\\+38 in size"),
-        ({"seen": float("nan")}, r"an? observation that is not finite, \[nan, nan\], after 1 steps from reset"),
+        ({"reward": float("nan")}, "reward must be finite.*nan after 0 steps from reset"),
+        ({"reward": float("inf")}, "reward must be finite.*inf after 0 steps"),
+        ({"reward": -1e300}, "reward must be finite.*1e\\+38 .*-1e\\+300"),
+        ({"seen": float("nan")}, r"observation must be finite.*\[nan, nan\] after 1 steps from reset"),
     ],
 )
 def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
@@ -183,13 +182,13 @@ def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
 
 
 def test_observations_of_another_shape_than_the_space_says_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\) .*got \(2,\)"):
         GymnasiumGroups(Odd, env_kwargs={"observation_space": spaces.Box(-1.0, 1.0, (3,), np.float32)})
 
 
 @pytest.mark.parametrize("actions", [np.array([2]), np.array([-1])])
 def test_actions_that_do_not_exist_are_refused(actions):
-    with pytest.raises(ValueError, match="counted from 0 up to 2"):
+    with pytest.raises(ValueError, match="actions must lie in \\[0, 2\\)"):
         GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: actions), [0], [0], [0])
 
 
@@ -208,7 +207,7 @@ def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
     env = GymnasiumGroups(Endless, vectorization=vectorization, num_envs=2)
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with env:
-        with pytest.warns(UserWarning, match=r"cut off after 1,000 steps.*set max_episode_steps"):
+        with pytest.warns(UserWarning, match="max_episode_steps"):
             played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
         assert played.lengths.tolist() == [1000] * 2
         assert played.truncated.all()
@@ -240,7 +239,7 @@ def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"train_size": 0}, r"train_size must lie in \[1, "),
+        ({"train_size": 0}, "train_size must be at least 1"),
         ({"num_envs": 0}, "num_envs must be at least 1"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
@@ -252,25 +251,25 @@ def test_unfit_options_are_refused(kwargs, message):
 
 
 def test_native_where_there_is_none_is_refused():
-    with pytest.raises(ValueError, match="no native environment equals Odd"):
+    with pytest.raises(ValueError, match="vectorization"):
         GymnasiumGroups(Odd, vectorization="native")
 
 
 def test_a_factory_of_something_else_is_refused():
-    with pytest.raises(ValueError, match=r"must return a gymnasium\.Env, got int"):
+    with pytest.raises(ValueError, match="got int"):
         GymnasiumGroups(lambda: 3)
 
 
 def test_unfit_rows_are_refused():
     env = GymnasiumGroups("CartPole-v1", validation_size=2)
     actor = Rule(lambda seen: np.zeros(len(seen), int))
-    with pytest.raises(ValueError, match="one member per row, got 1 for 2 rows"):
+    with pytest.raises(ValueError, match=r"member_ids .* got 1 for 2 rows"):
         env.play(actor, [0], [0, 0], [0])
-    with pytest.raises(ValueError, match=r"starts must lie in \[0, 0\], got \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"start_of_row must lie in \[0, 0\], got \[0, 1\]"):
         env.play(actor, [0], [0, 1], [0, 0])
     with pytest.raises(ValueError, match="member_ids must lie in"):
         env.play(actor, [0], [0], [-1])
-    with pytest.raises(ValueError, match="one number per row"):
+    with pytest.raises(ValueError, match="temperature"):
         env.play(actor, [0], [0], [0], temperature=[1.0, 1.0])
     with pytest.raises(ValueError, match=r"starts of validation must lie in \[0, 1\]"):
         env.open("validation", [2])

@@ -46,8 +46,8 @@ def lengths(env):
 def test_opposed_agents_are_named_with_both_remedies(make, seed):
     env = PettingZooGroups(make, seed=seed)
     (said,) = said_of(env)
-    assert "credit='agent' lets every agent learn from what it earns itself" in said
-    assert "such as score='" in said
+    assert "credit='agent'" in said
+    assert "score='" in said
     assert said_of(env) == []  # once
 
 
@@ -66,27 +66,27 @@ def test_published_games_are_told_apart(game, opposed):
 @pytest.mark.parametrize(
     ("score", "team_credit", "said"),
     [
-        (None, True, ["credit='agent'", "such as score='hunter'"]),
-        (None, False, ["such as score='hunter'"]),
+        (None, True, ["credit='agent'", "score='hunter'"]),
+        (None, False, ["score='hunter'"]),
         ("hunter", True, ["credit='agent'"]),
         ("hunter", False, []),
         ("sum", True, []),
         ("sum", False, []),
     ],
 )
-def test_what_is_said_depends_on_what_is_added_up(score, team_credit, said):
+def test_warning_depends_on_credit_and_score(score, team_credit, said):
     env = PettingZooGroups(joint_probes.Hunt, **({} if score is None else {"score": score}))
     found = "".join(said_of(env, team_credit=team_credit))
-    for words in ("credit='agent'", "such as score='hunter'"):
+    for words in ("credit='agent'", "score='hunter'"):
         assert (words in found) == (words in said)
     assert bool(found) == bool(said)
 
 
-def test_it_is_said_before_anybody_has_learnt():
+def test_warning_comes_before_learning():
     env = PettingZooGroups(joint_probes.Contest)
     options = {"credit": "team", "group_size": 2, "batch_size": 8}
     agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **options)
-    with pytest.warns(UserWarning, match="moves against what the other agents earn"):
+    with pytest.warns(UserWarning, match="opposed"):
         agent.collect(env)
 
 
@@ -114,7 +114,7 @@ def test_scores_are_named_by_agents_and_groups(score, worth):
 
 
 @pytest.mark.parametrize("score", ["green", ["red", "red_9"], [], 3, None])
-def test_scores_that_nobody_earns_are_refused(score):
+def test_invalid_scores_raise(score):
     with pytest.raises(ValueError, match=r"score must be one of 'sum', .*\(red_0, red_1, blue_0\).*\(red, blue\)"):
         PettingZooGroups(joint_probes.Favours, score=score)
 
@@ -138,7 +138,7 @@ class Endless(joint_probes.Favours):
 def test_an_endless_game_is_cut_off_and_said_to_be():
     env = PettingZooGroups(Endless)
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
-    with pytest.warns(UserWarning, match=r"was cut off after 1,000 steps, .*: set max_episode_steps"):
+    with pytest.warns(UserWarning, match="max_episode_steps"):
         assert lengths(env) == [1000, 1000]
     assert lengths(env) == [1000, 1000]  # said once
 
@@ -146,7 +146,7 @@ def test_an_endless_game_is_cut_off_and_said_to_be():
 def test_a_limit_that_a_game_names_is_believed_and_made_sure_of():
     env = PettingZooGroups(Endless, env_kwargs={"max_cycles": 20})
     assert (env.max_episode_steps, env.uses_default_limit) == (20, False)
-    with pytest.warns(UserWarning, match="cut off after 1,000 steps"):
+    with pytest.warns(UserWarning, match="max_episode_steps"):
         assert lengths(env) == [1000, 1000]
     assert PettingZooGroups(Endless, env_kwargs={"max_cycles": 3000}).max_episode_steps == 3000
     inner = PettingZooGroups(Endless, env_kwargs={"env": Endless(max_cycles=30)})  # as SISL's games have it
@@ -163,7 +163,7 @@ def test_what_ends_by_itself_is_not_touched():
 
 
 def test_what_is_carried_over_is_seen_and_mended():
-    with pytest.warns(UserWarning, match=r"the reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
+    with pytest.warns(UserWarning, match="reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
         env = PettingZooGroups(joint_probes.Remembering)
     assert env.recreate_env
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
@@ -176,8 +176,8 @@ def test_what_is_carried_over_is_seen_and_mended():
 @pytest.mark.parametrize(
     ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"recreate_env": False})]
 )
-def test_what_making_anew_does_not_mend_or_may_not_is_said_with_the_remedy(make, options):
-    with pytest.warns(UserWarning, match=r"is not a function of its reset seed .*reset\(seed=...\) makes"):
+def test_warning_if_recreating_does_not_help_or_is_off(make, options):
+    with pytest.warns(UserWarning, match=r"not deterministic.*reset\(seed=...\)"):
         env = PettingZooGroups(make, **options)
     assert not env.recreate_env
 

@@ -5,7 +5,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from evogrpo.envs.control.action_noise import ActionNoise
+from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import ObservationStatistics
 from tests.envs import probes

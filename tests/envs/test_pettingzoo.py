@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.action_noise import AgentActionNoise
+from evogrpo.envs.control.actions import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS
@@ -68,7 +68,7 @@ def test_the_environments_of_these_tests_keep_to_the_parallel_api(make):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_number_of_lanes_changes_nothing(make):
+def test_results_do_not_depend_on_num_envs(make):
     many = parts(play(PettingZooGroups(make)))
     for num_envs in (1, 5):
         assert parts(play(PettingZooGroups(make, num_envs=num_envs))) == many
@@ -264,7 +264,7 @@ def test_policies_are_shared_out_by_name():
     assert list(map_policies(lone, lone, "prefix").specs) == ["solo", "first_second"]
 
 
-def test_a_policy_is_told_whom_it_acts_for_on_request():
+def test_agent_ids_are_appended_to_observations():
     env = PettingZooGroups(joint_probes.Favours)
     mapping = mapping_of(env, "prefix", agent_ids=True)
     assert mapping.specs["red"].observation_space.shape == (5,)
@@ -275,7 +275,7 @@ def test_a_policy_is_told_whom_it_acts_for_on_request():
     image = {agent: gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
     space = map_policies(image, dict.fromkeys(image, gymnasium.spaces.Discrete(2)), agent_ids=True).specs["shared"]
     pictures = np.zeros((2, 8, 8, 3), np.uint8)
-    leaves = space.identified([pictures], ["a_1", "a_0"])
+    leaves = space.stack(pictures, ["a_1", "a_0"])
     assert leaves[1].tolist() == [[0, 1], [1, 0]]
     assert space.observation_space.contains((leaves[0][0], leaves[1][0]))
 
@@ -350,10 +350,10 @@ class Faulty(joint_probes.Favours):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("reviving", r"\['red_1'\] came back after their end"),
-        ("reward", "gave red_1 a reward that is not finite"),
-        ("observation", "gave red_1 an observation that is not finite"),
-        ("blind", r"no observation to its living agents \['red_1'\]"),
+        ("reviving", r"\['red_1'\] returned after their end"),
+        ("reward", "reward of red_1 must be finite"),
+        ("observation", "observation of red_1 must be finite"),
+        ("blind", r"observation .*\['red_1'\]"),
     ],
 )
 def test_faults_of_an_environment_are_named(fault, message):
@@ -385,8 +385,12 @@ class Misshapen(joint_probes.Favours):
         ("reset", lambda given: ([0, 0], given[1]), "got observations of type list"),
         ("step", lambda given: given[:4], r"terminations, truncations, infos\) from step\(\), .*, got 4 values"),
         ("step", lambda given: (given[0], [1.0, 1.0], *given[2:]), "got rewards of type list"),
-        ("step", lambda given: (*given[:4], dict.fromkeys(given[4], "x")), "each info one as well, got str for red_0"),
-        ("step", lambda given: (given[0], {}, *given[2:]), r"no reward to agents that acted: \['red_0', "),
+        (
+            "step",
+            lambda given: (*given[:4], dict.fromkeys(given[4], "x")),
+            "info must be a dict, got str for red_0",
+        ),
+        ("step", lambda given: (given[0], {}, *given[2:]), r"reward.* agents that acted: \['red_0', "),
     ],
 )
 def test_tables_of_another_form_are_named(of, made, message):
@@ -403,7 +407,7 @@ def test_a_parallel_environment_takes_its_seed():
         def reset(self, seed=None, options=None):
             raise TypeError("of its own")
 
-    with pytest.raises(ValueError, match=r"must take its seed as reset\(seed=\.\.\.\), as pettingzoo\.ParallelEnv"):
+    with pytest.raises(ValueError, match=r"must accept reset\(seed=\.\.\.\)"):
         play(PettingZooGroups(Seedless))
     with pytest.raises(TypeError, match="of its own"):
         play(PettingZooGroups(Failing))
@@ -419,7 +423,7 @@ def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
 
 def test_one_environment_handed_out_again_and_again_is_refused():
     one = joint_probes.Favours()
-    with pytest.raises(ValueError, match="must make a new environment at each call"):
+    with pytest.raises(ValueError, match="env must create a new environment"):
         play(PettingZooGroups(lambda: one))
 
 
@@ -437,7 +441,7 @@ def test_arrays_of_one_number_are_rewards():
             seen, rewards, *rest = super().step(actions)
             return seen, {agent: np.zeros(2) for agent in rewards}, *rest
 
-    with pytest.raises(ValueError, match=r"one reward of red_0 for each step, got an array of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"reward of red_0 must .* got an array of shape \(2,\)"):
         play(PettingZooGroups(Several))
 
 
@@ -468,37 +472,37 @@ def test_whoever_has_no_legal_action_is_not_asked_whatever_the_mask_is_written_a
 
 
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="num_envs must be at least 1, got None"):
+    with pytest.raises(ValueError, match="num_envs must"):
         PettingZooGroups(joint_probes.Favours, num_envs=None)
-    with pytest.raises(ValueError, match="must make a pettingzoo ParallelEnv, got CartPoleEnv"):
+    with pytest.raises(ValueError, match=r"env must .* got CartPoleEnv"):
         PettingZooGroups(lambda: gymnasium.make("CartPole-v1").unwrapped)
     with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
         PettingZooGroups(joint_probes.Lives, num_envs=0)
-    with pytest.raises(ValueError, match="validation_size must lie in"):
+    with pytest.raises(ValueError, match="validation_size must"):
         PettingZooGroups(joint_probes.Lives, validation_size=0)
-    with pytest.raises(ValueError, match="env must make environments"):
+    with pytest.raises(ValueError, match="env must"):
         PettingZooGroups(joint_probes.Lives())
     env = PettingZooGroups(joint_probes.Lives)
     mapping = mapping_of(env)
     actors = {"shared": Scrambler(gymnasium.spaces.Discrete(2))}
     opened = env.open("train", [0])
     for starts, members, options, message in (
-        ([0], [0, 0], {}, "one member per row"),
-        ([1], [0], {}, "starts must lie in"),
+        ([0], [0, 0], {}, "member_ids"),
+        ([1], [0], {}, "start_of_row"),
         ([0], [-1], {}, r"member_ids must lie in \[0, inf\), got \[-1\]"),
-        ([0], [0], {"temperature": [1.0, 1.0]}, "one number per row"),
+        ([0], [0], {"temperature": [1.0, 1.0]}, "temperature"),
     ):
         with pytest.raises(ValueError, match=message):
             opened.play(actors, mapping, starts, members, **options)
-    with pytest.raises(ValueError, match=r"an actor is missing for the policies \['shared'\]"):
+    with pytest.raises(ValueError, match=r"actors must .*\['shared'\]"):
         opened.play({}, mapping, [0], [0])
 
 
-def test_assignments_that_cannot_be_are_refused():
+def test_invalid_policy_mappings_raise():
     vectors = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 1, (4,))}
     choices = dict.fromkeys(vectors, gymnasium.spaces.Discrete(2))
     for policies in ("shared", "prefix"):
-        with pytest.raises(ValueError, match="agents of one policy must have the same spaces"):
+        with pytest.raises(ValueError, match="requires equal spaces"):
             map_policies(vectors, choices, policies)
     assert len(map_policies(vectors, choices, "independent").specs) == 2
     bounded = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 2, (3,))}
@@ -506,42 +510,36 @@ def test_assignments_that_cannot_be_are_refused():
         "a_0",
         "a_1",
     )  # what bounds an observation matters not
-    with pytest.raises(ValueError, match=r"a_0 sees .* acts in Discrete\(2\); a_1 sees .* acts in Discrete\(3\)"):
+    with pytest.raises(ValueError, match=r"a_0 has .* Discrete\(2\), a_1 has .*Discrete\(3\)"):
         map_policies(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):
         map_policies(vectors, choices, "common")
-    with pytest.raises(ValueError, match="must name the same agents"):
+    with pytest.raises(ValueError, match="must have the same agents"):
         map_policies(vectors, {"a_0": gymnasium.spaces.Discrete(2)})
     env = PettingZooGroups(MAKERS["generated"])
-    with pytest.raises(ValueError, match="has no policy: 'independent' policies were made for"):
+    with pytest.raises(ValueError, match="has no policy"):
         play(env, "independent")
     mapping = mapping_of(env, agent_ids=True)
-    with pytest.raises(ValueError, match="agent_ids numbers the agents"):
+    with pytest.raises(ValueError, match="agent_ids"):
         env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, mapping, [0], [0])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "policies", "said"),
+    ("sizes", "policies", "fits"),
     [
-        (
-            {"cat_0": 3, "cat_1": 3, "mouse_0": 4},
-            "shared",
-            "cat_0 and cat_1 see .*; mouse_0 sees .*'prefix', which makes 2",
-        ),
-        ({"speaker": 3, "listener": 4}, "shared", "'prefix', which makes 2 of them: speaker and listener"),
-        ({"cat_0": 3, "mouse_0": 4, "cat_1": 5}, "shared", "; cat_1 sees .*'independent'"),
-        ({"a_0": 3, "a_1": 4}, "prefix", "'independent', one for each agent"),
-        ({f"a_{number}": 3 + (number == 9) for number in range(10)}, "shared", "a_4 and 4 more see .*; a_9 sees"),
+        ({"cat_0": 3, "cat_1": 3, "mouse_0": 4}, "shared", "prefix"),
+        ({"speaker": 3, "listener": 4}, "shared", "prefix"),
+        ({"cat_0": 3, "mouse_0": 4, "cat_1": 5}, "shared", "independent"),
+        ({"a_0": 3, "a_1": 4}, "prefix", "independent"),
     ],
 )
 @pytest.mark.parametrize("acting", [False, True])
-def test_agents_that_differ_are_named_with_the_policies_that_fit_them(sizes, policies, said, acting):
+def test_agents_with_different_spaces_need_finer_policies(sizes, policies, fits, acting):
     vectors = {agent: gymnasium.spaces.Box(0, 1, (1 if acting else size,)) for agent, size in sizes.items()}
     choices = {agent: gymnasium.spaces.Discrete(size if acting else 2) for agent, size in sizes.items()}
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=f"policies='{fits}'"):
         map_policies(vectors, choices, policies)
-    offered = "prefix" if "'prefix'" in str(refused.value) else "independent"
-    assert len(map_policies(vectors, choices, offered).specs) > 1
+    assert len(map_policies(vectors, choices, fits).specs) > 1
 
 
 def test_scores_are_what_the_caller_says():
@@ -549,7 +547,7 @@ def test_scores_are_what_the_caller_says():
     played = play(env)
     assert env.scores(played).tolist() == [returns["red_0"] for returns in played.returns]
     assert np.abs(PettingZooGroups(joint_probes.Contest).scores(played)).max() < 1e-12
-    with pytest.raises(ValueError, match="score must return a finite number"):
+    with pytest.raises(ValueError, match="score must be finite"):
         PettingZooGroups(joint_probes.Contest, score=lambda returns: np.nan).scores(played)
 
 

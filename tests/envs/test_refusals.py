@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import joint_probes, probes
 
-REMEDY = r"must be one environment, got a vector of \d \(\w+\): give 'CartPole-v1' or a callable .*num_envs="
+REMEDY = r"must be a single environment, got a vector of \d \(\w+\).*'CartPole-v1'.*num_envs"
 
 
 def stable_baselines(kind):
@@ -40,7 +40,7 @@ def test_an_environment_that_steps_several_episodes_is_refused():
     class Batched(probes.ConstantReward):
         num_envs = 8
 
-    with pytest.raises(ValueError, match=r"got a vector of 8 \(Batched\): give the id or a callable"):
+    with pytest.raises(ValueError, match=r"got a vector of 8 \(Batched\)"):
         GymnasiumGroups(Batched)
     Batched.num_envs = 1
     GymnasiumGroups(Batched)
@@ -49,14 +49,14 @@ def test_an_environment_that_steps_several_episodes_is_refused():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (lambda: gymnasium.make("CartPole-v1"), "give 'CartPole-v1', the class or a function instead"),
-        (probes.ConstantReward, "got ConstantReward: give the class or a function instead"),
-        (lambda: ["CartPole-v1"], "got list: give the class"),
-        (lambda: None, "got NoneType: give the class"),
+        (lambda: gymnasium.make("CartPole-v1"), "'CartPole-v1'"),
+        (probes.ConstantReward, "got ConstantReward"),
+        (lambda: ["CartPole-v1"], "got list"),
+        (lambda: None, "got NoneType"),
     ],
 )
-def test_what_is_made_already_is_refused(given, said):
-    with pytest.raises(ValueError, match=f"the id of an environment or a callable that makes one, .*{said}"):
+def test_environments_instead_of_callables_raise(given, said):
+    with pytest.raises(ValueError, match=f"env must .*{said}"):
         GymnasiumGroups(given())
 
 
@@ -73,15 +73,15 @@ class OldGym:
 
 
 def test_what_a_callable_returns_is_refused_with_what_it_is():
-    with pytest.raises(ValueError, match=r"must return a gymnasium\.Env, got OldGym: .*inherit .*GymV21Environment-v0"):
+    with pytest.raises(ValueError, match=r"got OldGym.*GymV21Environment-v0"):
         GymnasiumGroups(OldGym)
-    with pytest.raises(ValueError, match=r"got Lives: environments of several agents .*PettingZooGroups"):
+    with pytest.raises(ValueError, match=r"got Lives.*PettingZooGroups"):
         GymnasiumGroups(joint_probes.Lives)
 
     class Spaceless(gymnasium.Env):
         action_space = spaces.Discrete(2)
 
-    with pytest.raises(ValueError, match=r"Spaceless\.observation_space must be a space of .*, got NoneType: set it"):
+    with pytest.raises(ValueError, match=r"Spaceless\.observation_space must be .* got NoneType"):
         GymnasiumGroups(Spaceless)
 
 
@@ -104,7 +104,10 @@ class Form(probes.ConstantReward):
 
 
 FORMS = {
-    "four values": ({"step": lambda o, r, t, c, i: (o, r, t, i)}, r"from step\(\), got a tuple of 4 .* in the old Gym"),
+    "four values": (
+        {"step": lambda o, r, t, c, i: (o, r, t, i)},
+        r"from step\(\), got a tuple of 4 .*truncated",
+    ),
     "three values": ({"step": lambda o, r, t, c, i: (o, r, t)}, r"from step\(\), got a tuple of 3 \(ndarray, "),
     "a step of nothing": ({"step": lambda *_: None}, r"from step\(\), got NoneType$"),
     "an observation alone": ({"reset": lambda o, i: o}, r"\(observation, info\) from reset\(\), got ndarray"),
@@ -113,24 +116,24 @@ FORMS = {
         {"reset": lambda o, i: (o, None)},
         r"\(observation, info\) from reset\(\), got a tuple of 2 \(ndarray, NoneType\)",
     ),
-    "no seed": ({"seeded": False}, r"take its seed as reset\(seed=\.\.\.\)"),
+    "no seed": ({"seeded": False}, r"accept reset\(seed=\.\.\.\)"),
 }
 PARTS = {
-    "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation that is not finite"),
+    "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
     "too large": (
         {"step": lambda o, r, t, c, i: (o, 10**400, t, c, i)},
-        "reward must be a number that float64 holds, got 1000",
+        "reward must fit into float64, got 1000",
     ),
-    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "one reward for each step, got '1'"),
-    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "for each step, got 'False'"),
-    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "for each step, got None"),
-    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "one reward for each step, got 1j"),
+    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "reward must .*got '1'"),
+    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "got 'False'"),
+    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "got None"),
+    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "reward must .*got 1j"),
     "a mask to be added": (
         {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
-        r"must say 1 of legal values and 0 of others, got \[0.0, -inf\]",
+        r"action_mask.* got \[0.0, -inf\]",
     ),
-    "an info of nothing": ({"step": lambda *given: (*given[:4], None)}, "info .* returns must be a dict, got NoneType"),
-    "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"observations of shape \(2,\), got \(3,\)"),
+    "an info of nothing": ({"step": lambda *given: (*given[:4], None)}, "info must be a dict, got NoneType"),
+    "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"shape \(2,\) .* got \(3,\)"),
 }
 
 
@@ -163,7 +166,7 @@ def test_an_observation_without_a_part_of_its_space_is_refused():
             seen, info = super().reset(**given)
             return {"a": seen}, info
 
-    with pytest.raises(ValueError, match=r"must have the keys \['a', 'b'\] of its space, got \['a'\]"):
+    with pytest.raises(ValueError, match=r"keys \['a', 'b'\], got \['a'\]"):
         GymnasiumGroups(Partial)
 
 
@@ -177,7 +180,7 @@ def test_numbers_beyond_what_members_compute_in_are_refused():
             super().reset(**given)
             return np.array([0.0, 1e39]), {}
 
-    with pytest.raises(ValueError, match=r"observation that is not finite, \[0.0, 1e\+39\]"):
+    with pytest.raises(ValueError, match=r"observation must be finite .*\[0.0, 1e\+39\]"):
         GymnasiumGroups(Wide)
 
 

@@ -92,7 +92,7 @@ def test_a_callable_does_as_well_and_episodes_can_be_cut(tmp_path):
             lambda render_mode=None: joint_probes.Alike(),
             'must be made with render_mode="rgb_array", but its render_mode',
         ),
-        ("mpe2.simple_spread_v3", "env must make environments, .*got str"),
+        ("mpe2.simple_spread_v3", "env must .*got str"),
     ],
 )
 def test_what_cannot_be_filmed_is_refused_before_it_is_played(tmp_path, make, message):

@@ -28,15 +28,13 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch, Experience, ObservationInputs
-from evogrpo.envs.control.action_noise import AgentActionNoise, AgentUniforms
-from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.actions import AgentActionNoise, AgentUniforms, legal_actions, to_environment
 from evogrpo.envs.control.episodes import AgentEpisodes
 from evogrpo.envs.control.observations import (
     ObservationStatistics,
+    episode_statistics,
     flatten,
     normalised_leaves,
-    observed,
-    stack,
     unflatten,
 )
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -92,7 +90,7 @@ def _shown(
         return episodes.observations, None
     space, present = policy.observation_space, episodes.present
     leaves = flatten(space, episodes.observations)
-    summary = observed(policy.bank.size, leaves, normalised_leaves(space), present, owners)
+    summary = episode_statistics(policy.bank.size, leaves, normalised_leaves(space), present, owners)
     flat = unflatten(space, [leaf.reshape(present.size, *leaf.shape[2:]) for leaf in leaves])
     changed = flatten(space, policy.shown(flat, owners.repeat(present.shape[1])))
     shown = [leaf.reshape(*present.shape, *leaf.shape[1:]).copy() for leaf in changed]
@@ -303,9 +301,9 @@ class JointPolicySet:
         chosen: dict[Any, Any] = {}
         for policy, agents in own.items():
             spec, width = self.mapping.specs[policy], self.policies[policy].bank.uniforms_per_action
-            split = [spec.split(seen[agent]) for agent in agents]
-            given = [masks.get(agent) if mask is None else mask for agent, (_, mask) in zip(agents, split, strict=True)]
-            leaves = spec.identified(stack(spec.parts, [part for part, _ in split]), [str(agent) for agent in agents])
+            own_masks = [spec.mask(seen[agent]) for agent in agents]
+            given = [masks.get(agent) if mask is None else mask for agent, mask in zip(agents, own_masks, strict=True)]
+            leaves = spec.stack([seen[agent] for agent in agents], [str(agent) for agent in agents])
             acted = self.policies[policy].act(
                 unflatten(spec.observation_space, leaves),
                 np.full(len(agents), learner.slot),

@@ -12,8 +12,14 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import flatten, leaf_spaces, normalised_leaves, observed, unflatten
-from evogrpo.envs.control.rollout import fits_float32
+from evogrpo.envs.control.observations import (
+    episode_statistics,
+    fits_float32,
+    flatten,
+    leaf_spaces,
+    normalised_leaves,
+    unflatten,
+)
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -162,6 +168,6 @@ def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networ
     if networks.statistics is not None:
         members = np.full(n, learner.slot)
         networks.update_statistics(
-            observed(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members)
+            episode_statistics(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members)
         )
     return unflatten(space, [leaf.reshape(n, t, *leaf.shape[1:]) for leaf in shown])

@@ -29,8 +29,7 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch, Experience, ObservationInputs, SampledActions
-from evogrpo.envs.control.action_noise import ActionNoise, StepUniforms
-from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.actions import ActionNoise, StepUniforms, legal_actions, to_environment
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.protocol import GroupEnvironment, Scores
 from evogrpo.evolution.lineage import ArchitectureChange

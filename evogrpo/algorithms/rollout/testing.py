@@ -12,9 +12,10 @@ from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
 from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
 from evogrpo.envs.control.gymnasium_groups import StartBatch
-from evogrpo.envs.control.making import DEFAULT_MAX_EPISODE_STEPS, declared_limit, time_limit
-from evogrpo.envs.control.rendering import WINDOW, window
+from evogrpo.envs.control.making import declared_limit, time_limit
+from evogrpo.envs.control.rendering import explain_window_errors
 from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE
 from evogrpo.envs.control.vector_env import DEFAULT_POLICY, SerialVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 
@@ -41,7 +42,7 @@ class SingleEnvironment:
         known = next((limit for limit in own if limit is not None), None)
         self._env = _KeepOpen(env if known is not None else TimeLimit(env, DEFAULT_MAX_EPISODE_STEPS))
         self.max_episode_steps, self._episodes = known or DEFAULT_MAX_EPISODE_STEPS, episodes
-        self._drawn = env.render_mode == WINDOW
+        self._drawn = env.render_mode == RENDER_MODE
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` starts."""
@@ -62,7 +63,7 @@ class SingleEnvironment:
             lambda: self._env, recreate_env=False, reseed=False, observation_space=space, action_space=action_space
         )
         record = EpisodeRecorder(space, wanted.member_ids, wanted.statistics)
-        with window() if self._drawn else nullcontext():
+        with explain_window_errors() if self._drawn else nullcontext():
             return play_episodes(
                 lanes, 1, {DEFAULT_POLICY: (space, action_space)}, {DEFAULT_POLICY: actor}, record, wanted
             )
@@ -104,10 +105,10 @@ def open_test_environment(
     if episodes is not None:
         episodes = whole_between("episodes", episodes, 1)
     if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
-        if render and env.render_mode != WINDOW:
+        if render and env.render_mode != RENDER_MODE:
             raise ValueError(
-                f"render needs an environment with render_mode={WINDOW!r}, got {type(env.unwrapped).__name__} with "
-                f"render_mode={env.render_mode!r}. Create it with that mode, or leave out render."
+                f"render needs an environment with render_mode={RENDER_MODE!r}, got {type(env.unwrapped).__name__} "
+                f"with render_mode={env.render_mode!r}. Create it with that mode, or leave out render."
             )
         yield SingleEnvironment(env, episodes or 1), episodes or 1
         return

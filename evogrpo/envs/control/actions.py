@@ -1,26 +1,113 @@
-"""The boundary between a policy's actions and an environment's: clipping, start offsets, legal-action masks."""
+"""Actions: random numbers to sample them with, conversion to the environment's form, and legal-action masks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.randomness import generator
+
 Array = NDArray[Any]
 
-_BEYOND_USE = 1e6
+StepUniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
+
+AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same arguments always."""
+
+_FIRST_CHUNK = 64  # steps; each further chunk is twice as long
+_USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
+
+
+class ActionNoise:
+    """Uniform random numbers in [0, 1) for every row and step, for episodes of unknown length.
+
+    Row r of stream s uses, at its step t, entry [r, t] of the generators (seed, purpose, *streams[s], 0),
+    (..., 1) and so on, each of which covers twice as many steps as the one before. The numbers depend on neither
+    the order nor the number of the calls.
+
+    Args:
+        seed: Root seed of the run.
+        purpose: Purpose of the random stream.
+        streams: Numbers that name the stream of each member, e.g. (learning step, index).
+        rows: Number of rows of each stream. Rows are numbered stream after stream.
+        width: Numbers per action.
+    """
+
+    def __init__(
+        self, seed: int, purpose: str, *, streams: Sequence[tuple[int, ...]], rows: Sequence[int], width: int
+    ) -> None:
+        if len(streams) != len(rows):
+            raise ValueError(f"rows must have one entry per stream, got {len(rows)} for {len(streams)} streams")
+        self._seed, self._purpose, self._width = seed, purpose, width
+        self._streams = tuple(zip(streams, rows, strict=True))
+        self._chunks = 0
+        self._table = np.empty((sum(rows), 0, width), dtype=np.float32)
+
+    def __call__(self, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the numbers `[m, width]` of rows `[m]` at their steps `t` `[m]`."""
+        while len(t) and self._table.shape[1] <= t.max():
+            length = _FIRST_CHUNK << self._chunks
+            chunk = [
+                generator(self._seed, self._purpose, *name, self._chunks).random(
+                    (count, length, self._width), dtype=np.float32
+                )
+                for name, count in self._streams
+            ]
+            self._table = np.concatenate([self._table, np.concatenate(chunk)], axis=1)
+            self._chunks += 1
+        uniforms: NDArray[np.float32] = self._table[rows, t]
+        return uniforms
+
+
+class AgentActionNoise:
+    """Uniform random numbers in [0, 1) for every agent, row and step: one `ActionNoise` per agent.
+
+    Args:
+        seed: Root seed of the run.
+        purpose: Purpose of the random stream.
+        streams: Numbers that name the stream of each member, e.g. (learning step, index).
+        rows: Number of joint episodes of each stream. They are numbered stream after stream.
+        width_of: Returns the numbers per action of an agent.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        purpose: str,
+        *,
+        streams: "list[tuple[int, ...]]",
+        rows: "list[int]",
+        width_of: Callable[[str], int],
+    ) -> None:
+        self._seed, self._purpose, self._streams, self._rows = seed, purpose, streams, rows
+        self._width_of = width_of
+        self._agents: dict[str, ActionNoise] = {}
+
+    def __call__(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the numbers `[m, width]` of an agent in the joint episodes `rows` `[m]` at their steps `t` `[m]`."""
+        if agent not in self._agents:
+            self._agents[agent] = ActionNoise(
+                self._seed,
+                f"{self._purpose} for {agent}",
+                streams=self._streams,
+                rows=self._rows,
+                width=self._width_of(agent),
+            )
+        return self._agents[agent](rows, t)
 
 
 def check_action_space(space: spaces.Space[Any]) -> None:
-    """Raise ValueError unless policies can act in this space, naming those they can."""
+    """Raise ValueError unless policies can act in this space."""
     supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
         isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
     )
     if not supported:
         raise ValueError(
-            f"actions must be of a Discrete, MultiDiscrete, MultiBinary or floating-point Box, got {space}: "
-            "wrap the environment so that it has one of these"
+            f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space}. "
+            "Use a wrapper that converts it."
         )
 
 
@@ -30,18 +117,18 @@ def policy_action_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
 
 
 def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
-    """Return a policy's actions as the environment takes them.
+    """Convert a policy's actions to the environment's form.
 
-    A policy counts the values of Discrete and MultiDiscrete from 0; the environment's `start` is added here. Box
-    actions are clipped to the bounds here, so that a log-probability stays that of the sample. What is not finite, the
-    work of a member that has diverged, becomes 0 before clipping: the run goes on, without that member where it fails.
+    A policy counts the values of Discrete and MultiDiscrete from 0; the space's `start` is added here. Box actions
+    are clipped to the bounds here, so that the log-probability remains that of the unclipped sample. Values that are
+    not finite, from a member that has diverged, become 0 before clipping, so that the other members can continue.
 
     Args:
-        space: The action space of one environment.
+        space: Action space of one environment.
         actions: `[m, ...]` in the dtype of the space.
 
     Raises:
-        ValueError: If a discrete action does not exist.
+        ValueError: If a discrete action is out of range.
     """
     match space:
         case spaces.Box():
@@ -57,26 +144,26 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
             _check_range(actions, space.nvec)
             return actions + space.start
     _check_range(actions, 2)
-    return actions.copy()  # an environment may write into what it is given
+    return actions.copy()  # an environment may write into its argument
 
 
 def _check_range(actions: Array, count: Any) -> None:
     if ((actions < 0) | (actions >= count)).any():
-        raise ValueError(f"a discrete action must be counted from 0 up to {count} (exclusive), got {actions.tolist()}")
+        raise ValueError(f"discrete actions must lie in [0, {count}), got {actions.tolist()}")
 
 
 def random_action(space: spaces.Space[Any], mask: Array | None, rng: np.random.Generator) -> Array:
-    """Return one action `[1, ...]` as a policy chooses it, drawn from the legal ones, or the bounds, uniformly.
+    """Return one random action `[1, ...]` in a policy's form, uniform over the legal values or within the bounds.
 
     Args:
-        space: The action space of one environment.
+        space: Action space of one environment.
         mask: `[1, k]` from `legal_actions`; None = all are legal.
-        rng: Draws it. Where a box has no bounds, or bounds beyond all use, the draws are standard normal.
+        rng: Random generator. Entries of a Box without usable bounds are standard normal.
     """
     match space:
         case spaces.Box():
             low, high = np.float64(space.low), np.float64(space.high)
-            bounded = (np.abs(low) < _BEYOND_USE) & (np.abs(high) < _BEYOND_USE)
+            bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
             within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
         case spaces.MultiBinary():
@@ -91,7 +178,7 @@ def random_action(space: spaces.Space[Any], mask: Array | None, rng: np.random.G
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Return how many values each component of a maskable action has; () where actions cannot be masked."""
+    """Return the number of values of each component of a maskable action; () if actions cannot be masked."""
     match space:
         case spaces.Discrete():
             return (int(space.n),)
@@ -101,26 +188,26 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
 
 
 def mask_from_info(info: object) -> Any:
-    """Return the action mask in what an environment tells beside an observation; None where there is none.
+    """Return the action mask in an environment's info; None if it has none.
 
     Raises:
-        ValueError: If it tells anything else than a dict.
+        ValueError: If the info is not a dict.
     """
     if not isinstance(info, Mapping):
-        raise ValueError(f"the info that an environment returns must be a dict, got {type(info).__name__}")
+        raise ValueError(f"info must be a dict, got {type(info).__name__}")
     return info.get("action_mask")
 
 
 def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
-    """Return the masks that environments gave as `info["action_mask"]`, one row per environment.
+    """Stack the masks of `info["action_mask"]`, one row per environment.
 
     Args:
-        space: The action space of one environment.
-        masks: What each gave, None for nothing: for Discrete one flag per value; for MultiDiscrete the same for each
-            component, as a tuple or side by side.
+        space: Action space of one environment.
+        masks: Mask of each environment, or None. For Discrete one flag per value; for MultiDiscrete the same for each
+            component, as a tuple or concatenated.
 
     Returns:
-        `[m, sum of values]` booleans, True = legal; None when nobody gave a mask.
+        `[m, sum of values]` booleans, True = legal; None if there is no mask at all.
 
     Raises:
         ValueError: If a mask has another size, leaves no legal value, or the space cannot be masked.
@@ -129,7 +216,7 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         return None
     sizes = mask_sizes(space)
     if not sizes:
-        raise ValueError(f"info['action_mask'] is understood for Discrete and MultiDiscrete actions, not for {space}")
+        raise ValueError(f"info['action_mask'] requires Discrete or MultiDiscrete actions, got {space}")
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
@@ -138,20 +225,9 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         if len(flags) != len(row):
             raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}")
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
-            raise ValueError(f"info['action_mask'] must say 1 of legal values and 0 of others, got {flags.tolist()}")
+            raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}")
         row[:] = flags
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
         raise ValueError("info['action_mask'] must leave at least one legal value for every component of an action")
     return legal
-
-
-def join_masks(masks: tuple[Array | None, Array | None], counts: tuple[int, int]) -> Array | None:
-    """Return two sets of masks, of the given numbers of rows, one after the other; no mask means all legal."""
-    present = [mask for mask in masks if mask is not None]
-    if not present:
-        return None
-    width = present[0].shape[1]
-    return np.concatenate(
-        [np.ones((count, width), np.bool_) if mask is None else mask for mask, count in zip(masks, counts, strict=True)]
-    )

@@ -20,19 +20,19 @@ Step = tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_], NDArra
 
 
 class ClassicControl(ABC):
-    """`m` episodes of one environment, each with its own seed and its own clock, stepped together in numpy.
+    """Base class: `m` episodes of one environment, each with its own seed and step count, stepped together in numpy.
 
-    Every lane equals `gymnasium.make(id)` reset with the lane's seed, bit for bit: observations, rewards, termination
-    and truncation. The formulas therefore keep gymnasium's order of operations, its mixture of float32 and float64,
+    Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations, rewards, termination
+    and truncation. The formulas therefore keep Gymnasium's order of operations, its mixture of float32 and float64,
     and its library functions: `x**2` of a numpy scalar is the C library's `pow`, which `np.float_power` calls and
-    `x * x` does not always equal. Lanes are added at the end, and kept, dropped or reordered by `select`.
+    `x * x` does not always equal. Episodes are appended by `add`, and kept, dropped or reordered by `select`.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated, at least 1.
 
     Attributes:
-        options: Keyword arguments of the gymnasium environment that this one understands.
-        max_episode_steps: As given.
+        options: Supported keyword arguments of the Gymnasium environment.
+        max_episode_steps: As passed.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -50,28 +50,28 @@ class ClassicControl(ABC):
         return len(self._elapsed)
 
     def add(self, seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Open one episode per seed behind the lanes there are; return their first observations [k, d]."""
-        # The episodes of a group share a seed, and making a generator costs as much as stepping a hundred lanes.
-        distinct, lane = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
+        """Append one episode per seed; return their first observations `[k, d]`."""
+        # The episodes of a group share a seed, and creating a generator costs as much as a hundred steps.
+        distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
-        state = np.array([state for state, _ in starts]).T[:, lane]
+        state = np.array([state for state, _ in starts]).T[:, episode]
         self._state = np.concatenate([self._state, state], axis=1)
-        self._elapsed = np.concatenate([self._elapsed, np.zeros(len(lane), dtype=np.int64)])
-        return np.array([observation for _, observation in starts], dtype=np.float32)[lane]
+        self._elapsed = np.concatenate([self._elapsed, np.zeros(len(episode), dtype=np.int64)])
+        return np.array([observation for _, observation in starts], dtype=np.float32)[episode]
 
     def select(self, positions: NDArray[np.int64]) -> None:
-        """Keep the lanes at these positions, in this order, and drop the others."""
+        """Keep the episodes at these positions, in this order, and drop the others."""
         self._state = self._state.take(positions, axis=1)
         self._elapsed = self._elapsed.take(positions)
 
     def step(self, actions: NDArray[np.generic]) -> Step:
-        """Step every lane once.
+        """Step every episode once.
 
         Args:
             actions: `[m]` or `[m, k]` actions of the environment's action space, in its dtype; not checked.
 
         Returns:
-            Observations, rewards, terminated and truncated by lane; a lane that ended must not be stepped again.
+            Observations, rewards, terminated and truncated; ended episodes must not be stepped again.
         """
         rewards, terminated = self._advance(actions)
         self._elapsed += 1
@@ -86,9 +86,9 @@ class ClassicControl(ABC):
     def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Replace the state by its successor; return rewards and terminations."""
 
-    @abstractmethod
     def _observe(self) -> NDArray[np.float32]:
-        """Return the observations of the state."""
+        """Return the observations `[m, d]` of the state; by default the state itself."""
+        return self._state.T.astype(np.float32, order="C")
 
 
 def rows_of(*columns: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -153,9 +153,6 @@ class CartPole(ClassicControl):
         self._state = state
         terminated = (np.abs(state[0]) > _MAX_POSITION) | (np.abs(state[2]) > _MAX_ANGLE)
         return np.where(terminated, self._fallen, self._upright), terminated
-
-    def _observe(self) -> NDArray[np.float32]:
-        return self._state.T.astype(np.float32, order="C")
 
 
 _Vector = NDArray[np.float64]
@@ -284,9 +281,6 @@ class MountainCar(ClassicControl):
         self._state = np.stack([position, velocity])
         return np.full(len(self), -1.0), (position >= _GOAL) & (velocity >= self._goal_velocity)
 
-    def _observe(self) -> NDArray[np.float32]:
-        return self._state.T.astype(np.float32, order="C")
-
 
 class MountainCarContinuous(ClassicControl):
     """MountainCar with a continuous force and a cost of force; see `ClassicControl`. State: position, velocity.
@@ -305,7 +299,7 @@ class MountainCarContinuous(ClassicControl):
         position, velocity = self._state
         first = self._elapsed == 0
         force = np.asarray(actions, dtype=np.float32)[:, 0]
-        single = position.astype(np.float32)  # exact in all lanes but the first-step ones
+        single = position.astype(np.float32)  # exact except in first steps
         pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
         inside = np.clip(force, -1.0, 1.0)
         push = np.where(
@@ -322,9 +316,6 @@ class MountainCarContinuous(ClassicControl):
         self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
         # The square of a float32 is exact in float64, so this is what math.pow returns.
         return np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1, terminated
-
-    def _observe(self) -> NDArray[np.float32]:
-        return self._state.T.astype(np.float32, order="C")
 
 
 def _as(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
@@ -407,10 +398,10 @@ def native_ids() -> list[str]:
 
 
 def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicControl] | None:
-    """Return the native environment that equals a registered one, or None.
+    """Return the native environment that equals a registered one; None if there is none.
 
-    What is registered counts, not its name: a re-registered id, further wrappers, or an argument that the native
-    environment does not know (such as render_mode) mean None.
+    The entry point decides, not the id. Further wrappers, or arguments that the native environment does not support
+    such as render_mode, exclude it.
     """
     native = _NATIVE.get(spec.entry_point)
     if native is None or spec.additional_wrappers or not {*spec.kwargs, *env_kwargs} <= set(native.options):

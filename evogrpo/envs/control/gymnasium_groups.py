@@ -1,4 +1,4 @@
-"""GymnasiumGroups: groups of episodes of any Gymnasium environment, all members' at once."""
+"""GymnasiumGroups: groups of episodes of any Gymnasium environment."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,12 @@ from numpy.typing import ArrayLike
 
 from evogrpo.config.checks import names_unknown
 from evogrpo.data import Actor
-from evogrpo.envs.control.action_noise import StepUniforms
-from evogrpo.envs.control.actions import check_action_space
-from evogrpo.envs.control.classic import ClassicControl, native_class
-from evogrpo.envs.control.determinism import Conduct, choose_conduct
+from evogrpo.envs.control.actions import StepUniforms, check_action_space
+from evogrpo.envs.control.classic import native_class
+from evogrpo.envs.control.determinism import check_determinism
 from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
 from evogrpo.envs.control.making import (
-    DEFAULT_MAX_EPISODE_STEPS,
-    Distinct,
+    DistinctEnvs,
     EnvFactory,
     Wrap,
     check_wrappers,
@@ -29,9 +27,9 @@ from evogrpo.envs.control.making import (
     wrapper_identity,
 )
 from evogrpo.envs.control.observations import ObservationStatistics, leaf_spaces
-from evogrpo.envs.control.rendering import WINDOW, check_renderable, window
-from evogrpo.envs.control.reset_seeds import SeededGroups
-from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes, requested
+from evogrpo.envs.control.rendering import check_renderable, explain_window_errors
+from evogrpo.envs.control.rollout import EpisodeRequest, episode_request, play_episodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, SeededGroups
 from evogrpo.envs.control.vector_env import (
     DEFAULT_POLICY,
     NativeVectorEnv,
@@ -41,23 +39,22 @@ from evogrpo.envs.control.vector_env import (
 )
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.warnings import warn
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
-_NATIVE_LANES = 4096
-_SERIAL_LANES = 64
+_NATIVE_ENVS = 4096
+_SERIAL_ENVS = 64
 
 
-class Plays(Protocol):
-    """Environments in which whole episodes are played."""
+class PlaysRequests(Protocol):
+    """An environment that plays whole episodes."""
 
     @property
     def max_episode_steps(self) -> int:
         """Steps after which an episode is truncated."""
 
-    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
-        """Play one episode for each row that is wanted."""
+    def play_request(self, actor: Actor, request: EpisodeRequest) -> Episodes:
+        """Play one episode per row of the request."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +66,7 @@ class StartBatch:
         seeds: Reset seed of each opened start.
     """
 
-    env: "Plays"
+    env: PlaysRequests
     seeds: tuple[int, ...]
 
     def play(
@@ -83,29 +80,30 @@ class StartBatch:
         statistics: ObservationStatistics | None = None,
         base: bool = False,
     ) -> Episodes:
-        """Play one episode per row to its end; the environment drives, the actor acts for all living rows at once.
+        """Play one whole episode per row; the actor acts for all running rows at once.
 
-        An episode depends on its start, its place in its group (which names its noise) and its draws alone: not on
-        the other rows, nor on how many lanes there are. Rows of one member with one start are a group, in this order.
+        An episode depends on its start, its position in its group (which names its noise) and its random numbers
+        alone, not on other rows or the number of environments. Rows of one member with one start are a group, in
+        this order.
 
         Args:
-            actor: The members' policies.
+            actor: Policies of all members.
             start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
             member_ids: For each row, the slot of the member that acts, at least 0.
-            uniforms: Numbers to draw actions with, by row and step (`ActionNoise`); None acts greedily.
-            temperature: `[n]` sampling temperatures; None means 1.
-            statistics: Normalise observations with these, one row per slot; they stay as they are, and the result's
-                `observed` is what to merge into them afterwards. None = observations as they are.
-            base: Let the untrained base act.
+            uniforms: Random numbers to sample actions with, by row and step (`ActionNoise`); None = greedy actions.
+            temperature: `[n]` sampling temperatures; None = 1.
+            statistics: Normalise observations with these, one row per slot. They are not changed; merge the result's
+                `observed` into them afterwards. None = raw observations.
+            base: Use the untrained base policy.
 
         Returns:
             The episodes, in the order of the rows.
 
         Raises:
-            ValueError: If the arguments do not fit each other, the actor's actions or the environment's masks do not
-                fit the action space, a reward or an observation is not finite, or an episode does not end.
+            ValueError: If the arguments do not fit each other, actions or masks do not fit the action space, a reward
+                or an observation is not finite, or an episode does not end.
         """
-        wanted = requested(
+        request = episode_request(
             self.seeds,
             start_of_row,
             member_ids,
@@ -115,63 +113,61 @@ class StartBatch:
             base=base,
             max_episode_steps=self.env.max_episode_steps,
         )
-        return self.env.play_request(actor, wanted)
+        return self.env.play_request(actor, request)
 
 
 class GymnasiumGroups(SeededGroups):
-    """Groups of episodes of a Gymnasium environment; the initial state of a group is a reset seed.
+    """Groups of episodes of a Gymnasium environment. The initial state of a group is a reset seed.
 
-    Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice, so a training
-    seed is not even another run's test seed. (Environments that ignore their seed start alike everywhere.) All rows of
-    a call, of all members, run side by side; a lane whose episode ends is refilled at once from the waiting rows. Ended
-    episodes cost no steps, and CartPole, Acrobot, MountainCar (both) and Pendulum run on native vectorised
-    environments that equal gymnasium's bit for bit.
+    Train, validation and test starts are seeds of three disjoint ranges without repetition, so that a training seed is
+    never a test seed of another run. All rows of a call, of all members, run in parallel, and waiting rows replace
+    ended episodes at once. CartPole, Acrobot, both MountainCars and Pendulum run in native vectorised environments
+    that equal Gymnasium's bit for bit.
 
-    Episodes of a group share their reset seed and so, in gymnasium, all later randomness of the environment too:
-    common random numbers. That takes noise out of the comparison of actions, but the group then never sees how its
-    start fares under other noise. So where an environment is random after reset, every place in a group gets its own
-    noise (`reseed_noise`), the same for all members.
+    Episodes of a group share their reset seed, and in Gymnasium therefore all later randomness of the environment
+    (common random numbers). This reduces the variance of the comparison, but the group sees one noise sequence only.
+    If the environment is random after reset, each position in a group therefore gets its own noise
+    (`reseed_noise`), the same for all members.
 
-    An episode must be a function of its reset seed and its actions. An environment that carries something over from one
-    episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, is made anew for
-    every episode (`recreate_env`). Both are determined by at most a few hundred steps when this
-    is made; a warning says where an episode is no such function.
+    An episode must be a function of its reset seed and its actions. If an environment carries state over from one
+    episode to the next, such as the running statistics of `NormalizeObservation` or the world of BipedalWalker, a new
+    one is created for every episode (`recreate_env`). The constructor checks both with at most a few hundred steps,
+    and warns about environments that are not deterministic.
 
     Args:
-        env: The id of a registered environment, or a callable that makes one.
-        env_kwargs: Keyword arguments of the environment or the callable. With render_mode "human" tests are watched
-            in a window, one episode after the other; what is learnt from, and fitness, is played without.
-        wrappers: Classes of `gymnasium.Wrapper`, or other callables that take an environment and return it wrapped, as
-            `functools.partial(TransformReward, func=...)` does; the first one is put on first.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 where
-            it has none; the first episode that is cut off by this is warned of.
-        vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
-            process per lane), or "auto": native where there is one, serial otherwise.
-        num_envs: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Whether the replicas of a start get their own noise after reset; None = if the environment turns
-            out to be random after reset.
-        recreate_env: Whether every episode gets a new environment, rather than one that is reset; None = if a few
-            steps show that it plays otherwise after a reset, as BipedalWalker does. Native environments carry nothing
-            over in any case.
+        env: The id of a registered environment, or a callable that creates one.
+        env_kwargs: Keyword arguments of the environment or the callable. With render_mode "human", tests are shown in a
+            window, one episode after another; training and fitness are not.
+        wrappers: Classes of `gymnasium.Wrapper`, or other callables such as
+            `functools.partial(TransformReward, func=...)`; the first one is innermost.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 with
+            a warning if there is none.
+        vectorization: "native" (numpy), "serial" (one environment after another in this process), "processes" (one
+            process per environment), or "auto": native if available, otherwise serial.
+        num_envs: Maximum number of parallel episodes; None = 4096 native, 64 serial, one process per processor.
+        reseed_noise: Give each position in a group its own noise after reset; None = if the environment is random
+            after reset.
+        recreate_env: Create a new environment for every episode instead of resetting one; None = if a few steps show
+            that a reset does not restore it. Native environments carry no state over.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
         seed: Seed of the starts, of their order and of noise.
 
     Attributes:
-        seed: As given.
+        seed: As passed.
         name: The id, or the name of the callable.
-        native: Whether a native environment runs.
-        render_tests: Whether tests are watched in a window.
-        recreate_env: Whether every episode gets an environment made anew, as given or chosen.
-        reseed_noise: Whether the replicas of a start get their own noise after reset, as given or chosen.
+        native: Whether a native environment is used.
+        render_tests: Whether tests are shown in a window.
+        recreate_env: Whether a new environment is created for every episode.
+        reseed_noise: Whether each position in a group gets its own noise.
         max_episode_steps: Steps after which an episode is truncated.
-        uses_default_limit: Whether that is this class's own limit, as nothing else says when an episode is to end.
+        uses_default_limit: Whether `max_episode_steps` is the default because no limit is known.
         observation_space: Of one environment.
         action_space: Of one environment.
 
     Raises:
-        ValueError: If an argument does not fit, a space is not supported, or no native environment is equal.
+        ValueError: If an argument is invalid, a space is not supported, or no native environment is equal.
     """
 
     @names_unknown
@@ -191,101 +187,97 @@ class GymnasiumGroups(SeededGroups):
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
-        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        _check_options(max_episode_steps, vectorization, num_envs)
+        sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
+        super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
+        if vectorization not in ("auto", "native", "serial", "processes"):
+            raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
         check_wrappers(wrappers)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
-        kwargs = dict(env_kwargs or {})
-        self.render_tests = kwargs.get("render_mode") == WINDOW
-        self._in_window = False
-        if self.render_tests:  # episodes side by side are not to be watched; `drawn` is
-            del kwargs["render_mode"]
         self._make = EnvFactory(
             env=env,
-            env_kwargs=kwargs,
+            env_kwargs=self._kwargs,
             max_episode_steps=max_episode_steps,
             noise_seed=None,
             wrappers=tuple(wrappers),
         )
-        self._distinct = Distinct()
-        example = self._made()
+        self._distinct = DistinctEnvs()
+
+        # 1. Create an example for the spaces and the step limit.
+        example = self._create()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
-        self.max_episode_steps, self.uses_default_limit = self._limit(example, max_episode_steps)
-        native = None
-        if vectorization in ("auto", "native") and not wrappers:
-            native = _native(env, kwargs, self.max_episode_steps)
         self._code = code_hash(type(example.unwrapped))
+        limits = (max_episode_steps, time_limit(example), example.spec and example.spec.max_episode_steps)
+        limit = next((each for each in limits if each is not None), None)
+        if limit is None:
+            limit = declared_limit(example.unwrapped)  # enforced only beyond the default limit
+            self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, limit or 0))
+        self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
         example.close()
         try:
             leaf_spaces(self.observation_space)
             check_action_space(self.action_space)
         except ValueError as error:
-            where = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
-            raise ValueError(f"{self.name}: {error} ({where})") from error
-        if vectorization == "native" and native is None:
+            options = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
+            raise ValueError(f"{self.name}: {error} ({options})") from error
+
+        # 2. Choose the kind of vector environment.
+        self._native, self._spec_kwargs = None, self._kwargs
+        if isinstance(env, str) and vectorization in ("auto", "native") and not wrappers:
+            spec = env_spec(env)
+            self._native, self._spec_kwargs = native_class(spec, self._kwargs), {**spec.kwargs, **self._kwargs}
+        self.native = self._native is not None
+        if vectorization == "native" and not self.native:
             raise ValueError(
-                f"no native environment equals {self.name} with {kwargs}{' in wrappers' if wrappers else ''}: "
-                'set vectorization to "auto", "serial" or "processes"'
+                f'vectorization="native" is not available for {self.name} with {self._kwargs}'
+                f'{" in wrappers" if wrappers else ""}. Use "auto", "serial" or "processes".'
             )
-        self._native = native
-        self.native = native is not None
         self._processes = vectorization == "processes"
-        conduct = Conduct(recreate_env=bool(recreate_env), reseed_noise=bool(reseed_noise))
-        if native is None:  # native ones have neither memory nor noise
-            conduct = choose_conduct(
+
+        # 3. Check that episodes are deterministic; native environments carry no state and have no noise.
+        self.recreate_env, self.reseed_noise = bool(recreate_env), bool(reseed_noise)
+        if not self.native:
+            self.recreate_env, self.reseed_noise = check_determinism(
                 self.name,
-                self._made_to_try,
+                lambda noisy: self._distinct.check(replace(self._make, noise_seed=0 if noisy else None)()),
                 (self.observation_space, self.action_space),
                 recreate_env=recreate_env,
                 reseed_noise=reseed_noise,
-                by_turns=num_envs != 1 and not self._processes,
+                interleaved=num_envs != 1 and not self._processes,
             )
-        self.recreate_env, self.reseed_noise = conduct.recreate_env, conduct.reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
-        default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
-        self._count = default if num_envs is None else num_envs
-        self._lanes: SingleAgentVectorEnv | None = None
-        self._said_cut_off = False
-
-    def _limit(self, example: "gymnasium.Env[Any, Any]", wanted: int | None) -> tuple[int, bool]:
-        """Return after how many steps episodes end, having seen to it that they do; and whether nobody else does."""
-        limits = (wanted, time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
-        known = next((limit for limit in limits if limit is not None), None)
-        if known is not None:
-            return known, False
-        declared = declared_limit(example.unwrapped)  # believed, and made sure of only beyond what is usual
-        self._make = replace(self._make, max_episode_steps=max(DEFAULT_MAX_EPISODE_STEPS, declared or 0))
-        return declared or DEFAULT_MAX_EPISODE_STEPS, declared is None
+        default = _NATIVE_ENVS if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_ENVS
+        self._num_envs = default if num_envs is None else num_envs
+        self._vector_env: SingleAgentVectorEnv | None = None
 
     def rendered(self) -> "GymnasiumGroups":
-        """Return the same starts in a single environment that shows itself in a window, at its own speed.
+        """Return the same starts in a single environment that renders in a window.
 
         Raises:
-            ImportError: If a package that it needs is missing.
-            ValueError: If it cannot be drawn, or there is no display.
+            ImportError: If a package is missing.
+            ValueError: If the environment cannot be rendered, or there is no display.
         """
         shown, plain = copy(self), self._make
         check_renderable(lambda **mode: replace(plain, env_kwargs={**plain.env_kwargs, **mode})(), self.name)
-        shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": WINDOW})
-        shown._native, shown._processes, shown._count, shown._lanes = None, False, 1, None
-        shown._distinct, shown._in_window = Distinct(), True
+        shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": RENDER_MODE})
+        shown._native, shown._processes, shown._num_envs, shown._vector_env = None, False, 1, None
+        shown._distinct, shown._in_window = DistinctEnvs(), True
         return shown
 
     def close(self) -> None:
-        """Close environments and processes; the next `play` makes new ones."""
-        lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.close()
+        """Close all environments and processes; the next `play` creates new ones."""
+        env, self._vector_env = self._vector_env, None
+        if env is not None:
+            env.close()
 
     def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
-        """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
+        """Open starts of a split, each in [0, size(split)); starts may be repeated.
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return StartBatch(env=self, seeds=self._starts.of(split, starts))
+        return StartBatch(env=self, seeds=self._reset_seeds(split, starts))
 
     def play(
         self,
@@ -311,47 +303,37 @@ class GymnasiumGroups(SeededGroups):
             base=base,
         )
 
+    def play_request(self, actor: Actor, request: EpisodeRequest) -> Episodes:
+        """Play one episode per row of the request; see `StartBatch.play`."""
+        if self._vector_env is None:
+            self._vector_env = self._create_vector_env()
+        spaces = {DEFAULT_POLICY: (self.observation_space, self.action_space)}
+        recorder = EpisodeRecorder(self.observation_space, request.member_ids, request.statistics)
+        with self._close_on_error(), explain_window_errors() if self._in_window else nullcontext():
+            played = play_episodes(self._vector_env, self._num_envs, spaces, {DEFAULT_POLICY: actor}, recorder, request)
+        if self.uses_default_limit and (played.truncated & (played.lengths == self.max_episode_steps)).any():
+            self._warn_truncated(self.max_episode_steps)
+        return played
+
     def _identity(self) -> dict[str, str]:
-        made = self._make
+        make = self._make
         return {
-            "environment": self.name if isinstance(made.env, str) else f"{self.name}, code {code_hash(made.env)}",
+            "environment": self.name if isinstance(make.env, str) else f"{self.name}, code {code_hash(make.env)}",
             "code": self._code,
-            "env_kwargs": canonical(made.env_kwargs),
-            **({"wrappers": wrapper_identity(made.wrappers)} if made.wrappers else {}),
+            "env_kwargs": canonical(make.env_kwargs),
+            **({"wrappers": wrapper_identity(make.wrappers)} if make.wrappers else {}),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
             "recreate_env": str(self.recreate_env),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
 
-    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
-        """Play one episode for each row that is wanted; see `StartBatch.play`."""
-        if self._lanes is None:
-            self._lanes = self._open_lanes()
-        space, action_space = self.observation_space, self.action_space
-        record = EpisodeRecorder(space, wanted.member_ids, wanted.statistics)
-        with self._closed_if_broken(), window() if self._in_window else nullcontext():
-            played = play_episodes(
-                self._lanes,
-                self._count,
-                {DEFAULT_POLICY: (space, action_space)},
-                {DEFAULT_POLICY: actor},
-                record,
-                wanted,
-            )
-        cut = played.truncated & (played.lengths == self.max_episode_steps)
-        if self.uses_default_limit and cut.any() and not self._said_cut_off:
-            self._said_cut_off = True
-            warn(
-                f"an episode of {self.name} was cut off after {self.max_episode_steps:,} steps, as neither the "
-                "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
-                rank_zero_only=False,
-            )
-        return played
+    def _create(self) -> "gymnasium.Env[Any, Any]":
+        return self._distinct.check(self._make())
 
-    def _open_lanes(self) -> SingleAgentVectorEnv:
+    def _create_vector_env(self) -> SingleAgentVectorEnv:
         if self._native is not None:
-            return NativeVectorEnv(self._native())
+            return NativeVectorEnv(self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs))
         options: dict[str, Any] = {
             "recreate_env": self.recreate_env,
             "reseed": self.reseed_noise,
@@ -359,31 +341,5 @@ class GymnasiumGroups(SeededGroups):
             "action_space": self.action_space,
         }
         if self._processes:
-            return ProcessVectorEnv(self._make, count=self._count, **options)
-        return SerialVectorEnv(self._made, **options)
-
-    def _made(self) -> "gymnasium.Env[Any, Any]":
-        return self._distinct.added(self._make())
-
-    def _made_to_try(self, noisy: bool) -> "gymnasium.Env[Any, Any]":
-        return self._distinct.added(replace(self._make, noise_seed=0 if noisy else None)())
-
-
-def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> Callable[[], ClassicControl] | None:
-    """Return what makes the native environment that equals the one named, or None."""
-    if not isinstance(env, str):
-        return None
-    spec = env_spec(env)
-    native = native_class(spec, kwargs)
-    if native is None:
-        return None
-    return lambda: native(max_episode_steps=max_episode_steps, **{**spec.kwargs, **kwargs})
-
-
-def _check_options(max_episode_steps: int | None, vectorization: str, num_envs: int | None) -> None:
-    if max_episode_steps is not None and max_episode_steps < 1:
-        raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
-    if vectorization not in ("auto", "native", "serial", "processes"):
-        raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
-    if num_envs is not None and num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1 or None, got {num_envs}")
+            return ProcessVectorEnv(self._make, count=self._num_envs, **options)
+        return SerialVectorEnv(self._create, **options)

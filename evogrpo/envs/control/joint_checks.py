@@ -1,4 +1,4 @@
-"""Checks of joint environments by random play: repeatable episodes, and opposed rewards."""
+"""Checks of joint environments by random play: determinism, and agents whose rewards are opposed."""
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,42 +12,36 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import legal_actions, mask_sizes
-from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep, any_legal, mask_of, nothing
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep
 from evogrpo.envs.control.policy_mapping import prefix_of
 from evogrpo.randomness import generator
 
-STEPS = 64
-"""Most steps of such an episode."""
+_STEPS = 64  # most steps of an episode
 
 
-def played_by_chance(lane: JointEnv, start: int, seed: int, replica: int) -> Iterator[JointStep]:
-    """Yield what an episode's agents see, from its start on; who sees the same does the same, and any legal thing.
-
-    Args:
-        lane: Where to play.
-        start: Reset seed.
-        seed: Names the draws.
-        replica: Tells apart the episodes from one start.
-    """
-    named = generator(seed, "by chance", start, replica)
-    drawn: dict[str, spaces.Space[Any]] = {}
-    seen = lane.reset(start)
-    yield seen
-    for _ in range(STEPS):
-        if not seen.observations:
+def _random_episode(env: JointEnv, reset_seed: int, seed: int, replica: int) -> Iterator[JointStep]:
+    """Yield the reset and the steps of an episode with random legal actions, named by seed and replica."""
+    named = generator(seed, "by chance", reset_seed, replica)
+    spaces_of: dict[str, spaces.Space[Any]] = {}
+    latest = env.reset(reset_seed)
+    yield latest
+    for _ in range(_STEPS):
+        if not latest.observations:
             return
-        for agent in seen.observations:
-            if agent not in drawn:
-                drawn[agent] = deepcopy(lane.action_space(agent))
-                drawn[agent].seed(int(named.integers(2**31)))
-        seen = lane.step({agent: _by_chance(drawn[agent], mask_of(seen, agent)) for agent in seen.observations})
-        yield seen
+        actions = {}
+        for agent in latest.observations:
+            if agent not in spaces_of:
+                spaces_of[agent] = deepcopy(env.action_space(agent))
+                spaces_of[agent].seed(int(named.integers(2**31)))
+            actions[agent] = (
+                _sample(spaces_of[agent], latest.mask(agent)) if latest.can_act(agent) else env.no_action(agent)
+            )
+        latest = env.step(actions)
+        yield latest
 
 
-def _by_chance(space: spaces.Space[Any], mask: Any) -> Any:
-    """Return an action as the environment takes it, any of the legal ones alike."""
-    if mask is not None and not any_legal(mask):
-        return nothing(space)
+def _sample(space: spaces.Space[Any], mask: Any) -> Any:
+    """Sample a legal action in the environment's form."""
     flags = legal_actions(space, [mask])
     if flags is None:
         action = space.sample()
@@ -59,68 +53,49 @@ def _by_chance(space: spaces.Space[Any], mask: Any) -> Any:
     return action.item() if np.ndim(action) == 0 else action
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeating:
-    """What came of playing one start twice.
-
-    Attributes:
-        recreate_env: Whether every episode is to get an environment made anew.
-        words: What differed, and what to do; None if nothing did.
-    """
-
-    recreate_env: bool
-    words: str | None = None
-
-
-def repeating(
+def check_joint_determinism(
     make: Callable[[bool], JointEnv], seeds: tuple[int, int], seed: int, recreate_env: bool | None
-) -> Repeating:
-    """Play one start twice and find out whether environments have to be made anew for each episode.
+) -> tuple[bool, str | None]:
+    """Play one start twice; return the value of `recreate_env` to use, and a warning or None.
 
     Args:
-        make: Makes a lane, whose environment is made anew for each episode or not.
+        make: Creates an environment, given `recreate_env`.
         seeds: Reset seeds of the start, and of another one that is played in between.
         seed: Names the actions.
-        recreate_env: What the caller says; None = nothing.
+        recreate_env: Value set by the caller; None = True if only a new environment per episode makes episodes equal.
     """
-    found = _difference(make, seeds, seed, recreate_env=bool(recreate_env))
-    if found is None:
-        return Repeating(recreate_env=bool(recreate_env))
-    said = f"is not a function of its reset seed and its actions: of one start played twice, {found}"
+    difference = _difference(make, seeds, seed, recreate_env=bool(recreate_env))
+    if difference is None:
+        return bool(recreate_env), None
+    message = f"is not deterministic: with equal reset seed and actions, {difference}."
     if recreate_env is None and _difference(make, seeds, seed, recreate_env=True) is None:
-        return Repeating(
-            recreate_env=True,
-            words=f"{said}. A new environment for each episode mends it, so every episode gets one (recreate_env=True)",
-        )
-    return Repeating(
-        recreate_env=bool(recreate_env),
-        words=f"{said}. Members are compared by episodes from one start: let the environment draw from a generator "
-        "that reset(seed=...) makes, and forget at reset what came before",
-    )
+        return True, f"{message} A new environment per episode avoids this. Set recreate_env=True to confirm."
+    fix = "Let reset(seed=...) seed all of its randomness and discard the previous episode."
+    return bool(recreate_env), f"{message} {fix}"
 
 
 def _difference(
     make: Callable[[bool], JointEnv], seeds: tuple[int, int], seed: int, *, recreate_env: bool
 ) -> str | None:
-    with closing(make(recreate_env)) as lane:
+    with closing(make(recreate_env)) as env:
         first, _, again = (
-            [_noted(seen) for seen in played_by_chance(lane, start, seed, replica)]
-            for start, replica in ((seeds[0], 0), (seeds[1], 1), (seeds[0], 0))
+            [_values(step) for step in _random_episode(env, reset_seed, seed, replica)]
+            for reset_seed, replica in ((seeds[0], 0), (seeds[1], 1), (seeds[0], 0))
         )
     for step, (one, other) in enumerate(zip(first, again, strict=False)):
-        for what in one:
-            for agent in {**one[what], **other[what]}:
-                values = one[what].get(agent), other[what].get(agent)
+        for name in one:
+            for agent in {**one[name], **other[name]}:
+                values = one[name].get(agent), other[name].get(agent)
                 if not _equal(*values):
-                    steps = "at its start" if step == 0 else f"after {step} steps"
-                    return f"{what} of {agent} {steps} was {_short(values[0])} and then {_short(values[1])}"
+                    when = "right after reset" if step == 0 else f"after {step} steps"
+                    return f"{name} of {agent} {when} was {_short(values[0])} and then {_short(values[1])}"
     return None
 
 
-def _noted(seen: JointStep) -> dict[str, Mapping[str, Any]]:
-    ends = dict.fromkeys(seen.terminated, "terminated") | dict.fromkeys(seen.truncated, "truncated")
-    # Copied: an environment may go on writing into what it has shown.
-    return {"the observation": deepcopy(dict(seen.observations)), "the reward": dict(seen.rewards), "the end": ends}
+def _values(step: JointStep) -> dict[str, Mapping[str, Any]]:
+    ends = dict.fromkeys(step.terminated, "terminated") | dict.fromkeys(step.truncated, "truncated")
+    # Copied: an environment may reuse its arrays.
+    return {"observation": deepcopy(dict(step.observations)), "reward": dict(step.rewards), "end": ends}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -130,8 +105,8 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     if one is None or other is None:
         return one is other
-    numbers = np.asarray(one), np.asarray(other)
-    return np.array_equal(*numbers, equal_nan=all(each.dtype.kind in "fc" for each in numbers))
+    arrays = np.asarray(one), np.asarray(other)
+    return np.array_equal(*arrays, equal_nan=all(each.dtype.kind in "fc" for each in arrays))
 
 
 def _short(value: Any) -> str:
@@ -139,25 +114,24 @@ def _short(value: Any) -> str:
 
 
 STARTS = 64
-"""Most starts that are played."""
+"""Maximum number of starts for `find_opposed_agent`."""
 
-_GROUP_SIZE = 4  # episodes from each start
-_STAGES = (1024, 4096)  # steps in all after which no further start is played: what is rare takes more of them
-_SHUFFLES = 199  # a correlation beyond all of them has probability 1/200 where rewards are independent
-_CLEARLY = 0.2
+_GROUP_SIZE = 4  # episodes per start
+_STAGES = (1024, 4096)  # total steps of the first and the second test; rare encounters require more steps
+_SHUFFLES = 199  # a correlation below all of them has probability 1/200 if rewards are independent
+_LEAST_CORRELATION = 0.2
 
-
-_Group = list[list[Mapping[str, float]]]  # rewards by agent: of every episode from a start, at every step
+_Group = list[list[Mapping[str, float]]]  # rewards by agent, for every episode of a start and every step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opposed:
-    """An agent whose rewards move against those of the others.
+class OpposedAgent:
+    """An agent whose rewards are negatively correlated with those of the others.
 
     Attributes:
-        agent: Its name.
+        agent: Name of the agent.
         agents: All agents.
-        correlation: Of its rewards with the sum of all others', step by step, within episodes from one start.
+        correlation: Correlation with the sum of all other rewards, per step, within episodes from one start.
     """
 
     agent: str
@@ -165,36 +139,35 @@ class Opposed:
     correlation: float
 
     def advice(self, *, learning: bool, fitness: bool) -> str:
-        """Say what to do where members learn from what all agents earn together, or where that is their fitness."""
+        """Return the warning for members that learn from, or are selected by, the sum of all rewards."""
         others = [name for name in self.agents if name != self.agent]
         groups = [prefix_of(name) for name in others if prefix_of(name) != prefix_of(self.agent)]
-        added = " and ".join(["learn from"] * learning + ["are selected by"] * fitness)
-        remedies = [
-            *["credit='agent' lets every agent learn from what it earns itself"] * learning,
-            *[f"score= says whose returns are fitness, such as score={(groups or others)[0]!r}"] * fitness,
+        used = " and ".join(["learn from"] * learning + ["are selected by"] * fitness)
+        fixes = [
+            *["credit='agent' to learn from each agent's own rewards"] * learning,
+            *[f"score={(groups or others)[0]!r} or another agent to select by its returns"] * fitness,
         ]
         return (
-            f"what {self.agent} earns moves against what the other agents earn (a correlation of "
-            f"{self.correlation:.2f} where chance plays), but members {added} what all agents earn together, so that "
-            f"agents are trained against themselves: {', '.join(remedies)}; score='sum' says that the sum is meant"
+            f"rewards of {self.agent} are opposed to those of the other agents (correlation {self.correlation:.2f} "
+            f"in random play), but members {used} the sum of all rewards. Set {', and '.join(fixes)}; or score='sum' "
+            "to keep the sum without this warning."
         )
 
 
-def opposed(lane: JointEnv, seeds: Sequence[int], seed: int) -> Opposed | None:
-    """Find the agent whose rewards move most clearly against those of the others, if there is one.
+def find_opposed_agent(env: JointEnv, seeds: Sequence[int], seed: int) -> OpposedAgent | None:
+    """Return the agent whose rewards are most clearly opposed to those of the others; None if there is none.
 
-    Episodes from one start differ by their actions alone, so what is compared is what actions bring: the deviation of
-    an agent's reward from its mean over the start's episodes at the same step, with that of the sum of all others'.
-    Where agents have nothing to do with each other, it makes no difference which of a start's episodes of one agent
-    is held against which of another. So these are shuffled, 199 times: an agent is opposed if its correlation is below
-    -0.2 and below the lowest of any agent in every shuffle. That is a permutation test at 0.5 %, however rewards are
-    distributed and hang together in time. Unless all correlations are above 0.2 it is repeated with four times as many
-    steps, so that an encounter may be rare.
+    Episodes from one start differ by their actions only, so the test correlates the deviation of an agent's reward from
+    its mean over the start's episodes at the same step with that of the sum of all other rewards. If agents are
+    independent, permuting the episodes of each agent within a start makes no difference. An agent is opposed if its
+    correlation is below -0.2 and below the lowest of any agent in each of 199 permutations: a permutation test at
+    0.5 %, for any distribution and autocorrelation of rewards. Unless all correlations are above 0.2, the test is
+    repeated with four times as many steps.
 
     Args:
-        lane: Where to play.
-        seeds: Reset seeds of as many starts as may be needed.
-        seed: Names the actions and the shuffles.
+        env: Environment to play in.
+        seeds: Reset seeds, as many as may be needed.
+        seed: Names the actions and the permutations.
     """
     groups: list[_Group] = []
     rng, waiting = generator(seed, "opposed"), iter(seeds)
@@ -203,29 +176,29 @@ def opposed(lane: JointEnv, seeds: Sequence[int], seed: int) -> Opposed | None:
             start = next(waiting, None)
             if start is None:
                 break
-            groups.append(_group(lane, start, seed))
-        agents, rewards = _table(groups)
-        if len(agents) < 2 or not np.isfinite(rewards).all():  # what is not finite is refused where it is learnt from
+            groups.append(
+                [
+                    [step.rewards for step in _random_episode(env, start, seed, replica)][1:]
+                    for replica in range(_GROUP_SIZE)
+                ]
+            )
+        agents, rewards = _reward_table(groups)
+        if len(agents) < 2 or not np.isfinite(rewards).all():  # training raises an error for the latter
             return None
         deviations = rewards - rewards.mean(axis=1, keepdims=True)
         found = _correlations(deviations)
         place = int(found.argmin())
-        if found[place] > _CLEARLY:
+        if found[place] > _LEAST_CORRELATION:
             return None
-        if found[place] < -_CLEARLY and all(
+        if found[place] < -_LEAST_CORRELATION and all(
             _correlations(_shuffled(deviations, rng)).min() > found[place] for _ in range(_SHUFFLES)
         ):
-            return Opposed(agent=agents[place], agents=agents, correlation=float(found[place]))
+            return OpposedAgent(agent=agents[place], agents=agents, correlation=float(found[place]))
     return None
 
 
-def _group(lane: JointEnv, start: int, seed: int) -> _Group:
-    episodes = (played_by_chance(lane, start, seed, replica) for replica in range(_GROUP_SIZE))
-    return [[seen.rewards for seen in episode][1:] for episode in episodes]
-
-
-def _table(groups: Sequence[_Group]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-    """Return agents and their rewards `[starts, episodes, steps, agents]`, 0 where they are not there."""
+def _reward_table(groups: Sequence[_Group]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+    """Return agents and their rewards `[starts, episodes, steps, agents]`, 0 where an agent is absent."""
     episodes = [episode for group in groups for episode in group]
     agents = tuple(dict.fromkeys(agent for episode in episodes for rewards in episode for agent in rewards))
     table = np.zeros((len(episodes), max(map(len, episodes)), len(agents)))
@@ -236,7 +209,7 @@ def _table(groups: Sequence[_Group]) -> tuple[tuple[str, ...], NDArray[np.float6
 
 
 def _correlations(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each agent's with the sum of all others, `[agents]`; 0 where one of them never varies."""
+    """Return each agent's correlation with the sum of all others, `[agents]`; 0 if one of them is constant."""
     rest = deviations.sum(axis=-1, keepdims=True) - deviations
     spread = np.sqrt((deviations**2).sum(axis=(0, 1, 2)) * (rest**2).sum(axis=(0, 1, 2)))
     together = (deviations * rest).sum(axis=(0, 1, 2))
@@ -245,7 +218,7 @@ def _correlations(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shuffled(deviations: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Hold each agent's episodes against any others of the same start."""
+    """Permute the episodes of each agent within each start."""
     starts, episodes, _, agents = deviations.shape
     order = rng.permuted(np.broadcast_to(np.arange(episodes)[None, :, None], (starts, episodes, agents)), axis=1)
     return np.take_along_axis(deviations, order[:, :, None, :], axis=1)

@@ -1,9 +1,9 @@
-"""Vector environments of several agents: parallel PettingZoo episodes side by side."""
+"""Vector environments of several agents: episodes of a parallel PettingZoo environment."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -12,77 +12,62 @@ from pettingzoo import ParallelEnv
 
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import numbers, stack
-from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec
+from evogrpo.envs.control.observations import scalars
+from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput
 
-Table = Mapping[Any, Any]
-"""Something of each agent, by agent."""
+AgentValues = Mapping[Any, Any]
+"""One value per agent."""
 
-_BEGUN = ("observations", "infos")
-_STEPPED = ("observations", "rewards", "terminations", "truncations", "infos")
+MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
+
+_RESET = ("observations", "infos")
+_STEP = ("observations", "rewards", "terminations", "truncations", "infos")
 
 
-def begun(env: "ParallelEnv[Any, Any, Any]", seed: int) -> Sequence[Table]:
+def reset_env(env: "ParallelEnv[Any, Any, Any]", seed: int) -> Sequence[AgentValues]:
     """Reset an environment and return observations and infos.
 
     Raises:
-        ValueError: If it takes no seed, or returns anything else.
+        ValueError: If `reset` takes no seed or returns another form.
     """
     try:
-        given: object = env.reset(seed=seed)
+        result: object = env.reset(seed=seed)
     except TypeError as error:
         try:
             inspect.signature(env.unwrapped.reset).bind(seed=seed)
         except TypeError:
-            raise ValueError(
-                f"{env.unwrapped} must take its seed as reset(seed=...), as pettingzoo.ParallelEnv.reset does, but: "
-                f"{error}"
-            ) from error
+            raise ValueError(f"{env.unwrapped} must accept reset(seed=...): {error}") from error
         raise
-    return _tables(env, "reset()", _BEGUN, given)
+    return _checked(env, "reset()", _RESET, result)
 
 
-def stepped(env: "ParallelEnv[Any, Any, Any]", actions: Table) -> Sequence[Table]:
-    """Step an environment and return observations, rewards, terminations, truncations and infos.
-
-    Raises:
-        ValueError: If it returns anything else, or no reward for an agent that acted.
-    """
-    tables = _tables(env, "step()", _STEPPED, env.step(dict(actions)))
-    unpaid = [str(agent) for agent in actions if agent not in tables[1]]
-    if unpaid:
-        raise ValueError(f"{env.unwrapped} gave no reward to agents that acted: {unpaid}; 0 is one")
-    return tables
-
-
-def _tables(env: "ParallelEnv[Any, Any, Any]", called: str, names: Sequence[str], given: object) -> Sequence[Table]:
-    wanted = f"{env.unwrapped} must return ({', '.join(names)}) from {called}, each a dict by agent"
-    if not isinstance(given, tuple | list) or len(given) != len(names):
-        got = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
-        raise ValueError(f"{wanted}, got {got}")
-    for name, table in zip(names, given, strict=True):
-        if not isinstance(table, Mapping):
-            raise ValueError(f"{wanted}, got {name} of type {type(table).__name__}")
-    for agent, info in given[-1].items():
+def _checked(
+    env: "ParallelEnv[Any, Any, Any]", call: str, names: Sequence[str], result: object
+) -> Sequence[AgentValues]:
+    expected = f"{env.unwrapped} must return ({', '.join(names)}) from {call}, each a dict by agent"
+    if not isinstance(result, tuple | list) or len(result) != len(names):
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise ValueError(f"{expected}, got {got}")
+    for name, values in zip(names, result, strict=True):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{expected}, got {name} of type {type(values).__name__}")
+    for agent, info in result[-1].items():
         if info is not None and not isinstance(info, Mapping):
-            raise ValueError(f"{wanted}, and each info one as well, got {type(info).__name__} for {agent}")
-    return given
-
-
-MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
+            raise ValueError(f"{expected}, and each info must be a dict, got {type(info).__name__} for {agent}")
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointStep:
-    """What the living agents may act on next.
+    """Result of a reset or a step of one joint environment.
 
     Attributes:
-        observations: By agent, as the environment gave them.
-        infos: By agent; empty for those it gave none.
-        rewards: What the step brought, by agent; all agents that the environment named, living or not.
-        terminated: The agents that came to their own end in the step.
-        truncated: Those that were cut off.
+        observations: Of the agents that are active next.
+        infos: Of the same agents; empty if the environment gave none.
+        rewards: Of all agents that the environment named in this step.
+        terminated: Agents that reached a terminal state in this step.
+        truncated: Agents that were truncated in this step.
     """
 
     observations: Mapping[str, Any]
@@ -91,92 +76,100 @@ class JointStep:
     terminated: frozenset[str] = frozenset()
     truncated: frozenset[str] = frozenset()
 
+    def mask(self, agent: str) -> Any:
+        """Return an agent's action mask from its observation or info; None if there is none."""
+        observation = self.observations[agent]
+        if isinstance(observation, Mapping) and set(observation) == {"observation", "action_mask"}:
+            return observation["action_mask"]
+        return self.infos[agent].get("action_mask")
+
+    def can_act(self, agent: str) -> bool:
+        """Return False if an agent's mask allows no action, as for agents that wait in a turn-based game."""
+        mask = self.mask(agent)
+        if isinstance(mask, tuple | list):
+            return any(np.any(part) for part in mask)
+        return mask is None or bool(np.any(mask))
+
 
 @dataclass(frozen=True, kw_only=True)
 class JointVectorStep:
-    """What one step of every joint lane brought.
+    """Result of one step of all joint environments.
 
     Attributes:
-        lanes: What each lane's agents saw, earned and came to.
+        steps: One per environment.
     """
 
-    lanes: Sequence[JointStep]
+    steps: Sequence[JointStep]
 
-    @property
-    def ended(self) -> None:
+    def non_finite_rewards(self) -> Iterable[tuple[int, str, float]]:
         """See `StepResult`."""
-
-    def not_finite(self) -> Iterable[tuple[int, str, float]]:
-        """See `StepResult`."""
-        for lane, seen in enumerate(self.lanes):
-            for agent, reward in seen.rewards.items():
+        for position, step in enumerate(self.steps):
+            for agent, reward in step.rewards.items():
                 if not abs(reward) <= FLOAT32_LIMIT:
-                    yield lane, agent, reward
+                    yield position, agent, reward
 
 
 class JointEnv:
-    """One episode at a time of one environment.
+    """A parallel environment, one episode at a time, with checks and a step limit.
 
     Args:
-        make: Makes the environment.
-        max_episode_steps: Steps after which all living agents are truncated.
-        recreate_env: Whether every episode gets an environment made anew.
+        make: Creates the environment.
+        max_episode_steps: Steps after which all active agents are truncated.
+        recreate_env: Create a new environment for every episode.
 
     Attributes:
-        env: The environment that the present episode runs in.
+        env: Environment of the current episode.
     """
 
     def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, recreate_env: bool = False) -> None:
         self._make, self.env = make, make()
-        self._limit, self._remake, self._used = max_episode_steps, recreate_env, False
+        self._limit, self._recreate_env, self._used = max_episode_steps, recreate_env, False
         self._ids: dict[str, Any] = {}
-        self._gone: set[str] = set()
+        self._ended: set[str] = set()
         self._steps = 0
 
     def reset(self, seed: int) -> JointStep:
-        """Begin an episode."""
-        if self._remake and self._used:
+        """Start an episode."""
+        if self._recreate_env and self._used:
             self.env.close()
             self.env = self._make()
         self._used = True
-        observations, infos = begun(self.env, seed)
-        self._ids, self._gone, self._steps = {}, set(), 0
-        return self._seen(self._named(self.env.agents), observations, infos)
+        observations, infos = reset_env(self.env, seed)
+        self._ids, self._ended, self._steps = self._active(), set(), 0
+        return JointStep(**self._inputs(observations, infos))
 
     def step(self, actions: Mapping[str, Any]) -> JointStep:
-        """Let every living agent act, in the environment's own actions.
+        """Step with one action per active agent, in the environment's form.
 
         Raises:
-            ValueError: If an agent comes back that had ended, or the environment returns something else than PettingZoo
-                has it.
+            ValueError: If an agent returns after its end, has no reward, or the environment returns another form.
         """
         before = set(self._ids)
-        given = {self._ids[name]: action for name, action in actions.items()}
-        observations, rewards, terminations, truncations, infos = stepped(self.env, given)
+        own = {self._ids[name]: action for name, action in actions.items()}
+        result = _checked(self.env, "step()", _STEP, self.env.step(dict(own)))
+        observations, rewards, terminations, truncations, infos = result
+        unpaid = [str(agent) for agent in own if agent not in rewards]
+        if unpaid:
+            raise ValueError(f"{self.env.unwrapped} must give a reward, possibly 0, to agents that acted: {unpaid}")
         self._steps += 1
-        living = self._named(self.env.agents)
-        ended = {flag: _flagged(table) for flag, table in (("terminated", terminations), ("truncated", truncations))}
-        terminated = before & ended["terminated"]
-        truncated = (before & ended["truncated"]) - terminated
-        # Whoever has left without either flag has nothing more to come either.
-        terminated |= before - set(living) - truncated
+        active = self._active()
+        terminated = before & {str(agent) for agent, flag in terminations.items() if flag}
+        truncated = (before & {str(agent) for agent, flag in truncations.items() if flag}) - terminated
+        terminated |= before - set(active) - truncated  # agents that left without a flag
         for name in terminated | truncated:
-            living.pop(name, None)
+            active.pop(name, None)
         if self._steps == self._limit:
-            truncated |= set(living) & before
-            living = {}
-        revived = self._gone & set(living)
-        if revived:
-            raise ValueError(
-                f"agents {sorted(revived)} came back after their end: an agent that is born later needs its own name"
-            )
-        self._gone |= terminated | truncated
-        seen = self._seen(living, observations, infos)
+            truncated |= set(active) & before
+            active = {}
+        returned = self._ended & set(active)
+        if returned:
+            raise ValueError(f"agents {sorted(returned)} returned after their end. A new agent needs a new name.")
+        self._ended |= terminated | truncated
+        self._ids = active
         return JointStep(
-            observations=seen.observations,
-            infos=seen.infos,
+            **self._inputs(observations, infos),
             rewards={
-                str(agent): float(numbers([reward], np.float64, f"reward of {agent}")[0])
+                str(agent): float(scalars([reward], np.float64, f"reward of {agent}")[0])
                 for agent, reward in rewards.items()
             },
             terminated=frozenset(terminated),
@@ -184,136 +177,115 @@ class JointEnv:
         )
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
-        """Return where a living agent acts."""
+        """Return the action space of an active agent."""
         space: spaces.Space[Any] = self.env.action_space(self._ids[agent])
         return space
 
+    def no_action(self, agent: str) -> Any:
+        """Return an action for an agent that cannot act; most environments expect one, and ignore it."""
+        space = self.action_space(agent)
+        blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
+        return plain_action(to_environment(space, blank)[0])
+
     def close(self) -> None:
-        """Give the environment back."""
+        """Close the environment."""
         self.env.close()
 
-    def _named(self, agents: "list[Any]") -> dict[str, Any]:
+    def _active(self) -> dict[str, Any]:
+        agents = self.env.agents
         named = {str(agent): agent for agent in agents}
         if len(named) != len(agents):
-            raise ValueError(f"agents must differ when written as text, got {list(map(str, agents))}")
+            raise ValueError(f"agents must have distinct names, got {list(map(str, agents))}")
         return named
 
-    def _seen(self, living: dict[str, Any], observations: Table, infos: Table) -> JointStep:
-        self._ids = living
-        missing = sorted(name for name, agent in living.items() if agent not in observations)
+    def _inputs(self, observations: AgentValues, infos: AgentValues) -> dict[str, Any]:
+        missing = sorted(name for name, agent in self._ids.items() if agent not in observations)
         if missing:
-            raise ValueError(f"the environment gave no observation to its living agents {missing}")
-        return JointStep(
-            observations={name: observations[agent] for name, agent in living.items()},
-            infos={name: infos.get(agent) or {} for name, agent in living.items()},
-        )
+            raise ValueError(f"{self.env.unwrapped} must give an observation to its active agents {missing}")
+        return {
+            "observations": {name: observations[agent] for name, agent in self._ids.items()},
+            "infos": {name: infos.get(agent) or {} for name, agent in self._ids.items()},
+        }
 
 
-def _flagged(table: Table) -> set[str]:
-    return {str(agent) for agent, flag in table.items() if flag}
+def plain_action(action: Any) -> Any:
+    """Return a Python number, which every environment accepts, or a copy that an environment may write into."""
+    return action.item() if np.ndim(action) == 0 else action.copy()
+
+
+class _Entry(NamedTuple):
+    position: int
+    agent: str
+    observation: Any
+    mask: Any
 
 
 class JointVectorEnv:
-    """Lanes of several agents each, one environment after the other in this process; see `VectorEnv`.
+    """Vector environment of several agents, stepped one environment after another in this process; see `VectorEnv`.
 
     Args:
-        pool: Lanes made so far; more are appended as they are needed.
-        make: Makes one.
-        mapping: Which policy acts for whom.
+        pool: Environments created so far; new ones are appended.
+        make: Creates one environment.
+        mapping: Maps agents to policies.
     """
 
     def __init__(self, pool: list[JointEnv], make: Callable[[], JointEnv], mapping: PolicyMapping) -> None:
         self._pool, self._make, self._mapping = pool, make, mapping
         self._free = list(pool)
-        self._live: list[tuple[JointEnv, JointStep]] = []
-        self._turns: dict[str, list[_Turn]] = {}
+        self._running: list[tuple[JointEnv, JointStep]] = []
+        self._entries: dict[str, list[_Entry]] = {}
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `VectorEnv`; these environments have no noise of their own, so replicas change nothing."""
+        """See `VectorEnv`. Replicas are not used: these environments get no noise of their own."""
         for seed in seeds:
             if not self._free:
                 self._free.append(self._make())
                 self._pool.append(self._free[-1])
-            lane = self._free.pop()
-            self._live.append((lane, lane.reset(seed)))
+            env = self._free.pop()
+            self._running.append((env, env.reset(seed)))
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
         kept = positions.tolist()
-        dropped = sorted(set(range(len(self._live))) - set(kept))
-        self._free += [self._live[position][0] for position in dropped]
-        self._live = [self._live[position] for position in kept]
+        dropped = sorted(set(range(len(self._running))) - set(kept))
+        self._free += [self._running[position][0] for position in dropped]
+        self._running = [self._running[position] for position in kept]
 
-    def deserted(self) -> NDArray[np.bool_]:
-        """See `VectorEnv`; agents may be gone before anybody acts."""
-        return np.array([not seen.observations for _, seen in self._live], dtype=np.bool_)
+    def finished(self) -> NDArray[np.bool_]:
+        """See `VectorEnv`; an episode has ended when no agent is active."""
+        return np.array([not latest.observations for _, latest in self._running], dtype=np.bool_)
 
-    def seen(self) -> dict[str, PolicyInput]:
+    def inputs(self) -> dict[str, PolicyInput]:
         """See `VectorEnv`."""
-        self._turns = {}
-        for lane, (_, seen) in enumerate(self._live):
-            for agent, observation in seen.observations.items():
-                policy = self._mapping.policy_of(agent)
-                leaves, _ = self._mapping.specs[policy].split(observation)
-                mask = mask_of(seen, agent)
-                # PettingZoo's turn-based games run in parallel so: whoever is not to move has no legal action.
-                if mask is None or any_legal(mask):
-                    self._turns.setdefault(policy, []).append(_Turn(lane=lane, agent=agent, leaves=leaves, mask=mask))
-        return {policy: _seen(self._mapping.specs[policy], turns) for policy, turns in self._turns.items()}
+        self._entries = {}
+        for position, (_, latest) in enumerate(self._running):
+            for agent, observation in latest.observations.items():
+                if latest.can_act(agent):
+                    entry = _Entry(position, agent, observation, latest.mask(agent))
+                    self._entries.setdefault(self._mapping.policy_of(agent), []).append(entry)
+        result = {}
+        for policy, entries in self._entries.items():
+            spec, agents = self._mapping.specs[policy], tuple(entry.agent for entry in entries)
+            result[policy] = PolicyInput(
+                observations=spec.stack([entry.observation for entry in entries], agents),
+                action_masks=legal_actions(spec.action_space, [entry.mask for entry in entries]),
+                positions=np.array([entry.position for entry in entries], dtype=np.int64),
+                agents=agents,
+            )
+        return result
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> JointVectorStep:
         """See `VectorEnv`."""
         chosen: dict[tuple[int, str], Any] = {}
-        for policy, given in actions.items():
-            for turn, action in zip(self._turns[policy], given, strict=True):
-                # Python's own integers, which every environment takes; and nothing that it could write into.
-                chosen[turn.lane, turn.agent] = action.item() if given.ndim == 1 else action.copy()
-        stepped = []
-        for number, (lane, seen) in enumerate(self._live):
-            own = {
-                agent: chosen[number, agent] if (number, agent) in chosen else nothing(lane.action_space(agent))
-                for agent in seen.observations
+        for policy, own in actions.items():
+            for entry, action in zip(self._entries[policy], own, strict=True):
+                chosen[entry.position, entry.agent] = plain_action(action)
+        steps = []
+        for position, (env, latest) in enumerate(self._running):
+            joint = {
+                agent: chosen[position, agent] if (position, agent) in chosen else env.no_action(agent)
+                for agent in latest.observations
             }
-            stepped.append(lane.step(own))
-        self._live = [(lane, seen) for (lane, _), seen in zip(self._live, stepped, strict=True)]
-        return JointVectorStep(lanes=stepped)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Turn:
-    """One agent that is to act."""
-
-    lane: int
-    agent: str
-    leaves: list[Any]
-    mask: Any
-
-
-def _seen(spec: PolicySpec, turns: Sequence[_Turn]) -> PolicyInput:
-    agents = tuple(turn.agent for turn in turns)
-    return PolicyInput(
-        observations=spec.identified(stack(spec.parts, [turn.leaves for turn in turns]), agents),
-        action_masks=legal_actions(spec.action_space, [turn.mask for turn in turns]),
-        lanes=np.array([turn.lane for turn in turns], dtype=np.int64),
-        agents=agents,
-    )
-
-
-def mask_of(seen: JointStep, agent: str) -> Any:
-    """Return an agent's action mask from beside its observation or from its infos; None where there is none."""
-    shown = seen.observations[agent]
-    if isinstance(shown, Mapping) and set(shown) == {"observation", "action_mask"}:
-        return shown["action_mask"]
-    return seen.infos[agent].get("action_mask")
-
-
-def nothing(space: spaces.Space[Any]) -> Any:
-    """Return an action for an agent that cannot act: the environment takes none, and most want one all the same."""
-    blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
-    action = to_environment(space, blank)[0]
-    return action.item() if np.ndim(action) == 0 else action
-
-
-def any_legal(mask: Any) -> bool:
-    """Tell whether a mask leaves anything to do."""
-    return any(np.any(part) for part in mask) if isinstance(mask, tuple | list) else bool(np.any(mask))
+            steps.append(env.step(joint))
+        self._running = [(env, step) for (env, _), step in zip(self._running, steps, strict=True)]
+        return JointVectorStep(steps=steps)

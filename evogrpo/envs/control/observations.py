@@ -8,6 +8,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.config.checks import FLOAT32_LIMIT
+
 Array = NDArray[Any]
 Leaves = list[Array]
 """Arrays [m, ...] of m observations, in the order of `leaf_spaces`."""
@@ -27,8 +29,8 @@ def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return [space]
     raise ValueError(
-        "observations must be of a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-        f"got {type(space).__name__}: wrap the environment so that it has one of these"
+        "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
+        f"got {type(space).__name__}. Use a wrapper that converts it."
     )
 
 
@@ -51,13 +53,11 @@ def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
         return observation[key]
     except (KeyError, IndexError, TypeError) as error:
         held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-        raise ValueError(
-            f"an observation must have the keys {sorted(space.spaces)} of its space, got {held}"
-        ) from error
+        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}") from error
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Array]) -> Any:
-    """Return what `flatten` took apart: an array, or dicts and tuples of arrays."""
+    """Invert `flatten`: return an array, or dicts and tuples of arrays."""
     return _rebuilt(space, iter(leaves))
 
 
@@ -71,10 +71,10 @@ def _rebuilt(space: spaces.Space[Any], leaves: Iterator[Array]) -> Any:
 
 
 def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leaves:
-    """Return m flattened observations as arrays [m, ...] in the dtypes of their spaces.
+    """Stack m flattened observations to arrays `[m, ...]` in the dtypes of their spaces.
 
     Raises:
-        ValueError: If an observation does not have the shape of its space, or numbers that its type cannot hold.
+        ValueError: If an observation has another shape than its space, or values that its dtype cannot represent.
     """
     stacked = []
     for number, space in enumerate(parts):
@@ -83,36 +83,31 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
         for row, observation in enumerate(observations):
             value = observation[number]
             if np.shape(value) != shape:
-                raise ValueError(f"the environment's space says observations of shape {shape}, got {np.shape(value)}")
+                raise ValueError(f"observation must have shape {shape} as in observation_space, got {np.shape(value)}")
             array[row] = value
             if array.dtype.kind != "f":
-                _check_held(np.asarray(value), array[row], space)
+                given = np.asarray(value)
+                # Floats from 0 to 1 would all become 0 in a space of uint8 images.
+                if given.dtype != array.dtype and not np.array_equal(given, array[row]):
+                    changed = given[given != array[row]].ravel()[0]
+                    raise ValueError(f"{space} cannot represent the {given.dtype} observation, e.g. {changed}")
         stacked.append(array)
     return stacked
 
 
-def _check_held(given: Array, held: Array, space: spaces.Space[Any]) -> None:
-    """Refuse numbers that became others: a picture of floats from 0 to 1 would be black in uint8."""
-    if given.dtype != held.dtype and not np.array_equal(given, held):
-        raise ValueError(
-            f"the environment's space {space} holds {held.dtype}, but an observation holds {given.dtype} numbers that "
-            f"are others in it, such as {given[given != held].ravel()[0]}: mend its space or its observations"
-        )
-
-
-def numbers(values: Sequence[Any], dtype: type[np.generic], what: str) -> Array:
-    """Return one number for each of m environments, `[m]`; an array that holds one number is one.
+def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
+    """Convert one value per environment to an array `[m]`; arrays with a single entry are accepted.
 
     Raises:
-        ValueError: If an environment gave none or several.
+        ValueError: If a value is missing or has several entries.
     """
     for value in values:
         if value is None or isinstance(value, str | bytes | complex):
-            raise ValueError(f"an environment must give one {what} for each step, got {value!r:.80}")
+            raise ValueError(f"{name} must be one number per step, got {value!r:.80}")
     try:
         array: Array | None = np.asarray(values, dtype=dtype)
     except OverflowError:
-        raise ValueError(f"an environment's {what} must be a number that float64 holds, got {max(values)}") from None
+        raise ValueError(f"{name} must fit into float64, got {max(values)}") from None
     except (TypeError, ValueError):
         array = None  # numbers beside arrays
     if array is not None and array.ndim == 1:
@@ -120,8 +115,14 @@ def numbers(values: Sequence[Any], dtype: type[np.generic], what: str) -> Array:
     parts = [np.asarray(value) for value in values]
     for part in parts:
         if part.size != 1:
-            raise ValueError(f"an environment must give one {what} for each step, got an array of shape {part.shape}")
+            raise ValueError(f"{name} must be one number per step, got an array of shape {part.shape}")
     return np.array([part.item() for part in parts], dtype=dtype)
+
+
+def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Return True for finite values that float32 can represent, in which policies compute."""
+    fits: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= FLOAT32_LIMIT
+    return fits
 
 
 _CLIP = 10.0
@@ -129,7 +130,7 @@ _SMALLEST_VARIANCE = 1e-8
 
 
 def normalised_leaves(space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Return the numbers of the leaves that are normalised: floating-point boxes, not images or categories."""
+    """Return the positions of the leaves that are normalised: floating-point boxes, not images or categories."""
     return tuple(
         number
         for number, leaf in enumerate(leaf_spaces(space))
@@ -139,11 +140,11 @@ def normalised_leaves(space: spaces.Space[Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ObservationStatistics:
-    """What each of `p` members has seen: part of its learner state, passed in and out as plain arrays.
+    """Running mean and variance of the observations of `p` members; part of their train states.
 
     Attributes:
-        count: `[p]` observations seen.
-        mean: `[p, d]` their means; d = entries of all floating-point leaves of the observation space, side by side.
+        count: `[p]` number of observations.
+        mean: `[p, d]` means; d = entries of all floating-point leaves of the observation space, concatenated.
         m2: `[p, d]` sums of squared deviations from the mean.
 
     Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
@@ -168,7 +169,7 @@ class ObservationStatistics:
         return cls(count=np.zeros(members), mean=np.zeros((members, width)), m2=np.zeros((members, width)))
 
     def merged(self, later: "ObservationStatistics") -> "ObservationStatistics":
-        """Return the statistics of both sets of observations together, member by member."""
+        """Return the statistics of the union of both sets of observations, member by member."""
         count = self.count + later.count
         share = np.divide(later.count, count, out=np.zeros_like(count), where=count > 0)[:, None]
         delta = later.mean - self.mean
@@ -179,13 +180,13 @@ class ObservationStatistics:
         )
 
     def normalise(self, leaves: Leaves, numbers: Sequence[int], member_ids: NDArray[np.int64]) -> Leaves:
-        """Return observations [m, ...] of members [m] in deviations from the mean, at most 10; other leaves as given.
+        """Normalise observations `[m, ...]` of members `[m]` and clip them to [-10, 10]; return other leaves unchanged.
 
-        A member with fewer than two observations sees them as they are.
+        Observations of a member with fewer than two observations in the statistics are returned unchanged.
 
         Args:
-            leaves: Flattened observations, of any number of dimensions behind the first.
-            numbers: Which leaves to change, from `normalised_leaves`.
+            leaves: Flattened observations.
+            numbers: Positions of the leaves to normalise, from `normalised_leaves`.
             member_ids: `[m]` rows of these statistics.
         """
         known = self.count >= 2
@@ -204,17 +205,17 @@ class ObservationStatistics:
         return changed
 
 
-def observed(
+def episode_statistics(
     members: int, leaves: Leaves, numbers: Sequence[int], present: NDArray[np.bool_], member_ids: NDArray[np.int64]
 ) -> ObservationStatistics:
-    """Return the statistics of the raw observations of played episodes alone.
+    """Return the statistics of the raw observations of these episodes.
 
     Args:
         members: Number of members p.
         leaves: `[n, t, ...]` raw observations.
-        numbers: Leaves that are normalised.
-        present: `[n, t]` which of them exist.
-        member_ids: `[n]` whose they are.
+        numbers: Positions of the leaves that are normalised.
+        present: `[n, t]` True where there is an observation.
+        member_ids: `[n]` member of each row.
     """
     count = np.bincount(member_ids, weights=present.sum(1), minlength=members).astype(np.float64)
     chosen = [leaves[number] for number in numbers]

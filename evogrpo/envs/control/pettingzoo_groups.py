@@ -12,35 +12,34 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.config.checks import names_unknown
+from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.data import Actor
-from evogrpo.envs.control.action_noise import AgentUniforms, of_entries
+from evogrpo.envs.control.actions import AgentUniforms
 from evogrpo.envs.control.episodes import JointEpisodes, JointRecorder
-from evogrpo.envs.control.joint_checks import STARTS, opposed, repeating
-from evogrpo.envs.control.joint_vector_env import JointEnv, JointVectorEnv, begun
-from evogrpo.envs.control.making import DEFAULT_MAX_EPISODE_STEPS, Distinct, declared_limit
-from evogrpo.envs.control.policy_mapping import PolicyMapping, join_names, map_policies, prefix_of
-from evogrpo.envs.control.rendering import WINDOW, JointGymEnv, check_renderable, window
-from evogrpo.envs.control.reset_seeds import SeededGroups
-from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes, requested
+from evogrpo.envs.control.joint_checks import STARTS, check_joint_determinism, find_opposed_agent
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointVectorEnv, reset_env
+from evogrpo.envs.control.making import DistinctEnvs, declared_limit
+from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
+from evogrpo.envs.control.rendering import JointGymEnv, check_renderable, explain_window_errors
+from evogrpo.envs.control.rollout import EpisodeRequest, episode_request, play_episodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, SeededGroups
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.warnings import warn
 
 ScoreFunction = Callable[[Mapping[str, float]], float]
-"""(what each agent earned in a joint episode) -> what the episode is worth to whoever selects members."""
+"""(return of each agent in a joint episode) -> fitness of the episode."""
 
 Score = str | Sequence[str] | ScoreFunction
-"""How callers name one: "sum", "min" or "mean" over all agents; agents, or groups of agents named alike but for their
-number, whose returns are added up; or a function."""
+"""A score: "sum", "min" or "mean" over all agents; names of agents, or their prefixes, whose returns are added; or a
+function."""
 
 
 def summed(returns: Mapping[str, float]) -> float:
-    """Return what all agents earned together."""
+    """Return the sum of the returns of all agents."""
     return float(sum(returns.values()))
 
 
-def _least(returns: Mapping[str, float]) -> float:
+def _minimum(returns: Mapping[str, float]) -> float:
     return float(min(returns.values(), default=0.0))
 
 
@@ -49,75 +48,65 @@ def _mean(returns: Mapping[str, float]) -> float:
 
 
 _OVER_ALL: Mapping[str, tuple[ScoreFunction, str]] = {
-    "sum": (summed, "what all agents earn together"),
-    "min": (_least, "what the agent earns that earns least"),
-    "mean": (_mean, "what an agent earns on average"),
+    "sum": (summed, "sum of all agents' returns"),
+    "min": (_minimum, "lowest return of an agent"),
+    "mean": (_mean, "mean return of all agents"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """A score that was chosen.
+    """A chosen score.
 
     Attributes:
-        function: What computes it.
-        label: What it is, in words.
-        identity: What tells it from others, for fingerprints.
-        by_default: Whether nobody chose it: the sum, which says nothing where agents are opposed.
-        sum_is_meant: Whether somebody chose the sum.
+        function: Computes it.
+        label: Description for readers.
+        identity: Description for fingerprints.
+        is_default: Whether the sum is used because no score was set; it is meaningless if agents are opposed.
+        is_explicit_sum: Whether the sum was set by name.
     """
 
     function: ScoreFunction
     label: str
     identity: str
-    by_default: bool = False
-    sum_is_meant: bool = False
+    is_default: bool = False
+    is_explicit_sum: bool = False
 
 
-def scoring(score: Score, agents: Sequence[str]) -> Scoring:
-    """Return the score that a caller names.
+def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
+    """Return the score that a caller has set.
 
     Args:
         score: See `Score`.
-        agents: The agents that are known beforehand.
+        agents: Agents known in advance.
 
     Raises:
-        ValueError: If it names an agent that is not among them, or nothing at all.
+        ValueError: If it names an unknown agent, or none.
     """
     if callable(score):
         name = getattr(score, "__name__", type(score).__name__)
         label = _OVER_ALL["sum"][1] if score is summed else f"your {name}"
-        identity = f"code {code_hash(score)}"
-        return Scoring(function=score, label=label, identity=identity, by_default=score is summed)
+        return Scoring(function=score, label=label, identity=f"code {code_hash(score)}", is_default=score is summed)
     if isinstance(score, str) and score in _OVER_ALL:
         function, label = _OVER_ALL[score]
         identity = f"code {code_hash(function)}"
-        return Scoring(function=function, label=label, identity=identity, sum_is_meant=function is summed)
-    named = _named(score, agents)
-    chosen = tuple(agent for agent in agents if agent in named or prefix_of(agent) in named)
-
-    def earned(returns: Mapping[str, float]) -> float:
-        # By name, not by `chosen`: agents of a group may be born that nobody knew.
-        return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
-
-    label = f"what {join_names(chosen)} {'earns' if len(chosen) == 1 else 'earn together'}"
-    return Scoring(function=earned, label=label, identity=f"returns of {', '.join(sorted(named))}")
-
-
-def _named(score: Score, agents: Sequence[str]) -> frozenset[str]:
+        return Scoring(function=function, label=label, identity=identity, is_explicit_sum=function is summed)
     names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
-    groups = list(dict.fromkeys(map(prefix_of, agents)))
-    wrong = [name for name in names if name not in agents and name not in groups]
+    prefixes = list(dict.fromkeys(map(prefix_of, agents)))
+    wrong = [name for name in names if name not in agents and name not in prefixes]
     if wrong or not names:
         raise ValueError(
-            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function of what each agent earned, or name "
-            f"agents ({', '.join(agents)}) or groups of agents named alike but for their number ({', '.join(groups)}), "
-            f"got {wrong[0] if wrong else score!r}"
+            f"score must be one of {', '.join(map(repr, _OVER_ALL))}, a function, or names of agents "
+            f"({', '.join(agents)}) or prefixes ({', '.join(prefixes)}), got {wrong[0] if wrong else score!r}"
         )
-    return frozenset(names)
+    named = frozenset(names)
 
+    def total(returns: Mapping[str, float]) -> float:
+        # Tested by prefix again, because agents may be born that were not known in advance.
+        return float(sum(own for agent, own in returns.items() if agent in named or prefix_of(agent) in named))
 
-_LANES = 64
+    chosen = ", ".join(sorted(named))
+    return Scoring(function=total, label=f"returns of {chosen}", identity=f"returns of {chosen}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,19 +132,20 @@ class JointStartBatch:
         temperature: ArrayLike | None = None,
         base: bool = False,
     ) -> JointEpisodes:
-        """Play one joint episode per row to its end; each policy acts for all its living agents at once.
+        """Play one whole joint episode per row; each policy acts for all its active agents at once.
 
-        An episode depends on its start and its draws alone: not on the other rows, nor on how many lanes there are.
+        An episode depends on its start and its random numbers alone, not on other rows or the number of environments.
         Rows of one member with one start are a group.
 
         Args:
-            actors: The members' policies, by name.
-            mapping: Which policy acts for which agent.
+            actors: Policies of all members, by name.
+            mapping: Maps agents to policies.
             start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
-            member_ids: For each row, the slot of the member all of whose policies act, at least 0.
-            uniforms: Numbers to draw actions with, by agent, row and step (`AgentActionNoise`); None acts greedily.
-            temperature: `[n]` sampling temperatures; None means 1.
-            base: Let the untrained base act.
+            member_ids: For each row, the slot of the member whose policies act, at least 0.
+            uniforms: Random numbers to sample actions with, by agent, row and step (`AgentActionNoise`); None = greedy
+                actions.
+            temperature: `[n]` sampling temperatures; None = 1.
+            base: Use the untrained base policy.
 
         Returns:
             The agents' episodes by policy.
@@ -166,66 +156,80 @@ class JointStartBatch:
         """
         missing = sorted(set(mapping.specs) - set(actors))
         if missing:
-            raise ValueError(f"an actor is missing for the policies {missing}")
-        wanted = requested(
+            raise ValueError(f"actors must contain all policies, got none for {missing}")
+        request = episode_request(
             self.seeds,
             start_of_row,
             member_ids,
-            uniforms=None if uniforms is None else partial(of_entries, uniforms),
+            uniforms=None if uniforms is None else partial(_entry_uniforms, uniforms),
             temperature=temperature,
             statistics=None,
             base=base,
             max_episode_steps=self.env.max_episode_steps,
         )
-        groups = _numbered(list(zip(wanted.member_ids.tolist(), map(int, start_of_row), strict=True)))
-        return self.env._play(actors, mapping, wanted, groups)
+        groups = list(zip(request.member_ids.tolist(), map(int, start_of_row), strict=True))
+        return self.env.play_request(actors, request, JointRecorder(groups, mapping), mapping)
+
+
+def _entry_uniforms(
+    uniforms: AgentUniforms, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the random numbers `[m, width]` of agents `[m]` of one policy, in rows `[m]` at their steps `[m]`."""
+    names, number = np.unique(np.array(agents), return_inverse=True)
+    parts = [
+        (number == each, uniforms(str(name), rows[number == each], t[number == each]))
+        for each, name in enumerate(names)
+    ]
+    result = np.empty((len(agents), parts[0][1].shape[1]), dtype=np.float32)
+    for own, values in parts:
+        result[own] = values
+    return result
 
 
 class PettingZooGroups(SeededGroups):
-    """Groups of joint episodes of a parallel PettingZoo environment; a group's initial state is a joint reset seed.
+    """Groups of joint episodes of a parallel PettingZoo environment. A group starts from one joint reset seed.
 
-    Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice. All rows of a
-    call, of all members, run side by side, one environment after the other in this process; an ended episode's lane is
-    reset for the next row. Agents may be born and may end at any step. Action masks are understood where PettingZoo
-    puts them: `infos[agent]["action_mask"]`, or an observation Dict of exactly "observation" and "action_mask". An
-    agent whose mask leaves nothing is not asked to act, as happens to whoever is not to move in a turn-based game.
+    Train, validation and test starts are seeds of three disjoint ranges without repetition. All rows of a call, of all
+    members, run in parallel, one environment after another in this process; waiting rows replace ended episodes.
+    Agents may be born and may end at any step. Action masks are read from `infos[agent]["action_mask"]`, or from an
+    observation Dict with exactly "observation" and "action_mask". An agent whose mask allows no action does not act, as
+    in a turn-based game.
 
-    An episode must be a function of its reset seed and its actions: one start is played twice by the same actions to
-    see that it is, and a warning says what differs. Episodes of a group share that seed and so all later randomness of
-    the environment: common random numbers.
+    An episode must be a function of its reset seed and its actions. The constructor plays one start twice with the same
+    actions, and warns about the first difference. Episodes of a group share the seed, and so all later randomness of
+    the environment (common random numbers).
 
     Args:
-        env: Makes a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
-        env_kwargs: Its keyword arguments. With render_mode "human" tests are watched in a window, one episode after the
-            other; what is learnt from, and fitness, is played without.
-        max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit
-            (its `max_cycles`), or 1,000 where it has none; the first episode that is cut off by this is warned of.
-        num_envs: Most joint episodes at a time.
-        score: What a joint episode is worth as fitness: "sum" (the default), "min" or "mean" of what all agents earn;
-            the name of an agent, of a group of agents named alike but for their number, or several of these, whose
-            returns are added up; or a function of what each agent earned. In a competition, where the sum says nothing,
-            name whose returns count.
-        recreate_env: Whether every episode gets a new environment, rather than one that is reset; None = where that
-            is found to matter.
+        env: Creates a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
+        env_kwargs: Its keyword arguments. With render_mode "human", tests are shown in a window, one episode after
+            another; training and fitness are not.
+        max_episode_steps: Steps after which all active agents are truncated; None = the environment's own limit
+            (its `max_cycles`), or 1,000 with a warning if there is none.
+        num_envs: Maximum number of parallel joint episodes.
+        score: Fitness of a joint episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an
+            agent, the prefix of several agents, or a list of these, whose returns are added; or a function of all
+            returns. In a competition, where the sum is meaningless, name the agents that count.
+        recreate_env: Create a new environment for every episode instead of resetting one; None = if a reset does not
+            restore it.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
         seed: Seed of the starts and of their order.
 
     Attributes:
-        seed: As given.
-        name: What the environment calls itself.
-        scoring: The score, with its name.
-        max_episode_steps: Steps after which all living agents are truncated.
-        uses_default_limit: Whether that is this class's own limit, as nothing else says when an episode is to end.
-        recreate_env: Whether every episode gets an environment made anew.
-        agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
-            of the first training start.
+        seed: As passed.
+        name: Name of the environment.
+        scoring: The score.
+        render_tests: Whether tests are shown in a window.
+        max_episode_steps: Steps after which all active agents are truncated.
+        uses_default_limit: Whether `max_episode_steps` is the default because no limit is known.
+        recreate_env: Whether a new environment is created for every episode.
+        agents: Names of the agents known in advance: `possible_agents`, otherwise those of the first training start.
         observation_spaces: Of these agents, by name.
         action_spaces: Of these agents, by name.
 
     Raises:
-        ValueError: If an argument does not fit, or the callable makes something else.
+        ValueError: If an argument is invalid, or the callable creates anything else.
     """
 
     @names_unknown
@@ -235,7 +239,7 @@ class PettingZooGroups(SeededGroups):
         *,
         env_kwargs: Mapping[str, Any] | None = None,
         max_episode_steps: int | None = None,
-        num_envs: int = _LANES,
+        num_envs: int = 64,
         score: Score = summed,
         recreate_env: bool | None = None,
         train_size: int = 100_000,
@@ -243,27 +247,27 @@ class PettingZooGroups(SeededGroups):
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
-        for name, value in (("max_episode_steps", max_episode_steps), ("num_envs", num_envs)):
-            if (value is None and name == "num_envs") or (value is not None and value < 1):
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if not callable(env):
-            raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
-        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        self._make, self._kwargs = env, dict(env_kwargs or {})
-        self._in_window, self.render_tests = False, self._kwargs.get("render_mode") == WINDOW
-        if self.render_tests:  # episodes side by side are not to be watched; `drawn` is
-            del self._kwargs["render_mode"]
-        self._wanted_limit, self._count = max_episode_steps, num_envs
-        self._lanes: list[JointEnv] = []
-        self._distinct = Distinct()
-        self._said: set[str] = set()
-        example = self._made()
-        declared = _limit(example) if max_episode_steps is None else max_episode_steps
-        self.max_episode_steps, self.uses_default_limit = declared or DEFAULT_MAX_EPISODE_STEPS, declared is None
+            raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}")
+        sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
+        super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
+        self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
+        self._pool: list[JointEnv] = []
+        self._distinct = DistinctEnvs()
+
+        # 1. Create an example for the agents, their spaces and the step limit.
+        example = self._create()
+        inner = example.unwrapped
+        own = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
+        self._set_limit, limit = max_episode_steps, own if max_episode_steps is None else max_episode_steps
+        self.max_episode_steps, self.uses_default_limit = limit or DEFAULT_MAX_EPISODE_STEPS, limit is None
+        # A limit that an environment declares is enforced only beyond the default limit.
+        least = DEFAULT_MAX_EPISODE_STEPS if max_episode_steps is None else 0
+        self._enforced_limit = max(least, self.max_episode_steps)
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
-            begun(example, self._starts.of("train", [0])[0])
+            reset_env(example, self.reset_seed("train", 0))
             known = example.agents
         self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
         self.observation_spaces: dict[str, gymnasium.Space[Any]] = {
@@ -272,61 +276,103 @@ class PettingZooGroups(SeededGroups):
         self.action_spaces: dict[str, gymnasium.Space[Any]] = {
             str(agent): example.action_space(agent) for agent in known
         }
-        self._code = code_hash(type(example.unwrapped))
+        self._code = code_hash(type(inner))
         example.close()
-        map_policies(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
-        self.scoring: Scoring = scoring(score, self.agents)
-        self.recreate_env = self._repeating(recreate_env)
+        map_policies(self.observation_spaces, self.action_spaces, "independent")  # raises for unsupported spaces
+        self.scoring: Scoring = choose_scoring(score, self.agents)
+
+        # 2. Check that episodes are deterministic.
+        first, *_, last = self._reset_seeds("train", [0, self.size("train") - 1])
+        self.recreate_env, message = check_joint_determinism(self._create_joint, (first, last), seed, recreate_env)
+        if message is not None:
+            self._warn_once(f"{self.name} {message}")
 
     def close(self) -> None:
-        """Close environments; the next `play` makes new ones."""
-        lanes, self._lanes = self._lanes, []
-        with ExitStack() as closing:  # every one, whatever one of them raises
-            for lane in lanes:
-                closing.callback(lane.close)
+        """Close all environments; the next `play` creates new ones."""
+        pool, self._pool = self._pool, []
+        with ExitStack() as stack:  # closes every one, even if closing one of them raises
+            for env in pool:
+                stack.callback(env.close)
 
     def rendered(self) -> "PettingZooGroups":
-        """Return the same starts in a single environment that shows itself in a window, at its own speed.
+        """Return the same starts in a single environment that renders in a window.
 
         Raises:
-            ImportError: If a package that it needs is missing.
-            ValueError: If it cannot be drawn, or there is no display.
+            ImportError: If a package is missing.
+            ValueError: If the environment cannot be rendered, or there is no display.
         """
-        check_renderable(self._made, self.name)
+        check_renderable(self._create, self.name)
         shown = copy(self)
-        shown._kwargs = {**self._kwargs, "render_mode": WINDOW}
-        shown._lanes, shown._count, shown._distinct, shown._in_window = [], 1, Distinct(), True
+        shown._kwargs = {**self._kwargs, "render_mode": RENDER_MODE}
+        shown._pool, shown._num_envs, shown._distinct, shown._in_window = [], 1, DistinctEnvs(), True
         return shown
 
     @property
     def observation_space(self) -> gymnasium.spaces.Dict:
-        """What all agents see together, by name."""
+        """Observation spaces of all agents, by name."""
         return gymnasium.spaces.Dict(self.observation_spaces)
 
     @property
     def action_space(self) -> gymnasium.spaces.Dict:
-        """What all agents do together, by name."""
+        """Action spaces of all agents, by name."""
         return gymnasium.spaces.Dict(self.action_spaces)
 
     def open(self, split: Split, starts: Sequence[int]) -> JointStartBatch:
-        """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
+        """Open starts of a split, each in [0, size(split)); starts may be repeated.
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return JointStartBatch(env=self, seeds=self._starts.of(split, starts))
+        return JointStartBatch(env=self, seeds=self._reset_seeds(split, starts))
+
+    def play_request(
+        self, actors: Mapping[str, Actor], request: EpisodeRequest, recorder: JointRecorder, mapping: PolicyMapping
+    ) -> JointEpisodes:
+        """Play one joint episode per row of the request; see `JointStartBatch.play`."""
+        vector_env = JointVectorEnv(self._pool, partial(self._create_joint, self.recreate_env), mapping)
+        spaces = {name: (spec.observation_space, spec.action_space) for name, spec in mapping.specs.items()}
+        with self._close_on_error(), explain_window_errors() if self._in_window else nullcontext():
+            played = play_episodes(vector_env, self._num_envs, spaces, actors, recorder, request)
+        if self._set_limit is None and (played.lengths >= self._enforced_limit).any():
+            self._warn_truncated(self._enforced_limit)
+        return played
 
     def scores(self, played: JointEpisodes) -> NDArray[np.float64]:
-        """Return what each of n joint episodes is worth, `[n]`.
+        """Return the fitness `[n]` of n joint episodes.
 
         Raises:
-            ValueError: If `score` gives something that is not finite.
+            ValueError: If `score` returns a value that is not finite.
         """
         values = np.array([self.scoring.function(returns) for returns in played.returns], dtype=np.float64)
         if not np.isfinite(values).all():
-            worst = played.returns[int(np.flatnonzero(~np.isfinite(values))[0])]
-            raise ValueError(f"score must return a finite number for every joint episode, not for {dict(worst)}")
+            place = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise ValueError(f"score must be finite, got {values[place]} for {dict(played.returns[place])}")
         return values
+
+    def warn_opposed_rewards(self, *, team_credit: bool) -> None:
+        """Warn once if rewards of agents are opposed but learning or fitness uses their sum.
+
+        Args:
+            team_credit: Whether members learn from the sum of all agents' rewards.
+        """
+        if self.scoring.is_explicit_sum or not (team_credit or self.scoring.is_default) or "opposed" in self._issued:
+            return
+        self._issued.add("opposed")
+        with closing(self._create_joint(self.recreate_env)) as env:
+            seeds = self._reset_seeds("train", range(min(STARTS, self.size("train"))))
+            found = find_opposed_agent(env, seeds, self.seed)
+        if found is not None:
+            advice = found.advice(learning=team_credit, fitness=self.scoring.is_default)
+            self._warn_once(f"In {self.name}, {advice}")
+
+    def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
+        """Return one environment in which a single player acts for all agents.
+
+        Args:
+            env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
+        """
+        make = partial(self._create, **env_kwargs)
+        return JointGymEnv(make, self._enforced_limit, self.observation_space, self.action_space)
 
     def _identity(self) -> dict[str, str]:
         spaces = [f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}" for agent in self.agents]
@@ -334,92 +380,19 @@ class PettingZooGroups(SeededGroups):
             "environment": f"{self.name}, code {code_hash(self._make)}",
             "code": self._code,
             "env_kwargs": canonical(self._kwargs),
-            "max_episode_steps": str(self._wanted_limit),
+            "max_episode_steps": str(self._set_limit),
             "score": self.scoring.identity,
             "spaces": short_hash(*spaces),
         }
 
-    def _play(
-        self, actors: Mapping[str, Actor], mapping: PolicyMapping, wanted: EpisodeRequest, groups: NDArray[np.int64]
-    ) -> JointEpisodes:
-        lanes = JointVectorEnv(self._lanes, self._lane, mapping)
-        spaces = {name: (spec.observation_space, spec.action_space) for name, spec in mapping.specs.items()}
-        with self._closed_if_broken(), window() if self._in_window else nullcontext():
-            played = play_episodes(lanes, self._count, spaces, actors, JointRecorder(groups, mapping), wanted)
-        if self._wanted_limit is None and (played.lengths >= self._last_step).any():
-            self._warn(
-                f"a joint episode of {self.name} was cut off after {self._last_step:,} steps, as neither the "
-                "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
-                rank_zero_only=False,
-            )
-        return played
+    def _create_joint(self, recreate_env: bool) -> JointEnv:
+        return JointEnv(self._create, self._enforced_limit, recreate_env=recreate_env)
 
-    @property
-    def _last_step(self) -> int:
-        """After which lanes truncate: what an environment says of itself is believed, and made sure of later."""
-        return (
-            self.max_episode_steps
-            if self._wanted_limit is not None
-            else max(DEFAULT_MAX_EPISODE_STEPS, self.max_episode_steps)
-        )
-
-    def _lane(self) -> JointEnv:
-        return self._lane_made(self.recreate_env)
-
-    def _lane_made(self, recreate_env: bool) -> JointEnv:
-        return JointEnv(self._made, self._last_step, recreate_env=recreate_env)
-
-    def _repeating(self, recreate_env: bool | None) -> bool:
-        first, *_, last = self._starts.of("train", [0, self.size("train") - 1])
-        found = repeating(self._lane_made, (first, last), self.seed, recreate_env)
-        if found.words is not None:
-            self._warn(f"{self.name} {found.words}")
-        return found.recreate_env
-
-    def warn_opposed_rewards(self, *, team_credit: bool) -> None:
-        """Warn, once, if agents' rewards move against each other where learning or fitness adds them up.
-
-        Args:
-            team_credit: Whether an action is worth what all agents earn.
-        """
-        if self.scoring.sum_is_meant or not (team_credit or self.scoring.by_default) or "opposed" in self._said:
-            return
-        self._said.add("opposed")
-        with closing(self._lane()) as lane:
-            found = opposed(lane, self._starts.of("train", range(min(STARTS, self.size("train")))), self.seed)
-        if found is not None:
-            self._warn(f"in {self.name}, {found.advice(learning=team_credit, fitness=self.scoring.by_default)}")
-
-    def _warn(self, words: str, *, rank_zero_only: bool = True) -> None:
-        if words not in self._said:
-            self._said.add(words)
-            warn(words, rank_zero_only=rank_zero_only)
-
-    def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
-        """Return one such environment that a single player plays for all agents.
-
-        Args:
-            env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
-        """
-        make = partial(self._made, **env_kwargs)
-        return JointGymEnv(make, self._last_step, self.observation_space, self.action_space)
-
-    def _made(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
+    def _create(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
         env = self._make(**{**self._kwargs, **further})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
-                f"env must make a pettingzoo ParallelEnv, got {type(env).__name__}: for an AECEnv wrap it with "
-                "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game"
+                f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. Convert an AECEnv with "
+                "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game."
             )
-        return self._distinct.added(env)
-
-
-def _limit(env: "ParallelEnv[Any, Any, Any]") -> int | None:
-    """Return the limit that an environment names, or what it is built around."""
-    inner = env.unwrapped
-    return declared_limit(inner) or declared_limit(getattr(inner, "env", None))
-
-
-def _numbered(names: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return np.array([numbers[name] for name in names], dtype=np.int64)
+        return self._distinct.check(env)

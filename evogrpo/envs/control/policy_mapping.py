@@ -1,4 +1,4 @@
-"""Which policy acts for which agent of a joint environment, and in which spaces."""
+"""Mapping from agents to policies, and the spaces of each policy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,112 +10,115 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import check_action_space
-from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces
+from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, stack
 
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"
 
 AgentSpaces = Mapping[str, spaces.Space[Any]]
-"""By agent."""
+"""One space per agent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicySpec:
-    """What one policy acts as.
+    """Agents and spaces of one policy.
 
     Attributes:
-        name: Of the policy.
-        agents: The agents it acts for, as far as they are known beforehand.
-        seen_space: What the environment shows to such an agent, action mask included.
-        action_space: Where such an agent acts.
-        agent_ids: Whether the policy is told which of `agents` it acts for.
+        name: Name of the policy.
+        agents: Agents of the policy, as far as they are known in advance.
+        env_space: Observation space of one agent in the environment, action mask included.
+        action_space: Action space of one agent.
+        agent_ids: Append a one-hot code of the agent to its observation.
     """
 
     name: str
     agents: tuple[str, ...]
-    seen_space: spaces.Space[Any]
+    env_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
     agent_ids: bool
 
     @cached_property
-    def shown_space(self) -> spaces.Space[Any]:
-        """What an agent sees, without the action mask of PettingZoo's convention."""
-        if isinstance(self.seen_space, spaces.Dict) and set(self.seen_space.spaces) == {"observation", "action_mask"}:
-            return self.seen_space.spaces["observation"]
-        return self.seen_space
+    def agent_space(self) -> spaces.Space[Any]:
+        """Observation space of one agent without the action mask of PettingZoo's convention."""
+        if isinstance(self.env_space, spaces.Dict) and set(self.env_space.spaces) == {"observation", "action_mask"}:
+            return self.env_space.spaces["observation"]
+        return self.env_space
 
     @cached_property
-    def parts(self) -> list[spaces.Space[Any]]:
-        """The spaces of the leaves of what an agent sees."""
-        return leaf_spaces(self.shown_space)
+    def leaf_spaces(self) -> list[spaces.Space[Any]]:
+        """Leaves of `agent_space`."""
+        return leaf_spaces(self.agent_space)
 
     @cached_property
     def observation_space(self) -> spaces.Space[Any]:
-        """What the policy reads: what the agent sees, and one flag per agent that it could be."""
-        shown, flags = self.shown_space, len(self.agents)
+        """Observation space of the policy: that of an agent, and one flag per agent if `agent_ids` is set."""
+        space, flags = self.agent_space, len(self.agents)
         if not self.agent_ids:
-            return shown
-        if _is_vector(shown):
-            ends = np.zeros(flags, shown.dtype), np.ones(flags, shown.dtype)
-            low, high = np.concatenate([shown.low, ends[0]]), np.concatenate([shown.high, ends[1]])
-            return spaces.Box(low, high, dtype=shown.dtype)
-        return spaces.Tuple((shown, spaces.Box(0.0, 1.0, (flags,), np.float32)))
+            return space
+        if _is_vector(space):
+            ends = np.zeros(flags, space.dtype), np.ones(flags, space.dtype)
+            low, high = np.concatenate([space.low, ends[0]]), np.concatenate([space.high, ends[1]])
+            return spaces.Box(low, high, dtype=space.dtype)
+        return spaces.Tuple((space, spaces.Box(0.0, 1.0, (flags,), np.float32)))
 
-    def split(self, observation: Any) -> tuple[list[Any], Any]:
-        """Return the leaves of what an agent sees, and its action mask or None."""
-        if self.shown_space is self.seen_space:
-            return flatten(self.seen_space, observation), None
-        return flatten(self.shown_space, observation["observation"]), observation["action_mask"]
+    def mask(self, observation: Any) -> Any:
+        """Return the action mask in an agent's observation; None if its space has none."""
+        return None if self.agent_space is self.env_space else observation["action_mask"]
 
-    def identified(self, leaves: Leaves, agents: Sequence[str]) -> Leaves:
-        """Return the leaves `[m, ...]` that the policy reads, for what the agents `[m]` see.
+    def stack(self, observations: Sequence[Any], agents: Sequence[str]) -> Leaves:
+        """Stack the observations of agents `[m]` to the leaves `[m, ...]` of the policy's observation space.
 
         Raises:
-            ValueError: If it is to be told of an agent that was not known beforehand.
+            ValueError: If an observation does not fit its space, or `agent_ids` is set and an agent was not known in
+                advance.
         """
+        if self.agent_space is not self.env_space:
+            observations = [observation["observation"] for observation in observations]
+        space = self.agent_space
+        leaves = stack(self.leaf_spaces, [flatten(space, observation) for observation in observations])
         if not self.agent_ids:
             return leaves
         unknown = sorted(set(agents) - set(self.agents))
         if unknown:
             raise ValueError(
-                f"agent_ids numbers the agents {list(self.agents)}, but {unknown} appeared: leave agent_ids out, or "
-                "let the environment name every agent in possible_agents"
+                f"agent_ids requires all agents in advance: {unknown} are not among {list(self.agents)}. Leave out "
+                "agent_ids, or list every agent in possible_agents."
             )
         flags: NDArray[Any] = np.eye(len(self.agents), dtype=np.float32)[[self.agents.index(name) for name in agents]]
-        if _is_vector(self.shown_space):
+        if _is_vector(space):
             return [np.concatenate([leaves[0], flags.astype(leaves[0].dtype)], axis=1)]
         return [*leaves, flags]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyMapping:
-    """Which policy acts for which agent.
+    """Mapping from agents to policies.
 
     Attributes:
-        policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
+        policies: "shared": one policy for all agents; "prefix": one for all agents with the same name up to the last
             underscore; "independent": one for each agent.
-        specs: By policy.
+        specs: Policies by name.
     """
 
     policies: Policies
     specs: Mapping[str, PolicySpec]
 
     def policy_of(self, agent: str) -> str:
-        """Return the policy that acts for an agent.
+        """Return the policy of an agent.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If it has none.
         """
         name = _policy_name(self.policies, agent)
         if name not in self.specs:
             raise ValueError(
-                f"agent {agent!r} has no policy: {self.policies!r} policies were made for {sorted(self.specs)}. Let "
-                "the environment name every agent in possible_agents, or use policies='shared'"
+                f"agent {agent!r} has no policy: {self.policies!r} policies exist for {sorted(self.specs)}. List every "
+                "agent in possible_agents, or set policies='shared'."
             )
         return name
 
     def place(self, agent: str) -> tuple[int, str]:
-        """Return what agents of one policy are sorted by: known ones in their own order, others behind by name."""
+        """Return a sort key: agents known in advance in their order, then all others by name."""
         known = self.specs[self.policy_of(agent)].agents
         return (known.index(agent) if agent in known else len(known), agent)
 
@@ -127,13 +130,13 @@ def map_policies(
     *,
     agent_ids: bool = False,
 ) -> PolicyMapping:
-    """Share agents out among policies.
+    """Map agents to policies.
 
     Args:
-        observation_spaces: What each agent sees, by its name.
-        action_spaces: Where each agent acts, by its name.
+        observation_spaces: Observation space of each agent.
+        action_spaces: Action space of each agent.
         policies: See `PolicyMapping`.
-        agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
+        agent_ids: Append a one-hot code of the agent to the observations of policies with several agents.
 
     Raises:
         ValueError: If the names differ, agents of one policy differ in their spaces, or a space is not supported.
@@ -142,27 +145,38 @@ def map_policies(
         raise ValueError(f"policies must be one of {list(get_args(Policies))}, got {policies!r}")
     if not observation_spaces or set(observation_spaces) != set(action_spaces):
         raise ValueError(
-            "observation_spaces and action_spaces must name the same agents, at least one, got "
+            "observation_spaces and action_spaces must have the same agents, at least one, got "
             f"{sorted(observation_spaces)} and {sorted(action_spaces)}"
         )
-    members: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for agent in observation_spaces:
-        members.setdefault(_policy_name(policies, agent), []).append(agent)
+        groups.setdefault(_policy_name(policies, agent), []).append(agent)
     specs = {}
-    for name, agents in members.items():
+    for name, agents in groups.items():
         first = agents[0]
-        if not all(_same(observation_spaces, action_spaces, first, agent) for agent in agents[1:]):
-            raise ValueError(_unlike(observation_spaces, action_spaces, agents, policies))
-        spec = PolicySpec(
+        for agent in agents[1:]:
+            if not _same_spaces(observation_spaces, action_spaces, first, agent):
+                fits = all(
+                    _same_spaces(observation_spaces, action_spaces, one, other)
+                    for one in agents
+                    for other in agents
+                    if prefix_of(one) == prefix_of(other)
+                )
+                finer = "prefix" if policies == "shared" and fits else "independent"
+                raise ValueError(
+                    f"policies={policies!r} requires equal spaces for all agents of a policy, but {first} has "
+                    f"{observation_spaces[first]} and {action_spaces[first]}, {agent} has {observation_spaces[agent]} "
+                    f"and {action_spaces[agent]}. Set policies={finer!r}, or use a wrapper that makes them equal."
+                )
+        check_action_space(action_spaces[first])
+        specs[name] = PolicySpec(
             name=name,
             agents=tuple(agents),
-            seen_space=observation_spaces[first],
+            env_space=observation_spaces[first],
             action_space=action_spaces[first],
             agent_ids=agent_ids and len(agents) > 1,
         )
-        assert spec.parts  # raises for spaces that are not supported
-        check_action_space(spec.action_space)
-        specs[name] = spec
+        assert specs[name].leaf_spaces  # raises for spaces that are not supported
     return PolicyMapping(policies=policies, specs=specs)
 
 
@@ -173,52 +187,18 @@ def _policy_name(policies: Policies, agent: str) -> str:
 
 
 def prefix_of(agent: str) -> str:
-    """Return what agents have in common that are named alike but for their number."""
+    """Return an agent's name without its number: "red" for "red_0"."""
     return agent.rpartition("_")[0] or agent
 
 
-def _alike(one: spaces.Space[Any], other: spaces.Space[Any], *, exact: bool) -> bool:
-    """Tell whether one network fits both spaces; what bounds an observation has makes no difference to it."""
-    if not exact and isinstance(one, spaces.Box) and isinstance(other, spaces.Box):
-        return one.shape == other.shape and one.dtype == other.dtype
-    return one == other
-
-
-def _same(seen: AgentSpaces, acted: AgentSpaces, one: str, other: str) -> bool:
-    return _alike(seen[one], seen[other], exact=False) and _alike(acted[one], acted[other], exact=True)
-
-
-def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], policies: Policies) -> str:
-    """Say which agents of one policy differ in what, and which policies there can be."""
-    kinds: list[list[str]] = []
-    for agent in agents:
-        kind = next((kind for kind in kinds if _same(seen, acted, kind[0], agent)), None)
-        kinds.append([agent]) if kind is None else kind.append(agent)
-    described = "; ".join(
-        f"{join_names(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
-        f"{'acts' if len(kind) == 1 else 'act'} in {acted[kind[0]]}"
-        for kind in kinds
-    )
-    alike_but_for_number: dict[str, str] = {}
-    fits = policies == "shared" and all(
-        _same(seen, acted, alike_but_for_number.setdefault(_policy_name("prefix", agent), agent), agent)
-        for agent in agents
-    )
-    remedy = (
-        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {join_names(list(alike_but_for_number))}"
-        if fits
-        else "policies='independent', one for each agent"
-    )
-    return (
-        f"agents of one policy must have the same spaces, but these differ: {described}. Use {remedy}; or wrap the "
-        "environment so that they agree"
-    )
-
-
-def join_names(names: Sequence[str], most: int = 6) -> str:
-    """Write names as a sentence has them, not too many of them."""
-    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
-    return " and ".join([*([", ".join(shown[:-1])] if shown[1:] else []), shown[-1]])
+def _same_spaces(observation_spaces: AgentSpaces, action_spaces: AgentSpaces, one: str, other: str) -> bool:
+    """Return True if one network fits both agents; the bounds of observations do not matter."""
+    a, b = observation_spaces[one], observation_spaces[other]
+    if isinstance(a, spaces.Box) and isinstance(b, spaces.Box):
+        same = a.shape == b.shape and a.dtype == b.dtype
+    else:
+        same = a == b
+    return same and action_spaces[one] == action_spaces[other]
 
 
 def _is_vector(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:

@@ -8,93 +8,86 @@ from typing import Any
 
 import gymnasium
 
-from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep, any_legal, mask_of, nothing
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep
+from evogrpo.envs.control.seeded_groups import RENDER_MODE
 from evogrpo.text import extra_command
 
-WINDOW = "human"
-"""The render mode of environments that show themselves in a window, at their own speed."""
+AGENT_REWARDS = "rewards of agents"
+"""Key of the rewards of all agents in the infos of `JointGymEnv`."""
+
+AgentDict = dict[str, Any]
+
 _DISPLAYS = ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY")
+_VIDEO = "write a video: evogrpo.record_video(agent, env, 'play.mp4')"
 
 
 def has_display() -> bool:
-    """Tell whether windows can be expected to open: Linux names its displays in variables."""
+    """Return True if windows can be expected to open; on Linux, if a variable names a display."""
     return sys.platform != "linux" or any(name in os.environ for name in _DISPLAYS)
 
 
 def check_display() -> None:
-    """Refuse with a ValueError to open a window where there is no display: some libraries would end the process."""
+    """Raise ValueError without a display, because some libraries would end the process."""
     if not has_display():
         raise ValueError(
-            "a window needs a display, and there is none here: none of DISPLAY, WAYLAND_DISPLAY and SDL_VIDEODRIVER is "
-            "set. Play where there is one, or write a video: evogrpo.record_video(agent, env, 'play.mp4')"
+            "rendering in a window requires a display, but DISPLAY, WAYLAND_DISPLAY and SDL_VIDEODRIVER are not set. "
+            f"Use a machine with a display, or {_VIDEO}"
         )
 
 
 def check_renderable(make: Callable[..., Any], name: str) -> None:
-    """Refuse an environment that does not show itself in a window, and any where there is no display.
+    """Check that an environment renders in a window, and that there is a display.
 
     Args:
-        make: Makes it, given a `render_mode`.
-        name: What it is called.
+        make: Creates the environment, given a `render_mode`.
+        name: Name of the environment.
 
     Raises:
-        ImportError: If a package that it needs is missing.
-        ValueError: If it cannot be shown.
+        ImportError: If a package is missing.
+        ValueError: If it cannot be rendered.
     """
     check_display()
     try:
-        made = make(render_mode=WINDOW)
+        env = make(render_mode=RENDER_MODE)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"{name} needs a package that is not installed: {error}") from error
+        raise ImportError(f"{name} requires a package that is not installed: {error}") from error
     except TypeError as error:
         if "render_mode" not in str(error):
             raise
+        raise ValueError(f"{name} cannot be rendered: it must accept the keyword argument render_mode") from error
+    found, known = getattr(env, "render_mode", None), list(getattr(env, "metadata", {}).get("render_modes", ()))
+    env.close()
+    if found != RENDER_MODE:
         raise ValueError(
-            f"{name} takes no render_mode, so it cannot be drawn: let it take the keyword argument and draw itself "
-            f'where it is "{WINDOW}"'
-        ) from error
-    found, known = getattr(made, "render_mode", None), list(getattr(made, "metadata", {}).get("render_modes", ()))
-    made.close()
-    if found != WINDOW:
-        raise ValueError(
-            f'{name} cannot be drawn: made with render_mode="{WINDOW}" its render_mode is {found!r} (it knows {known})'
+            f'{name} cannot be rendered: its render_mode must be "{RENDER_MODE}", got {found!r} (supported: {known})'
         )
 
 
 @contextmanager
-def window() -> Iterator[None]:
-    """Say what to do where a window does not open, or what draws it is not installed."""
+def explain_window_errors() -> Iterator[None]:
+    """Raise errors with advice if a window does not open or a package is missing."""
     check_display()
     try:
         yield
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"what draws is not installed ({error}): {extra_command('video')}") from error
+        raise ImportError(f"rendering requires a missing package ({error}): {extra_command('video')}") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("pygame", "glfw", "pyglet", "_tkinter"):
             raise
-        raise ValueError(
-            f"the window could not be opened or drawn in: {error}. Play where there is a display, or write a video: "
-            "evogrpo.record_video(agent, env, 'play.mp4')"
-        ) from error
+        raise ValueError(f"the window failed: {error}. Use a machine with a display, or {_VIDEO}") from error
 
 
-AGENT_REWARDS = "rewards of agents"
-"""Under this name infos hold what each agent earned."""
+class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
+    """A joint environment as a Gymnasium environment of a single player that acts for all agents.
 
-ByAgent = dict[str, Any]
-
-
-class JointGymEnv(gymnasium.Env[ByAgent, ByAgent]):
-    """Shows what every agent sees that is to act, and takes what they do; the reward is what all earn together.
-
-    The infos hold their action masks by agent, and every agent's reward under `AGENT_REWARDS`. An agent whose mask
-    leaves nothing to do is not shown, and does nothing.
+    Observations contain the agents that can act; the others take no action. The reward is the sum of all rewards. The
+    infos contain the action masks by agent, and every agent's reward under `AGENT_REWARDS`.
 
     Args:
-        make: Makes the joint environment.
-        max_episode_steps: Steps after which all living agents are truncated.
-        observation_space: Of all agents, by name.
-        action_space: Likewise.
+        make: Creates the joint environment.
+        max_episode_steps: Steps after which all active agents are truncated.
+        observation_space: Observation spaces by agent.
+        action_space: Action spaces by agent.
     """
 
     def __init__(
@@ -104,43 +97,38 @@ class JointGymEnv(gymnasium.Env[ByAgent, ByAgent]):
         observation_space: gymnasium.spaces.Dict,
         action_space: gymnasium.spaces.Dict,
     ) -> None:
-        self._lane = JointEnv(make, max_episode_steps)
-        self._seen = JointStep(observations={}, infos={})
+        self._env = JointEnv(make, max_episode_steps)
+        self._latest = JointStep(observations={}, infos={})
         self.observation_space, self.action_space = observation_space, action_space
-        self.metadata = dict(getattr(self._lane.env, "metadata", {}))
-        self.render_mode = getattr(self._lane.env, "render_mode", None)
+        self.metadata = dict(getattr(self._env.env, "metadata", {}))
+        self.render_mode = getattr(self._env.env, "render_mode", None)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[ByAgent, ByAgent]:
-        """Begin an episode; a seed must be given."""
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
+        """Start an episode; a seed is required."""
         assert seed is not None
-        return self._shown(self._lane.reset(seed))
+        return self._inputs(self._env.reset(seed))
 
-    def step(self, action: Mapping[str, Any]) -> tuple[ByAgent, float, bool, bool, ByAgent]:
-        """Let all agents act; it is over when none is left."""
-        seen = self._lane.step(
-            {
-                agent: action[agent] if agent in action else nothing(self._lane.action_space(agent))
-                for agent in self._seen.observations
-            }
+    def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
+        """Step with the actions of all agents; the episode ends when no agent is active."""
+        agents = self._latest.observations
+        result = self._env.step(
+            {agent: action[agent] if agent in action else self._env.no_action(agent) for agent in agents}
         )
-        over, cut = not seen.observations, bool(seen.truncated)
-        shown, infos = self._shown(seen)
-        return shown, float(sum(seen.rewards.values())), over and not cut, over and cut, infos
+        over, cut = not result.observations, bool(result.truncated)
+        observations, infos = self._inputs(result)
+        return observations, float(sum(result.rewards.values())), over and not cut, over and cut, infos
 
     def render(self) -> Any:
-        """Draw the joint environment."""
-        return self._lane.env.render()
+        """Render the joint environment."""
+        return self._env.env.render()
 
     def close(self) -> None:
-        """Close it."""
-        self._lane.close()
+        """Close the joint environment."""
+        self._env.close()
 
-    def _shown(self, seen: JointStep) -> tuple[ByAgent, ByAgent]:
-        self._seen = seen
-        masks = {agent: mask_of(seen, agent) for agent in seen.observations}
-        acting = [agent for agent, mask in masks.items() if mask is None or any_legal(mask)]
-        given = {agent: masks[agent] for agent in acting if masks[agent] is not None}
-        return {agent: seen.observations[agent] for agent in acting}, {
-            "action_mask": given,
-            AGENT_REWARDS: seen.rewards,
-        }
+    def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
+        self._latest = latest
+        acting = {agent: latest.mask(agent) for agent in latest.observations if latest.can_act(agent)}
+        masks = {agent: mask for agent, mask in acting.items() if mask is not None}
+        infos = {"action_mask": masks, AGENT_REWARDS: latest.rewards}
+        return {agent: latest.observations[agent] for agent in acting}, infos

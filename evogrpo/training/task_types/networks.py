@@ -194,7 +194,7 @@ class PreparedNetworks(PreparedPolicies):
     def facts(self) -> dict[str, str]:
         """Return facts about environment and members."""
         config, env = self.config, self.env
-        each = "episode" if env.recreate_env else "lane"
+        each = "episode" if env.recreate_env else "parallel episode"
         native = "vectorised natively" if env.native else f"one environment per {each}"
         noise = {"noise": "random after reset: every place in a group gets its own"} if env.reseed_noise else {}
         cut = ""

@@ -1,0 +1,128 @@
+"""Reset seeds of train, validation and test starts, and the base class of environments that use them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Self
+
+from evogrpo.config.checks import whole_between, whole_number
+from evogrpo.envs.protocol import SPLITS, Split, deal_starts
+from evogrpo.randomness import generator
+from evogrpo.warnings import warn
+
+SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
+DEFAULT_MAX_EPISODE_STEPS = 1000
+"""Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
+RENDER_MODE = "human"
+"""Render mode of environments that open a window and run at their own speed."""
+
+
+class SeededGroups(ABC):
+    """Base class of environments whose starts are reset seeds.
+
+    The seeds of the splits lie in disjoint ranges and are distinct. A larger split keeps the seeds of a smaller one.
+
+    Args:
+        seed: Root seed of the starts and of their order.
+        sizes: Number of starts of each split.
+        env_kwargs: Keyword arguments of the environment.
+        options: Values of `max_episode_steps` and `num_envs`, for checks.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    name: str
+    max_episode_steps: int
+
+    def __init__(
+        self,
+        seed: int,
+        sizes: Mapping[Split, int],
+        env_kwargs: Mapping[str, Any] | None,
+        options: Mapping[str, int | None],
+    ) -> None:
+        for split, size in sizes.items():
+            whole_between(f"{split}_size", size, 1, SEEDS_PER_SPLIT)
+        for name, value in options.items():
+            if value is not None:
+                whole_between(name, value, 1)
+        self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
+        # Environments that train and evaluate run in parallel, without a window; `rendered` opens one for tests.
+        self._kwargs = dict(env_kwargs or {})
+        self.render_tests, self._in_window = self._kwargs.get("render_mode") == RENDER_MODE, False
+        if self.render_tests:
+            del self._kwargs["render_mode"]
+        self._issued: set[str] = set()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
+        return f"{type(self).__name__}({self.name!r}, {sizes} starts)"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all environments; the next `play` creates new ones."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, str]:
+        """Return short texts that identify the environment."""
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct starts of a split."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+        return self._sizes[split]
+
+    def reset_seed(self, split: Split, start: int) -> int:
+        """Return the seed that a start resets the environment with, e.g. to record it.
+
+        Raises:
+            ValueError: If the split or the start does not exist.
+        """
+        return self._reset_seeds(split, [start])[0]
+
+    def _reset_seeds(self, split: Split, starts: Sequence[int]) -> tuple[int, ...]:
+        """Return the reset seeds of starts of a split, each in [0, size(split))."""
+        size = self.size(split)
+        if not all(0 <= start < size for start in starts):
+            raise ValueError(f"starts of {split} must lie in [0, {size - 1}], got {list(starts)}")
+        # An odd multiplier permutes the range: no seed repeats, and a larger split keeps the smaller one's seeds.
+        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
+        base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1
+        return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return short texts that identify starts and environment; see `evogrpo.envs.protocol.SupportsFingerprint`."""
+        sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
+        return {**sizes, "seed": str(self.seed), **self._identity()}
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        """Close all environments on an error, so that the next call does not see unfinished episodes."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                self.close()
+            raise
+
+    def _warn_once(self, message: str, *, rank_zero_only: bool = True) -> None:
+        if message not in self._issued:
+            self._issued.add(message)
+            warn(message, rank_zero_only=rank_zero_only)
+
+    def _warn_truncated(self, steps: int) -> None:
+        self._warn_once(
+            f"An episode of {self.name} was truncated after {steps:,} steps, the default limit. Set max_episode_steps.",
+            rank_zero_only=False,
+        )
