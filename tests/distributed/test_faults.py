@@ -91,8 +91,8 @@ def test_processes_whose_clocks_differ_stop_at_the_same_time(tmp_path: Path) -> 
 def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path: Path) -> None:
     """A reward function or a learning rule that fails in one, a stop asked of one while it samples, a kill."""
     leader, other = both(troubled, tmp_path / "runs")
-    assert "reward: Process 1 of 2 failed: RewardError: reward function" in leader[1]
-    assert "reward: reward function 'reward' raised LookupError: 'the verifier is gone'" in other[1]
+    assert "reward: Process 1 of 2 failed: RewardError" in leader[1]
+    assert "raised LookupError: 'the verifier is gone'" in other[1]
     assert "learning: the disk is busy" in leader[1]
     assert "learning: Process 0 of 2 failed: BlockingIOError: the disk is busy" in other[1]
     for _, said in (leader, other):
