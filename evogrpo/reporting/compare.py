@@ -36,12 +36,12 @@ class WinnerReport:
 
     @property
     def standing(self) -> Estimate | None:
-        """What it won by."""
+        """Fitness estimate of the best member."""
         return fitness_estimate(self.member)
 
     @property
     def test(self) -> TestReport | None:
-        """What the test says of it; None if the run has not reached it."""
+        """The test; None if the run has not reached it."""
         return self.summary.test
 
     def to_json(self) -> dict[str, Any]:
