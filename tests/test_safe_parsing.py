@@ -29,8 +29,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("read", [read_yaml, load_yaml])
-def test_what_grows_out_of_a_few_lines_is_refused_before_it_is_built(read, bomb):
-    with pytest.raises(ValueError, match=r"f.yaml, line \d+, column \d+: (there are more than|it is nested|the alias)"):
+def test_yaml_bombs_are_refused_before_they_are_built(read, bomb):
+    with pytest.raises(ValueError, match=r"f.yaml, line \d+, column \d+: (more than|nested|the alias)"):
         read(BOMBS[bomb], "f.yaml")
 
 
