@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
-from evogrpo.algorithms.factory import Options, TeamOptions
+from evogrpo.algorithms.factory import MultiAgentOptions, Options
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
@@ -144,7 +144,7 @@ def test_teams_refuse_what_they_cannot_be_made_of():
 
     space = cart_pole()
     spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}
-    for name in options_of(TeamOptions.__annotations__, *LANGUAGE_ONLY):
+    for name in options_of(MultiAgentOptions.__annotations__, *LANGUAGE_ONLY):
         for value in FEW:
             answered(name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value}))
     for name in spaces:
