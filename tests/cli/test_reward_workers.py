@@ -39,7 +39,7 @@ def test_a_reward_that_hangs_stops_the_run_with_the_completion_and_never_hangs_i
     process = command("train", project / "tiny.yaml", "--run-dir", "run", *overrides, cwd=here)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "reward function 'score' took longer than 1 s and was stopped for the completion" in errors
+    assert "Reward function 'score' took longer than 1 s and was stopped for the completion" in errors
     assert "once mended    evogrpo resume run" in output
 
 
@@ -48,7 +48,7 @@ def test_a_function_that_cannot_be_sent_is_refused_before_any_work(project, here
                                 "    return score\nscore = made()\n")  # fmt: skip
     overrides = ("task.reward=inner.py:score", "task.reward_timeout=5")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 2
-    assert "reward function 'score' cannot be sent to a worker process" in capsys.readouterr().err
+    assert "Reward function 'score' cannot be sent to a worker process" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_how_rewards_are_computed_and_what_is_kept(project, here, capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_dry_run_tells_how_rewards_are_computed_and_what_is_kept(project, here
         ("logging.completions_format=csv", "unknown value of logging.completions_format: 'csv'"),
         (
             "task.reward_workers=0 task.reward_timeout=3",
-            "reward_timeout needs reward_workers of at least 1 for 'score'",
+            "reward_timeout requires reward_workers of at least 1 for 'score'",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_reward_that_raises_at_once_leaves_a_run_that_can_go_on(project, here,
     Path("mine.py").write_text(f"def score(completion, answer, question):\n{body}")
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, "task.reward=mine.py:score"]
     assert main(arguments) == 1
-    assert "reward function 'score' raised KeyError" in capsys.readouterr().err
+    assert "Reward function 'score' raised KeyError" in capsys.readouterr().err
     Path("mine.py").write_text((project / "rewards.py").read_text())
     assert main(["resume", "run"]) == 0
     assert story(here / "run") == uninterrupted
