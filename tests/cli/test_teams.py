@@ -110,7 +110,7 @@ def test_a_run_goes_on_and_is_reported(finished, capsys):
 
 def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished, here, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
-    assert "no adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
+    assert "not an adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
     assert list(here.iterdir()) == []
 
 
@@ -229,9 +229,9 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),
         ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
         ([FAVOURS, "logging.completions=4"], "logging.completions must be 0 where task.parallel_env is given"),
-        ([FAVOURS, "task.parallel_env=json"], "already says what to train on"),
+        ([FAVOURS, "task.parallel_env=json"], "already names the task"),
         ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
-        ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling replaces single groups"),
+        ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling"),
         ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),
         (["mpe2.simple_tag_v3"], "Set policies='prefix'"),
     ],
