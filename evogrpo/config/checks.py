@@ -18,6 +18,8 @@ MAX_LISTED = 60  # a longer list would hide the hint
 FLOAT32_LIMIT = 1e38  # members compute in float32
 MAX_COUNT = 10**15
 """Largest number that is only counted, never looped over."""
+MAX_STEPS = 1_000_000
+"""Maximum number of generations of a run, and of learning steps of a generation."""
 MAX_SEED = 2**63 - 1
 """Largest seed."""
 _MAX_WHOLE = 10**300  # fits into a float

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.config.checks import MAX_COUNT, finite_number, flag, whole_between
+from evogrpo.config.checks import MAX_COUNT, MAX_STEPS, finite_number, flag, whole_between
 from evogrpo.config.default_space import without_effect
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.text import pluralize
@@ -17,9 +17,6 @@ if TYPE_CHECKING:  # a configuration is checked before torch is imported
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
-
-MOST_STEPS = 1_000_000
-"""Most generations of a run, and most learning steps of a generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +56,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
             raise ValueError("A run needs a limit: set generations, max_timesteps, max_tokens or max_seconds.")
-        self._whole("generations", 1, MOST_STEPS, optional=True)
-        self._whole("steps_per_generation", 1, MOST_STEPS)
+        self._whole("generations", 1, MAX_STEPS, optional=True)
+        self._whole("steps_per_generation", 1, MAX_STEPS)
         self._whole("max_timesteps", 1, optional=True)
         self._whole("max_tokens", 1, optional=True)
         for name in ("max_seconds", "target_fitness"):

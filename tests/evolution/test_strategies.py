@@ -275,7 +275,7 @@ class TestFixed(BuiltInTestCase):
         ({"mutation": True}, "mutation must be a Mutation"),
         ({"mutation": Mutation}, "mutation must be a Mutation"),
         ({"explore_when_stuck": 1}, "explore_when_stuck must be True or False"),
-        ({"elitism": False, "mutation": None}, "set one of them"),
+        ({"elitism": False, "mutation": None}, "elitism=False needs a mutation"),
     ],
 )
 def test_tournament_settings_out_of_range_are_refused(settings, message):

@@ -7,12 +7,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.algorithms.population import KeptStates
-from evogrpo.config.checks import declared_fields, whole_between
+from evogrpo.config.checks import MAX_STEPS, declared_fields, whole_between
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.reporting.step_records import EvaluationCost, Example
-from evogrpo.training.schedule import MOST_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +251,7 @@ class RunState:
             raise ValueError(f"generations must follow each other up to {self.generation}, got {numbers}")
         for name in ("samples_per_step", "block"):
             whole_between(name, getattr(self, name), 0, MAX_SAMPLES)
-        whole_between("steps_per_generation", self.steps_per_generation, 0, MOST_STEPS)
+        whole_between("steps_per_generation", self.steps_per_generation, 0, MAX_STEPS)
         by_slot = [name for name in self.__dataclass_fields__ if name.startswith(("slot_", "member_"))]
         for name in (*by_slot, "metrics", "rollouts", "samples"):
             each = getattr(self, name)
