@@ -1,8 +1,9 @@
 """Configuration of a run and its sections, as frozen records."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
 
 from evogrpo.config.checks import MAX_SEED, flag, instance, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -12,7 +13,8 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
 from evogrpo.models.devices import Precision
-from evogrpo.training.completions import CompletionsFormat, check_completions
+from evogrpo.text import extra_command
+from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.schedule import Schedule
@@ -85,7 +87,12 @@ class LoggingConfig:
         object.__setattr__(self, "keep_checkpoints", whole_between("keep_checkpoints", self.keep_checkpoints, 1))
         if self.checkpoint_steps is not None:
             object.__setattr__(self, "checkpoint_steps", whole_between("checkpoint_steps", self.checkpoint_steps, 1))
-        object.__setattr__(self, "completions", check_completions(self.completions, self.completions_format))
+        object.__setattr__(self, "completions", whole_between("completions", self.completions, 0))
+        formats, form = get_args(CompletionsFormat), self.completions_format
+        if form not in formats:
+            raise ValueError(f"completions_format must be one of {', '.join(formats)}, got {form!r}")
+        if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise ValueError(f"completions_format parquet needs the package pyarrow: {extra_command('datasets')}")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as checkpoints hold them."""

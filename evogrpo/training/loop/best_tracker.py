@@ -17,16 +17,6 @@ from evogrpo.training.loop.run_state import Best, RunState
 from evogrpo.training.run_dir import RunDir
 
 
-def check_second_set(env: GroupEnvironment, config: FitnessConfig) -> None:
-    """Raise ValueError if the second set leaves fewer than two validation questions for selection."""
-    size = env.size("validation")
-    if config.second_set and size - config.second_set < 2:
-        raise ValueError(
-            f"second_set must leave at least 2 of the {size} validation questions to selection, got "
-            f"{config.second_set}. Lower it, or raise validation_size."
-        )
-
-
 def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
     """Return the indices of the second set: the last questions of the validation split."""
     size = env.size("validation")

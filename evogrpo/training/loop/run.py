@@ -1,5 +1,7 @@
 """Run: iterator over the generations of a trainer."""
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,6 +9,7 @@ from typing import Any, Self
 
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
+from evogrpo.distributed import is_rank_zero
 from evogrpo.interruption import intercept_exits
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport
@@ -14,7 +17,7 @@ from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.best_tracker import best_agent
-from evogrpo.training.loop.stopping import STOPPED, exit_after_signal, stopping_on_signals
+from evogrpo.training.loop.stopping import STOPPED, stopping_on_signals
 from evogrpo.training.loop.trainer import Trainer
 
 
@@ -131,7 +134,12 @@ class Run(Iterator[GenerationReport]):
                 if run_dir is None
                 else f"evogrpo.resume({relative_path(run_dir.path)!r}, ...) goes on"
             )
-            exit_after_signal(number, f"stopped after learning step {step}; {where}")
+            message = f"stopped after learning step {step}; {where}"
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt(message)
+            if is_rank_zero():
+                sys.stderr.write(f"{message}\n")
+            raise SystemExit(128 + number)
         if report is None:
             raise StopIteration
         return report

@@ -36,7 +36,6 @@ class RunLogger:
     ) -> None:
         self._population, self._run_state, self._stages = stages.population, stages.run_state, stages
         self._strategy, self._data, self._experience = strategy, data, experience
-        self._shared_run_dir = run_dir
         self.run_dir = run_dir if self._population.executor.processes.is_rank_zero else None
         self.completions = 0 if self.run_dir is None else self.run_dir.completions.most
 
@@ -80,9 +79,3 @@ class RunLogger:
                 self.run_dir.save(population, self._run_state, self._strategy, *records)
         if stopped is not None:
             self.event("stopped", reason=stopped)
-
-    def save_within_generation(self) -> None:
-        """Write a checkpoint every `checkpoint_steps` learning steps of a generation."""
-        every = None if self._shared_run_dir is None else self._shared_run_dir.logging.checkpoint_steps
-        if every is not None and self._run_state.step_in_generation % every == 0:
-            self.save()

@@ -8,15 +8,13 @@ from typing import Any
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
+from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, SlotRecord
 from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.reporting.results import BestMember, Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost, Example, MemberStep, StepReport
-from evogrpo.training.completions import select_examples
 from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_state import Best, RunState
-from evogrpo.training.schedule import Schedule
 
 
 def step_report(
@@ -40,7 +38,7 @@ def step_report(
     # 1. Pick completions to show, the first one of each member among them.
     step, generation = run_state.step, run_state.generation + 1
     indices = {slot: population.agents[slot].index for slot in learned}
-    table = select_examples(collected, indices, learned, step=step, most=completions)
+    table = _select_examples(collected, indices, learned, step=step, most=completions)
     first: dict[int, Example] = {}
     for example in table:
         first.setdefault(example.index, example)
@@ -73,6 +71,58 @@ def step_report(
         tokens=sum(tokens.values()),
         examples=run_state.examples,
     ), table
+
+
+def _select_examples(
+    collected: RolloutBatch, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, most: int
+) -> tuple[Example, ...]:
+    """Return the first completions of each member in a learning step, equally many of each.
+
+    Args:
+        collected: The training batch.
+        indices: Member index by slot.
+        learned: Reports of the learning step, by slot.
+        step: Number of the step.
+        most: Total number; every member gets at least one.
+
+    Returns:
+        Examples in slot order; those of a member in the order they were sampled, so groups stay together.
+    """
+    if not collected.questions:
+        return ()  # not a task in words
+    share, rest = divmod(max(most, len(indices)), len(indices))
+    slots = collected.member_ids.tolist()
+    prompt_ids = collected.start_ids.tolist()
+    examples = []
+    for number, (slot, index) in enumerate(indices.items()):
+        own = [row for row, owner in enumerate(slots) if owner == slot]
+        for place, row in enumerate(own[: share + (number < rest)]):
+            examples.append(
+                Example(
+                    prompt=collected.questions[prompt_ids[row]],
+                    completion=collected.scores.completions[row],
+                    reward=_number(collected.scores.rewards[row]),
+                    index=index,
+                    step=step,
+                    rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
+                    advantage=_number(learned[slot].advantages[place]),
+                    truncated=bool(collected.truncated[row]),
+                    columns={name: _plain(values[row]) for name, values in collected.scores.columns.items()},
+                )
+            )
+    return tuple(examples)
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    """Convert a value that a reward function logged to a number, a text or None."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 def generation_record(population: Population, run_state: RunState, measured: Mapping[int, Measured]) -> Generation:
@@ -152,7 +202,7 @@ def member_reports(
             changes=births[agent.index].changes,
             reason=births[agent.index].reason,
             back_to=agent.back_to,
-            metrics=run_state.mean_metrics(agent.slot),
+            metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
             measured={name: estimate(each) for name, each in measured.get(agent.slot, Measured()).by.items()},
             questions=measured.get(agent.slot, Measured()).questions,
             evaluation=measured.get(agent.slot, Measured()).cost,
@@ -162,45 +212,9 @@ def member_reports(
     )
 
 
-def run_description(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
-    """Return the members and the schedule for the journal's first event."""
-    tokens = population.members.settings.to_json().get("micro_batch_tokens")  # networks have none
-    return {
-        "kind": population.members.kind,
-        "seed": population.members.settings.seed,
-        **({} if tokens is None else {"micro_batch_tokens": tokens}),
-        "population_size": len(population),
-        "samples_per_step": schedule.samples_per_step,
-        "steps_per_generation": schedule.steps_per_generation,
-        "schedule": schedule.to_json(),
-        "fitness": fitness.to_json(),
-        "evolvable": population.space.to_json(),
-        "algorithm": population.algorithm.__qualname__,
-        "members": [
-            {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
-            for a in population.agents
-        ],
-    }
-
-
 def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
     """Return the report of the fitness before training."""
     return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
-
-
-def test_report(index: int, before: Fitness, after: Fitness, *, measure: str, cost: EvaluationCost) -> TestReport:
-    """Return the comparison of the untrained base and a member on the same questions."""
-    mean, standard_error = paired_difference(after, before)
-    return TestReport(
-        questions=len(after.scores),
-        index=index,
-        before=estimate(before),
-        after=estimate(after),
-        gain=Estimate(mean=mean, standard_error=standard_error),
-        scores=after.scores,
-        measure=measure,
-        cost=cost,
-    )
 
 
 def estimate(fitness: Fitness) -> Estimate:

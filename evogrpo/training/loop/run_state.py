@@ -204,10 +204,6 @@ class RunState:
                     so_far, count = sums.get(name, (0.0, 0))
                     sums[name] = (so_far + value, count + 1)
 
-    def mean_metrics(self, slot: int) -> dict[str, float | None]:
-        """Return the mean metrics of a slot in the generation under way."""
-        return {name: total / count for name, (total, count) in self.metrics[slot].items()}
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; the best member itself is stored in a folder of its own."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}

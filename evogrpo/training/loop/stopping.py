@@ -2,15 +2,13 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
-from evogrpo.distributed import Processes, is_rank_zero
+from evogrpo.distributed import Processes
 from evogrpo.interruption import Interrupted, end_process, interruptible
 
 STOPPED = "stopped by the user"
@@ -167,17 +165,3 @@ def _break_off(stopping: Stopping, number: int, breaking_off: threading.Event, o
 def stop_reason(number: int) -> str:
     """Return the reason that the journal gives for a stop by a signal."""
     return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-
-
-def exit_after_signal(number: int, message: str) -> NoReturn:
-    """End the program after a stop by a signal.
-
-    Raises:
-        KeyboardInterrupt: For Ctrl-C, with the message. Python ends with status 130 unless the caller catches it.
-        SystemExit: For any other signal, with status 128 + `number`: the run has not finished.
-    """
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt(message)
-    if is_rank_zero():
-        sys.stderr.write(f"{message}\n")
-    raise SystemExit(128 + number)

@@ -11,17 +11,17 @@ from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
+from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig, paired_difference
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
 from evogrpo.reporting.records import GenerationReport, Report, TestReport
 from evogrpo.reporting.results import Result
-from evogrpo.reporting.step_records import EvaluationCost, StepReport
+from evogrpo.reporting.step_records import Estimate, EvaluationCost, StepReport
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
-from evogrpo.training.loop.best_tracker import BestTracker, check_second_set
+from evogrpo.training.loop.best_tracker import BestTracker
 from evogrpo.training.loop.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
@@ -32,12 +32,11 @@ from evogrpo.training.loop.evaluation import (
 from evogrpo.training.loop.run_logger import RunLogger
 from evogrpo.training.loop.run_records import (
     baseline_report,
+    estimate,
     generation_record,
     generation_report,
     make_result,
-    run_description,
     step_report,
-    test_report,
 )
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stages import OutOfTime, Stages
@@ -110,7 +109,12 @@ class Trainer:
         self.fitness = fitness or FitnessConfig()
         if self.fitness.selection_measure == ROLLOUTS:
             check_starts(population, schedule, experience)
-        check_second_set(env, self.fitness)
+        size, second = env.size("validation"), self.fitness.second_set
+        if second and size - second < 2:
+            raise ValueError(
+                f"second_set must leave at least 2 of the {size} validation questions to selection, got {second}. "
+                "Lower it, or raise validation_size."
+            )
         # 2. Assemble the parts of the loop.
         self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
         self.run_state = run_state or RunState(members=len(population))
@@ -226,7 +230,9 @@ class Trainer:
             report = self._record_step(collected, reports, began)  # 3. Record.
             clock.step_seconds = clock.now() - began  # without the time that the caller takes for the report
             yield report
-            self._logger.save_within_generation()
+            every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
+            if every is not None and state.step_in_generation % every == 0:
+                self._logger.save()  # 4. A checkpoint within the generation, if set.
             self.stopping.check()
 
     def _collect(self) -> RolloutBatch:
@@ -409,10 +415,26 @@ class Trainer:
 
     def _record_run(self) -> None:
         """Write the event that describes the run."""
+        population, schedule = self.population, self.schedule
+        settings = population.members.settings
+        tokens = settings.to_json().get("micro_batch_tokens")  # networks have none
         self._logger.event(
             "run",
             **self._description,
-            **run_description(self.population, self.schedule, self.fitness),
+            kind=population.members.kind,
+            seed=settings.seed,
+            **({} if tokens is None else {"micro_batch_tokens": tokens}),
+            population_size=len(population),
+            samples_per_step=schedule.samples_per_step,
+            steps_per_generation=schedule.steps_per_generation,
+            schedule=schedule.to_json(),
+            fitness=self.fitness.to_json(),
+            evolvable=population.space.to_json(),
+            algorithm=population.algorithm.__qualname__,
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in population.agents
+            ],
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
@@ -484,7 +506,17 @@ class Trainer:
         except OutOfTime:
             warn("The test is left out, as no time was left. Raise max_seconds.")
             return
-        self._tested = test_report(best.index, before, after, measure=self.fitness.validation_measure, cost=cost)
+        gain, standard_error = paired_difference(after, before)
+        self._tested = TestReport(
+            questions=len(after.scores),
+            index=best.index,
+            before=estimate(before),
+            after=estimate(after),
+            gain=Estimate(mean=gain, standard_error=standard_error),
+            scores=after.scores,
+            measure=self.fitness.validation_measure,
+            cost=cost,
+        )
         self._logger.event(self._tested.event, **self._tested.to_json())
         yield self._tested
 
