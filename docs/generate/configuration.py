@@ -26,10 +26,9 @@ from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.models.language.lora import check_supported, lora_from_json
 from evogrpo.models.networks.architecture import MAX_LAYERS, MAX_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
-from evogrpo.training.configuration.automatic import SAMPLES_OF_A_SEARCH
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles
-from evogrpo.training.configuration.reading import UNSAID_SCHEDULE
+from evogrpo.training.configuration.reading import SAMPLES_OF_A_SEARCH, UNSAID_SCHEDULE
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES

@@ -98,8 +98,8 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     from evogrpo.algorithms.base_checkpoint import is_path
     from evogrpo.models.language.adapter_files import check_export
     from evogrpo.models.language.loading import load_outline
+    from evogrpo.training.configuration.sections import CONFIG_FILE
     from evogrpo.training.configuration.strict_yaml import read_yaml_file
-    from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code

@@ -61,7 +61,7 @@ def tasks(args: argparse.Namespace) -> int:
 def video(args: argparse.Namespace) -> int:
     """Record test episodes of a run's best member."""
     from evogrpo.training.configuration.reading import load_config
-    from evogrpo.training.configuration.unchanged import CONFIG_FILE
+    from evogrpo.training.configuration.sections import CONFIG_FILE
 
     folder: Path = args.folder or args.run_dir / "videos"
     if args.episodes < 1:

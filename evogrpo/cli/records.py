@@ -20,8 +20,8 @@ from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
+from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
-from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import make_console
 
 _LEAST_WIDTH = 30

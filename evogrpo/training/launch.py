@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,8 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.reading import override, parse_config, write_config
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
-from evogrpo.training.configuration.unchanged import CONFIG_FILE, check_unchanged
 from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.run_state import RunState
@@ -38,6 +37,10 @@ def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
         path = folder / (name if number == 1 else f"{name}-{number}")
         if not path.exists() or (path.is_dir() and is_unused(path)):
             yield path
+
+
+_RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "logging", "run_id")
+"""Keys that may change when a run is resumed."""
 
 
 @contextmanager
@@ -158,7 +161,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     limits, rest = _split_overrides(overrides)
     config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
     saved = open_run(run_dir)
-    ignored = check_unchanged(
+    ignored = _check_unchanged(
         saved.record["config"],
         saved.run_id,
         config.to_json(),
@@ -185,6 +188,64 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         cut_off=_last_event(run_dir) not in (None, "stopped", "test"),
         ended=ended if tested and run_state.generation > 0 and run_state.step_in_generation == 0 else None,
     )
+
+
+def _check_unchanged(
+    began: Mapping[str, Any] | None, run_id: str | None, now: Mapping[str, Any], path: Path, *, allow_changed_data: bool
+) -> tuple[str, ...]:
+    """Check that a stored configuration still describes the same experiment.
+
+    Args:
+        began: Configuration in the checkpoint; None for a run that was started in Python.
+        run_id: Identity of the run.
+        now: Configuration in the file.
+        path: The file.
+        allow_changed_data: The task may differ; the environment is compared separately.
+
+    Returns:
+        Texts on changes without effect, as the schedule comes from the checkpoint.
+
+    Raises:
+        ValueError: With every name that differs.
+    """
+    if run_id is not None and now.get("run_id") not in (None, run_id):
+        raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
+    if began is None:
+        return ()
+    found = {name: change for name, *change in _differences(began, now) if name.split(".")[0] not in _RESUMABLE_KEYS}
+    ignored = {name: change for name, change in found.items() if name.startswith("schedule.")}
+    refused = {
+        name: change
+        for name, change in found.items()
+        if name not in ignored and not (allow_changed_data and name.startswith("task."))
+    }
+    if refused:
+        raise ValueError(
+            f"{path} was changed since the run began: {_words(refused)}. Restore these values, or start a new run with "
+            "`evogrpo train`."
+        )
+    return tuple(
+        f"The change of {name} in {path} has no effect ({_words({name: change})}). Pass limits to `evogrpo resume`."
+        for name, change in ignored.items()
+    )
+
+
+def _differences(began: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted name, old and new value of every difference."""
+    if isinstance(began, Mapping) and isinstance(now, Mapping):
+        for key in began:
+            yield from _differences(began[key], now.get(key), f"{name}.{key}" if name else str(key))
+    elif _as_lists(began) != _as_lists(now):
+        yield name, began, now
+
+
+def _as_lists(value: Any) -> Any:
+    """Convert tuples to lists, as in JSON."""
+    return [_as_lists(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {old!r} -> {new!r}"[:200] for name, (old, new) in changes.items())
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:

@@ -16,9 +16,8 @@ from evogrpo.reporting.lineage import BestSchedule, best_schedule, fitness_estim
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config, parse_space
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
-from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.evolve import evolve

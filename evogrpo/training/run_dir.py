@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -29,8 +29,7 @@ from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.storage.manifest import MANIFEST_NAME
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
-from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.configuration.unchanged import CONFIG_FILE, is_stored
+from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
@@ -102,8 +101,9 @@ class RunDir:
             )
         # A run that was killed before its founders were saved cannot be resumed.
         left_over = [CHECKPOINTS] if has_only_hidden_files(self.path / CHECKPOINTS) else []
-        if is_stored(self.path / CONFIG_FILE):
-            left_over.append(CONFIG_FILE)
+        with suppress(OSError), (self.path / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
+            if file.readline(200).startswith(CONFIG_HEAD):  # written by a run, not by the user
+                left_over.append(CONFIG_FILE)
         check_new_folder(self.path, "run directory", left_over=left_over)
 
     def create(self) -> None:

@@ -7,7 +7,7 @@ from packaging.version import Version
 from evogrpo import train
 from evogrpo.cli import main
 from evogrpo.training.configuration.reading import load_config, override, parse_config
-from evogrpo.training.configuration.unchanged import CONFIG_FILE
+from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.presets import packaged_values, preset, preset_ids, with_sections
 
 TINY = [

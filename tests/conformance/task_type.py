@@ -14,7 +14,7 @@ from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config
-from evogrpo.training.configuration.unchanged import CONFIG_FILE
+from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.launch import read_resumable, resume, start
 from evogrpo.training.load_run import open_run
 from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of

@@ -11,7 +11,7 @@ from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.reporting.lineage import best_schedule
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
-from evogrpo.training.configuration.unchanged import CONFIG_FILE
+from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.replay import HyperparameterSchedule
 from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving

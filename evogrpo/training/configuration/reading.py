@@ -1,6 +1,7 @@
 """Read configurations strictly from YAML, and write them with all defaults."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,25 +11,25 @@ import yaml
 
 import evogrpo
 from evogrpo.config.default_space import default_space
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.config.synonyms import counterpart
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.evolution.shared_experience import shared_experience
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
+from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.models.devices import Precision
 from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.training.configuration.automatic import (
-    IMPLIED,
-    SIZES,
-    found_by_evolution,
-    is_search,
-    samples_of_a_search,
-    searched_by,
-    without_auto,
+from evogrpo.training.configuration.sections import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    AgentSection,
+    AnyConfig,
+    Config,
+    LoggingConfig,
+    PopulationConfig,
 )
-from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.strict_yaml import (
     UnknownKeyError,
     build,
@@ -42,7 +43,6 @@ from evogrpo.training.configuration.strict_yaml import (
     typed,
     with_value,
 )
-from evogrpo.training.configuration.unchanged import CONFIG_FILE, HEAD
 from evogrpo.training.configuration.user_code import FILE_KINDS, named_strategy
 from evogrpo.training.schedule import Schedule
 
@@ -51,6 +51,19 @@ if TYPE_CHECKING:
 
 UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """The schedule of a configuration that has none."""
+AUTO = "auto"
+IMPLIED = "search_space"
+"""Marks a configuration without a search space among the `auto` names."""
+OPEN = {
+    "hyperparameters": ("group_size",),
+    "population": ("size",),
+    "schedule": ("samples_per_step", "validation_questions", "test_questions"),
+}
+"""The sizes that may be `auto`, by section."""
+SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
+
+SAMPLES_OF_A_SEARCH = 16
+"""Default samples per member and learning step of a search with shared experience."""
 T = TypeVar("T")
 
 
@@ -119,10 +132,10 @@ def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
 def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     """Build the configuration; raise for the first invalid key or value."""
     refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
-    values, auto = without_auto(values)
+    values, auto = _without_auto(values)
     if values.get("task") is None:
         raise ValueError("task must be given")
-    search = is_search(values, auto)
+    search = _is_search(values, auto)
     space = parse_space(values.get("search_space"))
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
@@ -156,7 +169,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
     parsed["search_space"] = _searched(parsed, kind, given, search=search)
     parsed["hyperparameters"] = _hyperparameters(given, parsed["search_space"], kind.hyperparameters)
-    parsed |= searched_by(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
+    parsed |= _searched_by(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
     sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
     if sizes and not kind.chooses_sizes:
@@ -180,6 +193,62 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     return config
 
 
+def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the values without `auto` ones, and the full names of these.
+
+    Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
+    """
+    result, names = dict(values), set()
+    if result.get("search_space", AUTO) == AUTO:
+        names.add(IMPLIED)
+        result.pop("search_space", None)
+    for section, keys in {
+        **OPEN,
+        "hyperparameters": HYPERPARAMETER_NAMES,
+        "search_space": HYPERPARAMETER_NAMES,
+    }.items():
+        given = result.get(section)
+        if isinstance(given, Mapping):
+            left = {key for key in keys if isinstance(given.get(key), str) and given[key] == AUTO}
+            names |= {f"{section}.{key}" for key in left}
+            result[section] = {key: value for key, value in given.items() if key not in left}
+    return result, frozenset(names)
+
+
+def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
+    """Return True if a configuration sets neither search space nor strategy, and members can share experience.
+
+    Args:
+        values: Plain values of its sections.
+        auto: As `_without_auto` returns them.
+    """
+    agent, population = (values.get(name) for name in ("agent", "population"))
+    apart = isinstance(agent, Mapping) and agent.get("normalise_observations")
+    alone = isinstance(population, Mapping) and population.get("size") == 1
+    said = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
+    return IMPLIED in auto and "population.size" not in auto and not (said or apart or alone)
+
+
+def _searched_by(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
+    """Return strategy, experience and fitness of a search: those that did best in the study of unknown values.
+
+    Selection uses training rewards and the best member is chosen by validation; with too few starts, both use
+    validation.
+
+    Args:
+        space: What evolves.
+        first: The first member's hyperparameters.
+        schedule: The run's.
+
+    Source: docs/results.md, "What evolution is worth".
+    """
+    fitting = space.for_samples_per_step(schedule.samples_per_step)
+    largest = int(fitting["group_size"].bounds[1]) if "group_size" in fitting else first.group_size
+    judged = schedule.late_starts(largest) > 1
+    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if judged else {}
+    return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
+
+
 def _population(values: object) -> PopulationConfig:
     """Build the section; look up founders of an earlier run unless they are stored already."""
     population = build(PopulationConfig, values, "population")
@@ -195,7 +264,8 @@ def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
         return schedule
     given = values.get("hyperparameters")
     group_size = given.get("group_size") if isinstance(given, Mapping) else None
-    return {"samples_per_step": samples_of_a_search(group_size), **schedule}
+    size = group_size if isinstance(group_size, int) and group_size > 0 else 1  # invalid values are reported elsewhere
+    return {"samples_per_step": math.ceil(SAMPLES_OF_A_SEARCH / size) * size, **schedule}  # whole groups
 
 
 def _searched(
@@ -210,7 +280,9 @@ def _searched(
         search: The strategy is also left open.
     """
     auto, space = parsed["auto"], parsed["search_space"]
-    names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
+    # An `auto` group size is searched unless it is chosen before the run.
+    left = (name.partition(".") for name in auto - (SIZES if kind.chooses_sizes else frozenset()))
+    names = {key for section, _, key in left if section in ("hyperparameters", "search_space") and key} - set(space)
     ranges = {name: kind.ranges[name] for name in names}
     if IMPLIED in auto:
         ranges |= default_space(
@@ -368,6 +440,6 @@ def _absolute_wrapper(given: Any, folder: Path) -> Any:
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:
     """Write a resolved configuration to a run directory atomically."""
-    head = f"{HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
+    head = f"{CONFIG_HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
     text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))

@@ -19,6 +19,11 @@ from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.schedule import Schedule
 
+CONFIG_FILE = "config.yaml"
+"""Name of the file in a run directory."""
+CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
+"""Its first line."""
+
 
 class TaskSection(Protocol):
     """Task section: a frozen dataclass.

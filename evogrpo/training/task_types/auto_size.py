@@ -2,17 +2,20 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from evogrpo.algorithms.population import Population
+from evogrpo.config.default_space import drop_single_group_size
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
-from evogrpo.training.configuration.automatic import with_sizes
+from evogrpo.training.configuration.reading import IMPLIED, OPEN, SIZES
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.forecast import Need
 from evogrpo.training.loop.stages import sample_sources
@@ -81,6 +84,31 @@ def choose_sizes(
             fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
             why = f"{fits} into {duration_text(limit)}"
     return chosen, _sizes_text(chosen, config, why)
+
+
+def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
+    """Return a configuration with its `auto` sizes set; sizes that it gives stay.
+
+    Args:
+        config: The configuration.
+        sizes: Size by full name, such as "population.size".
+
+    Raises:
+        ValueError: If they do not fit its hyperparameters.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in OPEN}
+    for name in config.auto & SIZES:
+        section, _, key = name.partition(".")
+        sections[section][key] = sizes[name]
+    samples, space = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step), config.search_space
+    return replace(
+        config,
+        search_space=drop_single_group_size(space, samples) if IMPLIED in config.auto else space,
+        hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
+        population=replace(config.population, **sections["population"]),
+        schedule=replace(config.schedule, **sections["schedule"]),
+        auto=frozenset(),
+    )
 
 
 def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> dict[str, int]:
