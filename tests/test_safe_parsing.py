@@ -5,8 +5,8 @@ import math
 import pytest
 
 from evogrpo.safe_parsing import dump_json, load_json, load_yaml
+from evogrpo.training.configuration.question_tasks import read_rows
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml
-from evogrpo.training.configuration.user_code import read_rows
 
 
 def doubled(first: str, each: str, levels: int) -> str:

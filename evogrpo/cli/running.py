@@ -134,6 +134,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
     display = RunDisplay(console, trainer)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # 1. Train; after an error, print how to continue.
     try:
         with stopping_on_signals(trainer.stopping, _announce), display, clean_warnings(console):
             for report in trainer.reports():
@@ -159,6 +160,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         else:  # usually an error in user code; the corrected code counts as changed data
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         raise
+    # 2. Report the end; a stopped run can be resumed.
     display.say_end()
     if not trainer.result.complete:
         _show_resume(console, run_dir)

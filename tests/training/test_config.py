@@ -8,7 +8,7 @@ import yaml
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
+from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, read_hub, read_rows
 from evogrpo.training.configuration.reading import (
     CONFIG_FILE,
     absolute_paths,
@@ -19,7 +19,6 @@ from evogrpo.training.configuration.reading import (
 )
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
-from evogrpo.training.configuration.user_code import read_hub, read_rows
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}

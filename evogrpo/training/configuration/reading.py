@@ -24,6 +24,7 @@ from evogrpo.storage.atomic_files import replace_file
 from evogrpo.training.configuration.sections import (
     CONFIG_FILE,
     CONFIG_HEAD,
+    DATASET_SUFFIXES,
     AgentSection,
     AnyConfig,
     Config,
@@ -43,7 +44,7 @@ from evogrpo.training.configuration.strict_yaml import (
     typed,
     with_value,
 )
-from evogrpo.training.configuration.user_code import FILE_KINDS, named_strategy
+from evogrpo.training.configuration.user_code import named_strategy
 from evogrpo.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     """Build the configuration; raise for the first invalid key or value."""
+    # 1. Sections that need no torch.
     refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
     values, auto = _without_auto(values)
     if values.get("task") is None:
@@ -159,6 +161,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         given = values["strategy"]
         strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy", ("name", "its settings"))
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
+    # 2. Task and agent; their task type has the defaults of the other sections.
     from evogrpo.training.task_types.registry import parse_task, task_type_of
 
     task = parse_task(values["task"])
@@ -171,6 +174,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed["hyperparameters"] = _hyperparameters(given, parsed["search_space"], kind.hyperparameters)
     parsed |= _searched_by(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
+    # 3. Sizes that are left open.
     sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
     if sizes and not kind.chooses_sizes:
         raise ValueError(
@@ -182,6 +186,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed["auto"] = open_sizes | (auto & {IMPLIED}) if open_sizes else frozenset()
     if "schedule.samples_per_step" in auto:  # a number that is checked, and replaced before anything is made of it
         parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
+    # 4. The whole, with the first founder's hyperparameters, and checks across sections.
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
@@ -411,7 +416,7 @@ def _absolute_or_hub(name: str, folder: Path) -> str:
 
 def _absolute_file(name: str, folder: Path) -> str:
     # Names of splits end in no kind of file.
-    return _absolute(name, folder) if Path(name).suffix in FILE_KINDS else name
+    return _absolute(name, folder) if Path(name).suffix in DATASET_SUFFIXES else name
 
 
 def _absolute_strategy(strategy: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -23,6 +23,8 @@ CONFIG_FILE = "config.yaml"
 """Name of the file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
 """Its first line."""
+DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Kinds of dataset files."""
 
 
 class TaskSection(Protocol):

@@ -1,138 +1,22 @@
-"""User code that a configuration names: datasets, reward functions and strategies."""
+"""User code that a configuration names: reward functions and strategies."""
 
-import csv
 import hashlib
 import importlib
 import importlib.util
-import json
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from evogrpo.config.synonyms import close_match
 from evogrpo.evolution.children import defined
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.text import USER_MODULE_PREFIX, extra_command, reference_to
-
-FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
-
-
-def read_rows(path: Path) -> Sequence[Any]:
-    """Read a prompt dataset: one mapping of columns a row.
-
-    Args:
-        path: A .jsonl, .json (a list of objects) or .csv file (every value is text; values are separated as the names
-            of the columns are); or a .parquet file, for which the extra `datasets` must be installed.
-
-    Raises:
-        ValueError: If the file is missing, of another kind or not what its name says.
-    """
-    if path.suffix not in FILE_KINDS:
-        raise ValueError(f"a dataset file must end in {', '.join(FILE_KINDS)}, got {path}")
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
-            if path.suffix == ".csv":
-                csv.field_size_limit(2**31 - 1)
-                heading = file.readline()
-                file.seek(0)
-                rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
-            elif path.suffix == ".json" or _holds_array(file):
-                rows = _json(file.read(), str(path))
-            else:
-                rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
-    except FileNotFoundError:
-        raise _absent(path) from None
-    except OSError as error:
-        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of objects, one a row, got {type(rows).__name__}")
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path} must hold one object with the same columns a row, got {row!r:.80} in row {number}"
-            )
-        if None in row or (path.suffix == ".csv" and None in row.values()):
-            raise ValueError(
-                f"{path} must have as many values in every row as it names columns, but row {number} has not"
-            )
-    return rows
-
-
-def _holds_array(file: IO[str]) -> bool:
-    """Return whether a file of JSON lines holds one JSON array instead; the file is read from its start again."""
-    first = file.readline().lstrip()[:1]
-    file.seek(0)
-    return first == "["
-
-
-def _absent(path: Path) -> ValueError:
-    there = sorted(each.name for each in path.parent.glob("*") if each.suffix in FILE_KINDS)
-    near = close_match(path.name, there)
-    remedy = "paths in a configuration are relative to it, those in overrides to the working directory"
-    if near:
-        remedy = f"did you mean {near}?"
-    elif there:
-        remedy = f"{path.parent} has {', '.join(there[:5])}{' and others' if len(there) > 5 else ''}"
-    return ValueError(f"cannot read the dataset {path}, as there is no such file: {remedy}")
-
-
-def _delimiter(heading: str) -> str:
-    """Return the delimiter of a CSV file: comma, semicolon or tab."""
-    return max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
-
-
-def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
-    """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
-
-    Raises:
-        ValueError: If the package `datasets` is missing, or the dataset cannot be had.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"reading {name} from the hub needs the package datasets: {extra_command('datasets')}"
-        ) from None
-    try:
-        rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # of the hub, the network or a file
-        wanted = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
-        raise ValueError(
-            f"cannot read {wanted}: {type(error).__name__}: {error}. Check the names and the connection; without one, "
-            "only what has been downloaded before can be read"
-        ) from error
-    return rows
-
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-        raise ValueError(f"{what} is not JSON that can be read: {error}") from error
-
-
-def _read_parquet(path: Path) -> Sequence[Any]:
-    try:
-        from datasets import Dataset
-    except ImportError:
-        raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
-    if not path.is_file():
-        raise _absent(path)
-    try:
-        rows: Sequence[Any] = Dataset.from_parquet(str(path))
-    except Exception as error:  # of several libraries
-        raise ValueError(f"{path} is not a .parquet file that can be read: {error}") from error
-    return rows
+from evogrpo.text import USER_MODULE_PREFIX, reference_to
 
 
 def load_named(reference: str, what: str, kind: str = "function") -> Callable[..., Any]:

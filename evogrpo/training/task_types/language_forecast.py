@@ -146,8 +146,9 @@ def forecast_of(
         trial: Result of its preflight.
         outline: The base model, without its weights.
         targets: The modules that adapters change.
-        device: Where members will live.
+        device: Device of the members.
     """
+    # 1. Work: optimizer steps and tokens.
     rounds, samples = Rounds.of(config, env), config.schedule.samples_per_step
     share = largest_share(config.population.size)
     optimizer_steps = [
@@ -157,6 +158,7 @@ def forecast_of(
     ]
     longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
     per_step = config.population.size * _member_tokens(config, max(rounds.groups.values()), longest)
+    # 2. Memory: adapters and the share of the base model.
     adapter = sum(target.end - target.start for target in targets)
     parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
     if config.precision in PACKAGES:
