@@ -108,7 +108,7 @@ class TaskTypeTestCase(ABC):
         journal = read_journal(folder / "journal.jsonl")
         summary = summarise(journal)
         assert summary.facts["kind"] == kind.word
-        assert summary.words is terms_of(kind.word)
+        assert summary.terms is terms_of(kind.word)
         assert len(summary.generations) == 2
         assert (folder / "completions").is_dir() == (kind.completions > 0)
 
