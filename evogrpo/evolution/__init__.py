@@ -3,12 +3,12 @@
 from evogrpo.evolution.backtracking import Backtracking, apply_backtracking
 from evogrpo.evolution.children import Perturbation, Proposal, proposals
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
-from evogrpo.evolution.founders import random_founder, spread_founders
+from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey, SlotRecord
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation, changes_between, neighbour, place, quantile
+from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.evolution.plan import Plan, parent_of
-from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
+from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     Fixed,
@@ -65,14 +65,9 @@ __all__ = [
     "best_slot",
     "changes_between",
     "healthy_slots",
-    "neighbour",
     "paired_difference",
     "parent_of",
-    "place",
     "proposals",
-    "quantile",
-    "random_founder",
     "spread_founders",
     "strategy_from_json",
-    "tournament",
 ]

@@ -21,11 +21,11 @@ class Fitness:
     """Raw reward of one member on held-out questions or training starts; a failed member has no fitness.
 
     Attributes:
-        mean: Mean raw reward per question; higher is better. For a member that answered fewer questions than the leader
-            of its race, what the leader earned on all less what the member was behind on those that both answered.
-        standard_error: Of that mean over questions, in reward units.
+        mean: Mean raw reward per question; higher is better. If a member left a race early, the leader's mean on all
+            questions plus the mean paired difference to the leader on the common questions.
+        standard_error: Standard error of `mean` over questions, in reward units.
         scores: One raw reward per question.
-        keys: Which questions these are, by numbers that mean the same for all members; None = the first ones, in order.
+        keys: Numbers of these questions, the same for all members; None = the first ones, in order.
 
     Raises:
         ValueError: If a number is not finite, the standard error is negative, or keys repeat or are not one per score.
@@ -42,13 +42,13 @@ class Fitness:
             raise ValueError(f"standard_error must be at least 0, got {self.standard_error}")
         if self.keys is not None and not len(set(self.keys)) == len(self.keys) == len(self.scores):
             raise ValueError(
-                f"keys must name one question per score, each once, got {len(set(self.keys))} different ones among "
-                f"{len(self.keys)} for {len(self.scores)} scores"
+                f"keys must be distinct, one per score, got {len(set(self.keys))} distinct of {len(self.keys)} for "
+                f"{len(self.scores)} scores"
             )
 
     @classmethod
     def from_scores(cls, scores: Sequence[float], keys: Sequence[int] | None = None) -> Self:
-        """Average one raw reward per question.
+        """Build from one raw reward per question.
 
         Raises:
             ValueError: If there are fewer than 2 scores, or one is not finite.
@@ -60,11 +60,11 @@ class Fitness:
 
     @property
     def by_key(self) -> dict[int, float]:
-        """The scores by question."""
+        """Scores by key of the question."""
         return dict(zip(range(len(self.scores)) if self.keys is None else self.keys, self.scores, strict=True))
 
     def to_json(self) -> list[float] | dict[str, Any]:
-        """Return plain JSON values: the scores alone, where everything else follows from them."""
+        """Return plain JSON values: the scores alone if all other fields follow from them."""
         if type(self).from_scores(self.scores) == self:
             return list(self.scores)
         values = {"mean": self.mean, "standard_error": self.standard_error, "scores": list(self.scores)}
@@ -84,30 +84,29 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     """Compare two members question by question, so that the difficulty of a question cancels.
 
     Args:
-        a: One member's fitness.
-        b: Another's.
+        a: Fitness of one member.
+        b: Fitness of another member.
 
     Returns:
-        The mean of a's score minus b's over the questions that both answered, and the standard error of that mean, in
-        reward units.
+        Mean of a's scores minus b's scores over the common questions, and its standard error, in reward units.
 
     Raises:
-        ValueError: If both answered fewer than 2 of the same questions.
+        ValueError: If they have fewer than 2 common questions.
     """
     other = b.by_key
     differences = [score - other[key] for key, score in a.by_key.items() if key in other]
     if len(differences) < 2:
         raise ValueError(
-            f"members are compared on the same questions, at least 2 of them, got {len(differences)} that both "
-            f"answered, of {len(a.scores)} and {len(b.scores)}"
+            f"a comparison needs at least 2 common questions, got {len(differences)} of {len(a.scores)} and "
+            f"{len(b.scores)}"
         )
     return _mean_and_standard_error(differences)
 
 
 def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
-    """Return a's mean less b's, and its standard error: paired where both answered questions, else of two samples.
+    """Return a's mean minus b's and its standard error: paired if they have common questions, else unpaired.
 
-    States of different generations are compared by this, as what they trained on was not the same.
+    States of different generations may have no questions in common.
     """
     if len(a.by_key.keys() & b.by_key.keys()) >= 2:
         return paired_difference(a, b)
@@ -117,9 +116,9 @@ def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     count = len(values)
     if count < 2:
-        raise ValueError(f"a standard error needs at least 2 scores, got {count}: validate on more questions")
+        raise ValueError(f"a standard error needs at least 2 scores, got {count}: use more validation questions")
     if min(values) == max(values):
-        # The mean of equal floats can miss them by rounding, which would read as a tiny but certain difference.
+        # Rounding could move the mean of equal floats, which would look like a tiny but certain difference.
         return values[0], 0.0
     mean = math.fsum(values) / count
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
@@ -132,34 +131,34 @@ FitnessBy = Literal["validation", "rollouts", "both"]
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class FitnessConfig:
-    """How fitness is measured, and what it may cost.
+    """Measure of fitness and its cost.
 
-    Training rewards are always looked at, as they cost nothing: the raw rewards of the last half of a generation's
-    learning steps, averaged per start. They speak for the policy that sampled, so they lag behind what a generation
-    taught, and in the first learning steps of a child for its parent.
+    Training rewards are always recorded, as they cost nothing extra: the raw rewards of the last half of a generation's
+    learning steps, averaged per start. They measure the policy that sampled, so they lag behind learning. In the first
+    learning steps of a child they measure its parent.
 
     Attributes:
-        by: What selection goes by. "validation": answers to the validation questions. "rollouts": training rewards;
-            nothing else is asked, and what the untrained base is worth is told by the founders' first learning step.
-            "both": training rewards decide who is replaced, and the run's best is chosen on validation questions, which
-            only those are asked who could be the best by their training rewards.
-        sampled: Whether held-out questions are answered by sampling at temperature 1 rather than greedily, with the
-            same random numbers for all members and at every evaluation. This holds for the test as well.
-        answers: Sampled answers to each held-out question, which are averaged.
-        racing: Whether validation questions are asked in rounds, and members that are clearly behind the leader are
-            asked no more; see `evogrpo.evolution.fitness`.
-        race_error: How often, at most, a race may leave the best member behind.
-        candidates: For "both", the most members of a generation that are asked validation questions.
-        z: For "both", within how many standard errors of the paired difference to the best by training rewards these
-            lie.
-        second_set: How many validation questions, the last ones of the split, selection never sees. At the run's end
-            the finalists answer them, and the best by all its answers is the run's best; what it earned there is told
-            beside what it was chosen by, which is the luckiest of many. 0 = none.
-        finalists: How many of the generations' best are kept for that. With 1 the second set only measures: what it
-            says is not biased at all.
+        by: Measure that selection uses. "validation": answers to the validation questions. "rollouts": training
+            rewards; there is no evaluation, and the founders' first learning step measures the untrained base. "both":
+            training rewards decide which members are replaced. The run's best is chosen on validation questions,
+            which only the best members by training rewards answer.
+        sampled: Sample answers to held-out questions at temperature 1 instead of greedily, with the same random numbers
+            for all members and evaluations. Also applies to the test.
+        answers: Number of sampled answers to each held-out question, which are averaged.
+        racing: Evaluate in rounds; members that are clearly behind the leader leave the race early.
+        race_error: Maximum probability that the best member leaves a race early.
+        candidates: For "both", maximum number of members of a generation that answer validation questions.
+        z: For "both", maximum distance of these members from the best by training rewards, in standard errors of the
+            paired difference.
+        second_set: Number of validation questions, the last ones of the split, that selection never uses. The finalists
+            answer them at the end of the run, and the run's best is the finalist with the highest mean of all its
+            answers. Its result on them is reported beside the fitness it was chosen by, which is biased upward. 0 =
+            none.
+        finalists: Number of best members of generations that are kept as finalists. With 1, the result on the second
+            set is unbiased.
 
     Raises:
-        ValueError: If a setting is out of range, or has no effect beside the others.
+        ValueError: If a setting is out of range, or has no effect given the others.
     """
 
     by: FitnessBy = "validation"
@@ -174,7 +173,7 @@ class FitnessConfig:
 
     def __post_init__(self) -> None:
         if self.by not in get_args(FitnessBy):
-            raise ValueError(f"fitness is measured by one of {', '.join(get_args(FitnessBy))}, got {self.by!r:.80}")
+            raise ValueError(f"by must be one of {', '.join(get_args(FitnessBy))}, got {self.by!r:.80}")
         for name in ("sampled", "racing"):
             flag(name, getattr(self, name))
         object.__setattr__(self, "answers", whole_between("answers", self.answers, 1, 10_000))
@@ -187,21 +186,21 @@ class FitnessConfig:
             object.__setattr__(self, name, finite_number(name, getattr(self, name)))
         if self.answers > 1 and not self.sampled:
             raise ValueError(
-                f"answers must be 1 where answers are greedy, as these do not vary, got {self.answers}: set sampled"
+                f"answers must be 1 with greedy answers, which do not vary, got {self.answers}: set sampled=True"
             )
         if not 0 < self.race_error < 0.5:
             raise ValueError(f"race_error must lie in (0, 0.5), got {self.race_error}")
         if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
         if self.racing and self.by == "rollouts":
-            raise ValueError("racing saves validation questions, and fitness by rollouts asks none: leave racing out")
+            raise ValueError("racing needs validation questions, and by='rollouts' uses none: leave racing out")
 
     @classmethod
     def of(cls, given: object) -> Self:
-        """Return the settings that a caller gave: a record of them, one of the names of `by`, or a mapping.
+        """Build from settings, a name for `by`, or a mapping.
 
         Raises:
-            ValueError: If a setting is unknown or refused.
+            ValueError: If a setting is unknown or out of range.
         """
         if isinstance(given, cls):
             return given
@@ -213,7 +212,7 @@ class FitnessConfig:
                 f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or a FitnessConfig, "
                 f"got {given!r:.80}"
             )
-        return cls(by=given)  # type: ignore[arg-type]  # any other text is refused
+        return cls(by=given)  # type: ignore[arg-type]  # __post_init__ checks the name
 
     @property
     def uses_validation(self) -> bool:
@@ -240,11 +239,11 @@ GREEDY_EVALUATION = FitnessConfig(racing=False)
 
 
 FIRST_ROUND = 8
-"""Questions of the first round; each further look is taken after twice as many."""
+"""Questions of the first round; each round ends after twice as many as the one before."""
 
 
 def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
-    """Yield where each round begins and ends; a single one without racing, or with few questions."""
+    """Yield the first and the last question of each round; a single round without racing or with few questions."""
     first, last = 0, FIRST_ROUND if racing else questions
     while last < questions:
         yield first, last
@@ -253,7 +252,7 @@ def rounds(questions: int, *, racing: bool) -> Iterator[tuple[int, int]]:
 
 
 def looks(questions: int) -> int:
-    """Return how often a race is looked at before its last round."""
+    """Return the number of comparisons in a race: one after each round but the last."""
     return sum(1 for _ in rounds(questions, racing=True)) - 1
 
 
@@ -263,7 +262,7 @@ def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], erro
     Args:
         leader: `[n]` the leader's scores.
         other: `[n]` the member's, on the same questions; NaN where either has none.
-        error: Of this one comparison.
+        error: Error probability of this comparison.
     """
     differences = (leader - other)[np.isfinite(leader - other)]
     if len(differences) < 2 or differences.mean() <= 0:
@@ -274,11 +273,11 @@ def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], erro
 
 
 def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
-    """Return the rows of `scores` `[members, n]` that are not clearly behind the leader, itself among them.
+    """Return the members that are not clearly behind the leader, with the leader.
 
     Args:
-        scores: On the same questions; NaN where there is none.
-        error: Of each comparison.
+        scores: `[members, n]` scores on the same questions; NaN where a member has none.
+        error: Error probability of each comparison.
     """
     scored = np.isfinite(scores)
     means = np.where(scored, scores, 0.0).sum(axis=1) / np.maximum(scored.sum(axis=1), 1)
@@ -287,10 +286,10 @@ def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
 
 
 def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
-    """Estimate what a member would have earned on all questions that the leader of its race answered.
+    """Estimate a member's fitness on all questions of its race.
 
-    It is what the leader earned, less what the member was behind on the questions that both answered: these may be
-    easier or harder than the others.
+    The estimate is the leader's mean plus the mean paired difference on the common questions. The member's own mean
+    would be biased, because these questions may be easier or harder than the others.
     """
     if len(fitness.scores) == len(leader.scores):
         return fitness
@@ -301,7 +300,7 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
 
 
 def ahead(fitness: Fitness, rival: Fitness) -> bool:
-    """Tell whether a member earned more than a rival: on what both answered, where that is not the same for both."""
+    """Return True if a member's fitness is higher than a rival's, on their common questions if they differ."""
     own, others = fitness.by_key.keys(), rival.by_key.keys()
     if own != others and len(own & others) >= 2:
         return paired_difference(fitness, rival)[0] > 0

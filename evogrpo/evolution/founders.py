@@ -116,7 +116,7 @@ def _distinct(
 
 
 def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
-    """Proposal a founder from all over the space, each value (log-)uniform; the rest is as in `base`."""
+    """Draw a founder from the whole space, each value (log-)uniform; other values are those of `base`."""
     return at(space, base, {name: float(rng.random()) for name in space})
 
 

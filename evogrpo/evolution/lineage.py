@@ -9,7 +9,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.mutation import Changes
 
 NETWORK = "network"
-"""What a change of a network's architecture is called among a birth's changes; old and new are words."""
+"""Name of an architecture change among the changes of a birth; old and new values are text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,9 @@ class ArchitectureChange:
     """A change of a member's network.
 
     Attributes:
-        architecture: The new one, as plain JSON values that the members it was drawn from understand.
-        old: The old one in words.
-        new: The new one in words.
+        architecture: New architecture as plain JSON values, in the format of the policy set that proposed it.
+        old: Old architecture as text.
+        new: New architecture as text.
     """
 
     architecture: Mapping[str, Any]
@@ -29,16 +29,16 @@ class ArchitectureChange:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberRecord:
-    """One living member.
+    """One member of the current population.
 
     Attributes:
-        slot: Its storage place in the bank.
-        index: Its identity, never reused.
-        parent: Its parent's index; None for a founder.
-        born: The generation whose plan gave birth to it.
-        hyperparameters: Its own.
-        back_to: The generation after which its parent's state was kept that it began with; None where it began with
-            its parent's state at its birth, or has none.
+        slot: Storage place in the bank.
+        index: Identity, never reused.
+        parent: Index of its parent; None for a founder.
+        born: Generation whose plan created it.
+        hyperparameters: Its hyperparameters.
+        back_to: Generation of the kept state of its parent that it started from; None if it started from its parent's
+            current state or is a founder.
     """
 
     slot: int
@@ -61,20 +61,20 @@ class MemberRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """One birth: a whole learner state copied into a slot under a new index.
+    """One birth: a train state copied into a slot under a new index.
 
     Attributes:
-        slot: Where it lives.
-        index: Its new identity.
-        parent: The index of the member whose state it takes; None for a founder.
-        hyperparameters: Its own.
-        changes: Where they differ from its parent's, by name: (old, new).
-        reason: Why it was born.
-        architecture: The network it gets, as plain JSON values; None = its parent's.
-        back_to: The generation after which its parent's state was kept that it takes; None = the state of now.
+        slot: Its slot.
+        index: Its index.
+        parent: Index of the member whose train state it takes; None for a founder.
+        hyperparameters: Its hyperparameters.
+        changes: Differences from its parent's hyperparameters, by name: (old, new).
+        reason: Reason for the birth, as text.
+        architecture: Its network architecture as plain JSON values; None = its parent's.
+        back_to: Generation of the kept state of its parent that it takes; None = the current state.
 
     Raises:
-        ValueError: If it goes back to a state of nobody's.
+        ValueError: If `back_to` is set and `parent` is not.
     """
 
     slot: int
@@ -88,10 +88,10 @@ class Child:
 
     def __post_init__(self) -> None:
         if self.back_to is not None and self.parent is None:
-            raise ValueError(f"a founder goes back to nobody's state, got back_to={self.back_to}: name its parent")
+            raise ValueError(f"back_to={self.back_to} needs a parent: a founder starts from a new state")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; `architecture` and `back_to` where there are any."""
+        """Return the fields as plain JSON values; `architecture` and `back_to` only if set."""
         values: dict[str, Any] = {
             "slot": self.slot,
             "index": self.index,
@@ -115,10 +115,10 @@ class Child:
 
 @dataclass(frozen=True, kw_only=True)
 class Birth(Child):
-    """A child as the lineage keeps it.
+    """A child as recorded in the lineage.
 
     Attributes:
-        born: The generation whose plan gave birth to it.
+        born: Generation whose plan created it.
     """
 
     born: int
@@ -133,11 +133,11 @@ class Change:
     """One hyperparameter change on a member's line of descent.
 
     Attributes:
-        index: The member born with it.
-        born: The generation of that birth.
-        name: Which hyperparameter.
-        old: Its parent's value.
-        new: Its own.
+        index: Index of the member born with it.
+        born: Generation of that birth.
+        name: Name of the hyperparameter.
+        old: Value of the parent.
+        new: Value of the member.
     """
 
     index: int
@@ -149,10 +149,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Every birth of a run in order: append-only, so a parent always comes before its children.
+    """All births of a run in order; append-only, so parents come before their children.
 
     Attributes:
-        births: The founders first.
+        births: All births, the founders first.
 
     Raises:
         ValueError: If an index repeats, or a parent was not born before its child.
@@ -164,14 +164,14 @@ class Lineage:
         known: set[int] = set()
         for birth in self.births:
             if birth.index in known:
-                raise ValueError(f"an index is never reused, got a second birth of index {birth.index}")
+                raise ValueError(f"indices must not repeat, got a second birth of index {birth.index}")
             if birth.parent is not None and birth.parent not in known:
-                raise ValueError(f"a parent is born before its child, got parent {birth.parent} of {birth.index}")
+                raise ValueError(f"parents must come before children, got parent {birth.parent} of {birth.index}")
             known.add(birth.index)
 
     @classmethod
     def from_founders(cls, members: Sequence[MemberRecord]) -> Self:
-        """Start a lineage with members that have no parent.
+        """Build the lineage of a first generation.
 
         Raises:
             ValueError: If a member has a parent.
@@ -191,7 +191,7 @@ class Lineage:
         )
 
     def with_children(self, children: Iterable[Child], *, generation: int) -> Self:
-        """Return the lineage with one generation's children appended; this one is unchanged.
+        """Return the lineage with one generation's children appended.
 
         Raises:
             ValueError: If an index repeats, or a parent is unknown.
@@ -200,7 +200,7 @@ class Lineage:
         return type(self)(births=(*self.births, *new))
 
     def path(self, index: int) -> tuple[Birth, ...]:
-        """Return the births that lead to a member: its founder first, its own last.
+        """Return the births from a member's founder to the member itself.
 
         Raises:
             ValueError: If no member has this index.
@@ -216,7 +216,7 @@ class Lineage:
         return tuple(reversed(line))
 
     def ancestors(self, index: int) -> tuple[int, ...]:
-        """Return the indices of a member's ancestors: its founder first, its parent last, itself left out.
+        """Return the indices of a member's ancestors, from its founder to its parent.
 
         Raises:
             ValueError: If no member has this index.
@@ -224,7 +224,7 @@ class Lineage:
         return tuple(birth.index for birth in self.path(index)[:-1])
 
     def changes(self, index: int) -> tuple[Change, ...]:
-        """Return every hyperparameter change on the path to a member, the oldest first.
+        """Return all hyperparameter changes on the path to a member, the oldest first.
 
         Raises:
             ValueError: If no member has this index.
@@ -236,7 +236,7 @@ class Lineage:
         )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return every birth as plain JSON values."""
+        """Return all births as plain JSON values."""
         return [birth.to_json() for birth in self.births]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Proposing hyperparameter values: the mutation of a child, and places in a range."""
+"""Mutation of hyperparameters: steps and draws in ranges and choices."""
 
 import dataclasses
 import math
@@ -13,38 +13,38 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorica
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
 Changes = Mapping[str, tuple[Value, Value]]
-"""Each hyperparameter that changed, by name: (old value, new value)."""
+"""Changed hyperparameters by name: (old value, new value)."""
 
 
 STEP = 0.2
-"""The usual step, as a share of a range on its scale: three decades are crossed in five."""
+"""Default step size, as a share of a range on its scale; five steps cross a range."""
 SPREAD = 0.75
-"""Standard deviation, in log units, of the sizes of steps around the usual or the inherited one."""
-SMALLEST, FLOAT32_LIMIT = 0.02, 0.5
-"""The smallest step that is inherited, and the largest that is taken: from anywhere it fits one way at least."""
+"""Standard deviation, in log units, of step sizes around the default or the inherited one."""
+MIN_STEP, MAX_STEP = 0.02, 0.5
+"""Smallest step that is inherited, and largest step that is taken: half a range always fits in one direction."""
 
 
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """How a child's hyperparameters differ from its parent's.
+    """Mutation with self-adapted step sizes.
 
-    A number takes a step up or down, with equal chance, on its scale. The size of the step is drawn log-normally around
-    the one with which its parent was born: children of members that were right to move far move far as well, and
-    where small steps pay steps become small. Founders' children take steps of about a fifth of the range. Now and then
-    a number is drawn from anywhere in its range instead, so that no population stays where it began. Names change to
-    any other. Where an `RLParameter` has a `factor`, every step is of that size, and none is drawn from anywhere.
+    A number takes a step up or down, with equal probability, on its scale. The step size is log-normal around the step
+    with which the parent was born, so step sizes are selected together with the values they led to. Children of
+    founders take steps of about a fifth of the range. Occasionally a number is drawn from its whole range instead, so
+    that the population can leave its initial region. Categories change to any other category. If an `RLParameter` has a
+    `factor`, every step has that size, and no value is drawn from the whole range.
 
     Attributes:
-        probability: Chance, in (0, 1], that each evolving hyperparameter moves, independently of the others. Where
-            none would, one drawn uniformly moves: a mutation always changes something.
-        resample: Chance, in [0, 1], that one that moves is drawn from its whole range instead of taking a step.
+        probability: Probability, in (0, 1], that an evolving hyperparameter changes, independently of the others. If
+            none would change, one is chosen uniformly, so that a mutation always changes something.
+        resample: Probability, in [0, 1], that a changing number is drawn from its whole range.
 
     Raises:
         ValueError: If a setting is out of range.
 
-    Source: Beyer and Schwefel, Natural Computing 1 (2002), for step sizes that descend with what they changed;
-        Jaderberg et al. (arXiv:1711.09846) for drawing anew.
+    Source: Beyer and Schwefel, Natural Computing 1 (2002), for self-adaptation of step sizes; Jaderberg et al.
+        (arXiv:1711.09846) for resampling.
     """
 
     probability: float = 0.5
@@ -54,7 +54,7 @@ class Mutation:
         object.__setattr__(self, "probability", finite_number("probability", self.probability))
         if not 0 < self.probability <= 1:
             raise ValueError(
-                f"probability must lie in (0, 1], got {self.probability}: for no mutation use Tournament(mutation=None)"
+                f"probability must lie in (0, 1], got {self.probability}. To disable mutation, set mutation=None."
             )
         object.__setattr__(self, "resample", share("resample", self.resample))
 
@@ -65,43 +65,48 @@ class Mutation:
         rng: np.random.Generator,
         steps: Mapping[str, float] | None = None,
     ) -> Hyperparameters:
-        """Move some hyperparameters of those that count.
+        """Return mutated hyperparameters.
 
-        A None moves from the number it stands for (see `Hyperparameters.number`). What begins to count because another
-        one changed is drawn from its whole range.
+        None counts as the number it stands for (see `Hyperparameters.number`). A hyperparameter that becomes active
+        because another one changed is drawn from its whole range.
 
         Args:
-            hyperparameters: The parent's.
-            space: What evolves.
-            rng: The generator of these draws; how many there are depends on the space alone.
-            steps: The steps by which the parent's differ from its own parent's, as shares of the ranges, by name.
+            hyperparameters: Hyperparameters of the parent.
+            space: Search space.
+            rng: Random generator; the number of draws depends on the space only.
+            steps: Steps from the grandparent to the parent, as shares of the ranges, by name.
 
         Returns:
-            The child's hyperparameters: they differ from the parent's unless nothing that counts evolves.
+            Hyperparameters of the child; they differ from the parent's unless the space has no active hyperparameter.
         """
+        # 1. Draw all random numbers at once.
         names = space.ordered
         draws = rng.random((4, len(names)))
         around, spare = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
+
+        # 2. Choose the hyperparameters that change, at least one.
         before = hyperparameters.to_json()
-        counting = [name for name in names if space.is_active(name, before)]
+        active = [name for name in names if space.is_active(name, before)]
         moving = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
-        if not moving.intersection(counting) and counting:
-            moving = {counting[int(spare * len(counting))]}
+        if not moving.intersection(active) and active:
+            moving = {active[int(spare * len(active))]}
+
+        # 3. Another category, a draw from the whole range, or a step.
 
         def moved(column: int, name: str) -> Value:
-            _, up, anew, fraction = (float(draw) for draw in draws[:, column])
+            _, up, resample, fraction = (float(draw) for draw in draws[:, column])
             if name not in moving:
                 return before[name]
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
-            if anew < self.resample and space[name].factor is None:
+            if resample < self.resample and space[name].factor is None:
                 drawn = uniform_value(name, space[name], fraction)
                 if drawn != value:
                     return drawn
             inherited = (steps or {}).get(name)
-            usual = STEP if inherited is None else max(abs(inherited), SMALLEST)
-            size = min(usual * float(around[column]), FLOAT32_LIMIT)
+            usual = STEP if inherited is None else max(abs(inherited), MIN_STEP)
+            size = min(usual * float(around[column]), MAX_STEP)
             return neighbour(space[name], value, upward=up < 0.5, integer=is_integer(name), size=size)
 
         return mutate(hyperparameters, space, moved, draws[3])
@@ -115,7 +120,7 @@ class Mutation:
         """Build from fields by name.
 
         Raises:
-            ValueError: If a field is unknown or refused.
+            ValueError: If a field is unknown or out of range.
         """
         refuse_unknown("field of Mutation", values, ["probability", "resample"])
         return cls(**values)
@@ -130,7 +135,7 @@ def share(what: str, value: object) -> float:
 
 
 def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
-    """Return where two records differ, by name: (old value, new value)."""
+    """Return the differences of two records, by name: (old value, new value)."""
     old, new = before.to_json(), after.to_json()
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
@@ -141,33 +146,34 @@ def mutate(
     moved: Callable[[int, str], Value],
     fractions: Sequence[float],
 ) -> Hyperparameters:
-    """Return what becomes of hyperparameters where each that counts may move.
+    """Return hyperparameters with new values for all that are active.
 
     Args:
-        hyperparameters: The parent's.
-        space: What evolves.
-        moved: From a place in `space.ordered` and its name to the new value; asked for what counts in the parent, and
-            still does.
-        fractions: In [0, 1), one for each place: where in its range a value is drawn that has not counted before.
+        hyperparameters: Hyperparameters of the parent.
+        space: Search space.
+        moved: Returns the new value of a hyperparameter that is active in the parent and the child, from its position
+            in `space.ordered` and its name.
+        fractions: One number in [0, 1) per position: the quantile of a hyperparameter that becomes active.
     """
     before = hyperparameters.to_json()
     after = dict(before)
     for column, name in enumerate(space.ordered):
         if space.is_active(name, after):
-            counted = space.is_active(name, before)
-            after[name] = moved(column, name) if counted else uniform_value(name, space[name], float(fractions[column]))
+            was_active = space.is_active(name, before)
+            fraction = float(fractions[column])
+            after[name] = moved(column, name) if was_active else uniform_value(name, space[name], fraction)
     return Hyperparameters.from_json(after)
 
 
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:
-    """Return the value with `fraction` of all that a hyperparameter may be below it."""
+    """Return the quantile `fraction` of all values of a hyperparameter; the founders' range is ignored."""
     if is_categorical(name):
         return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
     return quantile(dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name))
 
 
 def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> str:
-    """Return one of the names other than `value`, each with equal chance for a uniform `fraction` in [0, 1)."""
+    """Return another category than `value`, each equally likely if `fraction` is uniform in [0, 1)."""
     others = [name for name in parameter.names if name != value]
     return others[min(int(fraction * len(others)), len(others) - 1)]
 
@@ -175,21 +181,21 @@ def other_choice(parameter: RLParameter, value: str | None, fraction: float) -> 
 def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float = STEP) -> float:
     """Return the value one step away, which always differs from `value`.
 
-    A step is a share of the range on its scale, so that on a log scale a step up and a step down cancel; `factor`,
-    where there is one, decides instead of `size`. Integers are rounded and move by at least 1; a ladder moves by its
-    share of the rungs, at least one. A step that would leave the range is taken the other way, so no bound is
-    absorbing; in a range too narrow for either, the value moves to the farther bound. A value outside the range,
-    infinity included, moves to the nearer bound or rung.
+    A step is a share of the range on its scale, so that a step up and a step down cancel on a log scale. If the
+    parameter has a `factor`, it replaces `size`. Integers are rounded and move by at least 1. Choices move by their
+    share of the list, at least one. A step that would leave the range goes the other way, so that no bound is
+    absorbing. If neither direction fits, the value moves to the farther bound. A value outside the range, infinity
+    included, moves to the nearer bound or choice.
 
     Args:
-        parameter: The range or ladder.
-        value: Where to start.
-        upward: The direction to try first.
-        integer: Whether only whole numbers count.
-        size: Of the step, as a share of the range; greater than 0.
+        parameter: Range or ordered choices.
+        value: Current value.
+        upward: Try a step up first.
+        integer: Return a whole number.
+        size: Step size as a share of the range; above 0.
 
     Returns:
-        A value of the range or ladder.
+        A value of the range or choices.
     """
     low, high = parameter.bounds
     if parameter.choices is not None:
@@ -203,7 +209,7 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     for direction in (upward, not upward):
         moved = _step(parameter, value, upward=direction, integer=integer, size=size)
         for bound in (low, high):
-            # 0.05 + 5 x 0.07 is a hair above 0.4: rounding must not keep a lattice from its own bound.
+            # 0.05 + 5 x 0.07 is slightly above 0.4: rounding must not keep a value from reaching the bound.
             if not integer and math.isclose(moved, bound, rel_tol=1e-9):
                 moved = bound
         if low <= moved <= high and moved != value:
@@ -226,7 +232,7 @@ def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, 
 
 
 def place(parameter: RLParameter, value: float) -> float:
-    """Return where a value lies, from 0 at the smallest to 1 at the largest, on the range's scale or in rungs."""
+    """Return the position of a value, from 0 (smallest) to 1 (largest), on the range's scale or among choices."""
     low, high = parameter.bounds
     inside = min(max(value, low), high)
     if parameter.numbers:
@@ -237,15 +243,15 @@ def place(parameter: RLParameter, value: float) -> float:
 
 
 def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:
-    """Return the value with `fraction`, in [0, 1], of the founders' range below it, measured on the range's scale.
+    """Return a quantile of the uniform distribution over the founders' range, on the range's scale.
 
     Args:
-        parameter: The range or ladder.
-        fraction: 0 gives the smallest value, 1 the largest.
-        integer: Whether only whole numbers count.
+        parameter: Range or ordered choices.
+        fraction: In [0, 1]; 0 gives the smallest value, 1 the largest.
+        integer: Return a whole number.
 
     Returns:
-        A value of the range or ladder.
+        A value of the range or choices.
     """
     if parameter.choices is not None:
         return parameter.numbers[min(int(fraction * len(parameter.numbers)), len(parameter.numbers) - 1)]

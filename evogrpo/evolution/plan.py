@@ -20,25 +20,26 @@ from evogrpo.randomness import streams
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What happens to every slot between two generations.
+    """The next member of every slot, and the budget of the next generations.
 
-    A slot keeps its member, whose parent is the slot itself and who has no child; or it gets a child: of another slot's
-    member, of its own, or, with parent None, of a kept state (`Child.back_to`) or of nobody: a fresh founder. With
-    neither parent nor child it holds nobody next: its member is retired, or it stays empty until a later plan fills it.
+    A slot whose parent is the slot itself and that has no child keeps its member. A slot with a child takes the train
+    state of its parent slot. If the parent is None, it takes a kept state (`Child.back_to`), or a new state if the
+    child is a founder. A slot with neither parent nor child is empty: its member is retired, or the slot stays empty
+    until a later plan fills it.
 
     Attributes:
-        generation: The generation whose fitness it was made from.
-        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a kept state or
-            a fresh initialisation: the argument of `bank.inherit`.
-        children: One birth for every slot that gets another member; all others keep theirs or hold nobody.
-        reasons: Why, one for each slot.
-        elite: The slot of the best member at this evaluation.
-        samples_per_step: Samples each member collects per learning step from now on; None = as before.
-        steps_per_generation: Learning steps per generation from now on; None = as before.
-        samples: For each slot, how many samples its member collects per learning step instead, until the next plan:
-            whole groups, in all no more than samples_per_step for every member. None = samples_per_step each.
-        keep: Slots whose learner state, as it was evaluated just now, is kept from here on.
-        drop: KeptState states that are dropped, once children have begun with them.
+        generation: Generation whose fitness it was made from.
+        parents: For each slot, the slot whose train state it takes, its own if unchanged; None for a kept or a new
+            state and for an empty slot. The argument of `bank.inherit`.
+        children: One birth for every slot that gets another member.
+        reasons: Reason for each slot, as text.
+        elite: Slot of the best member at this evaluation.
+        samples_per_step: Samples each member collects per learning step from now on; None = unchanged.
+        steps_per_generation: Learning steps per generation from now on; None = unchanged.
+        samples: Samples of each slot per learning step until the next plan, in whole groups. Their sum is at most
+            `samples_per_step` times the number of members. None = `samples_per_step` each.
+        keep: Slots whose train state, as evaluated in this generation, is kept.
+        drop: Keys of kept states that are deleted after children have started from them.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -59,19 +60,19 @@ class Plan:
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
-            raise ValueError(f"a plan has one reason per slot, got {len(self.reasons)} for {len(slots)} slots")
+            raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots")
         if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born, *self.keep)):
             raise ValueError(
                 f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite}, "
-                f"children in {list(born)} and states to keep in {self.keep}"
+                f"children in {list(born)} and keep {self.keep}"
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
-                f"children have slots and indices of their own, got {[(c.slot, c.index) for c in self.children]}"
+                f"children must have distinct slots and indices, got {[(c.slot, c.index) for c in self.children]}"
             )
         unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
         if unborn:
-            raise ValueError(f"a slot that takes another's state needs a child with a new index, missing in {unborn}")
+            raise ValueError(f"a slot that takes another slot's state needs a child, missing in {unborn}")
         mixed = [
             slot
             for slot, child in born.items()
@@ -79,13 +80,13 @@ class Plan:
         ]
         if mixed:
             raise ValueError(
-                "a child has a parent exactly where its slot takes a member's state, that of now by `parents` or a "
-                f"kept one by `back_to`, got none or both in {mixed}"
+                "a child with a parent must take its state through either `parents` or `back_to`, got none or both "
+                f"in {mixed}"
             )
         if len(set(self.keep)) < len(self.keep) or len(set(self.drop)) < len(self.drop):
-            raise ValueError(f"a state is kept or dropped once, got keep {self.keep} and drop {self.drop}")
+            raise ValueError(f"keep and drop must not repeat a state, got keep {self.keep} and drop {self.drop}")
         if len(self.vacant) == len(slots):
-            raise ValueError("a plan must leave somebody alive, got one that retires every member")
+            raise ValueError("a plan must keep at least one member, got one that retires all")
         if self.samples_per_step is not None:
             feasible_group_sizes(self.samples_per_step)
         if (
@@ -101,11 +102,11 @@ class Plan:
         counts = tuple(whole_number("samples", count) for count in samples)
         if len(counts) != len(self.parents) or min(counts) < 0 or not any(counts):
             raise ValueError(
-                f"samples must be one number for each of {len(self.parents)} slots, at least 0 and not all of them 0, "
-                f"got {samples}"
+                f"samples must have one non-negative number for each of {len(self.parents)} slots, not all 0, got "
+                f"{samples}"
             )
         if any(counts[slot] for slot in self.vacant):
-            raise ValueError(f"a slot that holds nobody collects no samples, got {samples} with {self.vacant} vacant")
+            raise ValueError(f"samples of empty slots must be 0, got {samples} with empty slots {self.vacant}")
         object.__setattr__(self, "samples", counts)
 
     @classmethod
@@ -122,27 +123,27 @@ class Plan:
         keep: Sequence[int] = (),
         drop: Sequence[KeptStateKey] = (),
     ) -> Self:
-        """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
+        """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
-        Hyperparameters may be given as a `Draw`, a function that proposes them. It is asked until they differ from
-        those of the parent, if it stays, and of all who have the same parent, founders from founders: no learner lives
-        twice. Where nothing else is left in the space, the reason says so. Hyperparameters that are given as such are
-        taken as they are.
+        A `Proposal` is called until its hyperparameters differ from those of the parent, if the parent stays, and of
+        all members with the same parent; founders must differ from founders. If the space has no other point left, the
+        reason says so. `Hyperparameters` are used as given.
 
         Args:
-            history: What was planned from.
-            choices: One per slot, with its reason. A child is born where the parent is another slot or a kept state.
-            hyperparameters: Those of children, by slot; a child without an entry has its parent's. An entry for a slot
-                that keeps its own state makes a child of its member; one for a slot without parent makes a founder.
-            rng: Where some are drawn, the generator of these draws. They go by members' indices, not by slots.
+            history: History to plan from.
+            choices: One per slot, with its reason. A slot gets a child if its parent is another slot or a kept state.
+            hyperparameters: Hyperparameters of children, or proposals for them, by slot. A child without an entry has
+                its parent's. An entry for a slot that keeps its state makes a child of its member. An entry for a slot
+                without a parent makes a founder.
+            rng: Random generator for proposals. Draws depend on members' indices, not on slots.
             samples_per_step: See the attribute.
-            steps_per_generation: Likewise.
-            samples: Likewise.
-            keep: Likewise.
-            drop: Likewise.
+            steps_per_generation: See the attribute.
+            samples: See the attribute.
+            keep: See the attribute.
+            drop: See the attribute.
 
         Raises:
-            ValueError: If hyperparameters are to be drawn and there is no generator.
+            ValueError: If there are proposals and no generator.
         """
         given = hyperparameters or {}
         own, exhausted = _drawn(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
@@ -179,36 +180,34 @@ class Plan:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """Slots that are empty next."""
+        """Slots that are empty in the next generation."""
         born = {child.slot for child in self.children}
         return tuple(slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born)
 
     def check(self, history: History) -> None:
-        """Refuse a plan that cannot be carried out after the last generation of a history.
+        """Check that the plan can be carried out after the last generation of a history.
 
         Raises:
-            ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
-                or is not there; if children are numbered or named wrongly; if somebody's group size does not divide the
-                samples of a learning step; or if all members together would collect more than these allow;
-                if children are numbered or named wrongly; if a state is to be kept that nobody healthy
-                has, one is unknown that a child begins with or that is dropped, or more are kept than there are slots;
-                or if somebody's group size does not divide the samples of a learning step.
+            ValueError: If it has another number of slots or is for another generation; if a slot keeps or copies a
+                failed or missing member; if a child has a wrong index or parent; if a state to keep belongs to no
+                healthy member, a kept state is unknown, or more states are kept than there are slots; if a member's
+                group size does not divide its samples; or if the samples exceed the budget.
         """
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
             raise ValueError(
-                f"a plan must be for the {history.capacity} slots after generation {last.number}, got one for "
-                f"{len(self.parents)} after generation {self.generation}"
+                f"expected a plan for {history.capacity} slots after generation {last.number}, got one for "
+                f"{len(self.parents)} slots after generation {self.generation}"
             )
         healthy = healthy_slots(last.fitness)
         if not {self.elite, *self.parents} <= {None, *healthy}:
             raise ValueError(
-                f"only healthy members can be kept, copied or best, which are in slots {healthy}; got parents "
-                f"{self.parents} and elite {self.elite}: give a slot whose member failed another parent, or retire it"
+                f"parents and elite must be slots of healthy members, {healthy}, got parents {self.parents} and elite "
+                f"{self.elite}: give failed members another parent, or retire them"
             )
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
-            raise ValueError(f"children must take the indices from {history.next_index} on in order, got {indices}")
+            raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}")
         self._check_kept(history, healthy)
         samples = self.samples_per_step or last.samples_per_step
         history.space.for_samples_per_step(samples)
@@ -216,8 +215,8 @@ class Plan:
         most = samples * (len(self.parents) - len(self.vacant))
         if self.samples is not None and sum(self.samples) > most:
             raise ValueError(
-                f"all members together collect at most {most} samples per learning step, which is samples_per_step="
-                f"{samples} for each of them, got {sum(self.samples)}: {self.samples}"
+                f"the sum of samples must be at most {most}, samples_per_step={samples} for each member, got "
+                f"{sum(self.samples)}: {self.samples}"
             )
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
@@ -226,14 +225,14 @@ class Plan:
                 continue
             if slot in born and copied is not None and resident.parent != copied.index:
                 raise ValueError(
-                    f"a child's parent must be the member whose state it takes, got {resident.parent} for the child in "
-                    f"slot {slot}, which takes that of {copied.index}"
+                    f"a child's parent must be the member whose state it takes, {copied.index}, got "
+                    f"{resident.parent} in slot {slot}"
                 )
             size, whose = resident.hyperparameters.group_size, f"member {resident.index}"
             check_group_size(size, samples, whose=whose)
             if self.samples is not None and self.samples[slot] % size:
                 raise ValueError(
-                    f"samples must be whole groups, got {self.samples[slot]} for {whose}, whose group_size is {size}"
+                    f"samples must be whole groups, got {self.samples[slot]} for {whose} with group_size={size}"
                 )
 
     def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
@@ -243,18 +242,13 @@ class Plan:
         for key in self.drop:
             history.find_kept_state(key)
         if not set(self.keep) <= set(healthy):
-            raise ValueError(
-                f"only states of healthy members can be kept, which are in slots {healthy}, got {self.keep}: leave the "
-                "others out"
-            )
+            raise ValueError(f"keep must be slots of healthy members, {healthy}, got {self.keep}: leave the others out")
         count = len(history.kept_states) - len(self.drop) + len(self.keep)
         if count > history.capacity:
-            raise ValueError(
-                f"at most as many states are kept as there are slots, {history.capacity}, got {count}: drop some"
-            )
+            raise ValueError(f"at most {history.capacity} states can be kept, one per slot, got {count}: drop some")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; budgets and kept states only where they change."""
+        """Return the fields as plain JSON values; budgets and kept states only if they change."""
         names = ("samples_per_step", "steps_per_generation", "samples", "keep", "drop")
         changed = {name: plain for name in names if (plain := _plain(getattr(self, name))) not in (None, [])}
         return {
@@ -281,13 +275,13 @@ def _drawn(
     rng: np.random.Generator | None,
     samples_per_step: int,
 ) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
-    """Return the hyperparameters of births by slot, and what to add to the reason where the space has run out."""
+    """Return the hyperparameters of children by slot, and notes for reasons if the space has no free point left."""
     last = history.last
     parents = [parent_of(history, choice) for choice in choices]
     own = {slot: value for slot, value in given.items() if isinstance(value, Hyperparameters)}
     draws = {slot: value for slot, value in given.items() if not isinstance(value, Hyperparameters)}
     if draws and rng is None:
-        raise ValueError("hyperparameters that are drawn need a generator: pass the rng of Strategy.plan on as rng=")
+        raise ValueError("proposals need a generator: pass rng=rng, the generator of Strategy.plan")
     if not draws or rng is None:
         return own, {}
     occupied = TakenPoints(history.space.for_samples_per_step(samples_per_step))

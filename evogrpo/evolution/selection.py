@@ -34,19 +34,16 @@ def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:
     """
     healthy = [slot for slot, value in enumerate(fitness) if value is not None]
     if not healthy:
-        raise ValueError(
-            "every member failed, so there is no healthy member to clone: resume from the last generation with a "
-            "smaller learning rate or a smaller gradient norm"
-        )
+        raise ValueError("All members failed. Resume from the last generation with a lower lr or max_grad_norm.")
     return healthy
 
 
 def best_slot(fitness: Sequence[Fitness | None], among: Sequence[int] | None = None) -> int:
-    """Return the slot of the highest mean, the first of several equal ones.
+    """Return the slot with the highest mean fitness, the first of equal ones.
 
     Args:
         fitness: One entry per slot; None for a failed member.
-        among: Only these slots, all healthy; by default every healthy one, the lowest slot first.
+        among: Slots to choose from, all healthy; by default all healthy slots, the lowest first.
 
     Raises:
         ValueError: If every member failed.
@@ -64,28 +61,28 @@ def tournament(
     empty: Collection[int] = (),
     names: Sequence[int] | None = None,
 ) -> tuple[Choice, ...]:
-    """Hold one tournament per slot; the winner takes the slot only if it beats the holder beyond the noise.
+    """Hold one tournament per slot: the challenger replaces the member only if it is significantly better.
 
     The challenger of a slot is the best of `size` healthy members drawn without replacement. It replaces the slot's
-    member when the mean paired difference of their scores is positive and exceeds `z` standard errors of that
-    difference. Differences within noise therefore leave the population as diverse as it was, where a plain
-    tournament on noise alone leaves one line of descent after about as many generations as there are members. The
-    best member holds no tournament and keeps its slot. A failed member is replaced by its challenger at once.
+    member if the mean paired difference of their scores is positive and exceeds `z` standard errors of that
+    difference. Differences within noise therefore preserve diversity. A plain tournament on noise alone leaves a
+    single lineage after about as many generations as there are members. The best member keeps its slot without a
+    tournament. A failed member is always replaced by its challenger.
 
     Args:
         fitness: One entry per slot; None for a failed member and for an empty slot.
-        size: Contestants per tournament, at least 1; 1 challenges with a random member.
-        z: Standard errors a difference must exceed, at least 0; 0 replaces at any positive difference.
-        rng: The generator of these draws.
-        empty: The slots that hold nobody; they stay so.
-        names: For each slot a number that stays with its member wherever it lives, such as its index: draws and ties
-            go by it. By default the slots themselves.
+        size: Number of contestants, at least 1; with 1 the challenger is a random member.
+        z: Standard errors that a difference must exceed, at least 0; 0 replaces at any positive difference.
+        rng: Random generator.
+        empty: Empty slots; they stay empty.
+        names: One number per slot that identifies its member, such as its index. Draws and ties depend on it. By
+            default the slots themselves.
 
     Returns:
         One choice per slot.
 
     Raises:
-        ValueError: If every member failed, or two members have different numbers of scores.
+        ValueError: If every member failed, or two members have fewer than 2 common questions.
     """
     titles = range(len(fitness)) if names is None else names
     healthy = sorted(healthy_slots(fitness), key=lambda slot: titles[slot])
@@ -99,7 +96,7 @@ def tournament(
             choices.append(Choice(parent=slot, reason="kept: elite"))
             continue
         drawn = stream("tournament", titles[slot]).choice(healthy, size=min(size, len(healthy)), replace=False)
-        # Of equal ones the older wins, whatever the order in which they were drawn.
+        # The order of `healthy`, not that of the draw, breaks ties: the oldest member wins.
         challenger = best_slot(fitness, [contestant for contestant in healthy if contestant in drawn])
         if holder is None:
             choices.append(Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed"))
@@ -113,17 +110,17 @@ def tournament(
 def truncation_selection(
     last: Generation, quantile: float, rng: np.random.Generator, *, among: Collection[int] | None = None
 ) -> tuple[Choice, ...]:
-    """Replace the worst by clones of the best, whatever the noise: each of the worst gets one of the best at random.
+    """Replace each of the worst members by a clone of a random one of the best, without a test of significance.
 
     Args:
-        last: The generation that was evaluated.
-        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and that clones are of; rounded up, so
-            at least one where there are two.
-        rng: The generator of these draws; they go by members' indices.
-        among: Only these slots take part; the members of others are kept, if they have not failed. By default all.
+        last: Generation that was evaluated.
+        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and share that is cloned; rounded up, so
+            at least one of two.
+        rng: Random generator; draws depend on members' indices.
+        among: Slots that take part; healthy members of other slots are kept. By default all slots.
 
     Returns:
-        One choice per slot: members that failed are replaced too, empty slots stay empty.
+        One choice per slot. Failed members are replaced too; empty slots stay empty.
 
     Raises:
         ValueError: If every member failed.
@@ -149,11 +146,11 @@ def truncation_selection(
 
 
 def no_selection(last: Generation, rng: np.random.Generator) -> tuple[Choice, ...]:
-    """Keep every healthy member; members that failed make room for clones of healthy ones, drawn at random.
+    """Keep every healthy member, and replace each failed member by a clone of a random healthy one.
 
     Args:
-        last: The generation that was evaluated.
-        rng: The generator of these draws; they go by members' indices.
+        last: Generation that was evaluated.
+        rng: Random generator; draws depend on members' indices.
 
     Returns:
         One choice per slot; empty slots stay empty.
@@ -175,16 +172,16 @@ def no_selection(last: Generation, rng: np.random.Generator) -> tuple[Choice, ..
 
 
 def has_stagnated(history: History, z: float) -> bool:
-    """Return True if no member improved over the last generation beyond the noise.
+    """Return True if no member improved significantly in the last generation.
 
-    Every healthy member is compared with what it, or the parent that it was born from, earned the generation before.
+    Every healthy member is compared with its own fitness in the generation before, or that of its parent.
 
     Args:
-        history: With the generation that was evaluated last.
+        history: History up to the last generation.
         z: Standard errors of the paired difference that an improvement must exceed.
 
     Returns:
-        False also where nothing can be compared, as in a first generation.
+        False if nothing can be compared, as in a first generation.
     """
     if len(history.generations) < 2:
         return False

@@ -17,39 +17,40 @@ Samplers = Literal["equal", "rank"]
 @names_unknown
 @dataclass(frozen=True, kw_only=True)
 class SharedExperience:
-    """Members learn from each other's samples, so that a population needs fewer of each.
+    """Members learn from each other's samples, so that each member needs fewer samples of its own.
 
-    A row is learnt from by the ratio of the learner's policy to the policy that acted, at the temperature that it was
-    sampled at and under the learner's own loss, clip and coefficients; it is compared within the group that it was
-    sampled in. A member takes as many optimizer steps as it would on its own samples: what it learns from others makes
-    each of them larger. Steps in the environment are those played, whoever learns from them.
+    A sample of another member enters the loss with the ratio of the learner's policy to the policy that sampled it, at
+    the temperature of sampling. Loss, clipping and coefficients are the learner's own. Advantages are relative to the
+    group in which it was sampled. A member takes as many optimizer steps as on its own samples alone, on larger
+    minibatches. Environment steps are counted once.
 
-    Others' advantages say what was good to do under *their* policies, and the clip holds a member to the policies it
-    learns from. So a source counts only while its samples are such as the member could have taken itself.
+    Advantages of other members measure actions under *their* policies, and clipping keeps a member close to the
+    policies it learns from. A source is therefore used only while its policy is close to the learner's (`min_ess`).
 
-    It pays where each member samples little, such as one group a step, and nobody knows the hyperparameters: members
-    that learn from all come out alike, about as good as one agent with all of the samples and a fair learning rate. It
-    does not find what a well-tuned agent finds, and costs learning time. In the study of unknown hyperparameters
-    (docs/results.md) it lifted narrowing from 0.66 to 0.77 of what counts as solved, and the tournament from 0.59 to
-    0.77, at equal steps in the environment, most of it on Pendulum-v1; not on LunarLander-v3, and not at equal time.
+    Shared experience helps if each member samples little, such as one group per step, and good hyperparameters are
+    unknown. Members that learn from all become similar: about as good as one agent with all samples and a reasonable
+    learning rate, but not as good as a well-tuned agent. It costs learning time. In the study of unknown
+    hyperparameters (docs/results.md), at equal environment steps, it raised the normalised score (1 = solved) of
+    narrowing from 0.66 to 0.77 and of the tournament from 0.59 to 0.77. Most of the gain is on Pendulum-v1. There is
+    none on LunarLander-v3, and none at equal time.
 
     Attributes:
-        learn_from: Whose samples a member learns from beside its own: those of "all"; of all that earned no less than
-            its own in the learning step ("better"); or of the one that earned most ("leader"). With n members "all"
-            makes learning n times as much work, sampling no more.
-        min_ess: What the effective sample size of a source must be for a member that learns from it, as a share of
-            the source's actions, in [0, 1): 1 where both have the same policy, near 0 where few actions carry all the
-            weight. Where weights are close to log-normal it is exp(-2 KL): 0.5 leaves out sources that are further
-            than some 0.35 nats an action away. It is a safety net, as stricter ones did not pay: 0.9 was as good for
-            "all" and worse for "leader", 0.98 worse. 0 lets every source count and saves the pass that measures it.
-        samplers: Who samples how much: all members alike ("equal"), or better members more and the worst perhaps
-            nothing ("rank"), by fitness. As many in all.
+        learn_from: Sources of a member besides its own samples: "all" members; "better", those with at least its own
+            mean reward in the learning step; or "leader", the one with the highest mean reward. With n members, "all"
+            makes learning n times as expensive; sampling costs the same.
+        min_ess: Minimum effective sample size of a source for a learner, as a share of the source's actions, in [0, 1).
+            1 means equal policies; near 0, few actions carry all the weight. For log-normal weights it is
+            exp(-2 KL): 0.5 leaves out sources more than about 0.35 nats per action away. Stricter values did not help:
+            0.9 was equal for "all" and worse for "leader", 0.98 was worse. 0 uses every source and saves the pass that
+            measures it.
+        samplers: Division of samples among members: "equal", or "rank", by which fitter members sample more and the
+            worst may sample nothing. The total is the same.
 
     Raises:
         ValueError: If a value is out of range.
 
-    Source: SEAC (arXiv:2006.07169) for learning from others by importance ratios; SAPG (arXiv:2407.20230) for one
-    member that leads; Kish, Survey Sampling (1965), for the effective sample size.
+    Source: SEAC (arXiv:2006.07169) for importance ratios between members; SAPG (arXiv:2407.20230) for one leader; Kish,
+    Survey Sampling (1965), for the effective sample size.
     """
 
     learn_from: LearnFrom = "all"
@@ -63,30 +64,25 @@ class SharedExperience:
         object.__setattr__(self, "min_ess", finite_number("min_ess", self.min_ess))
         if not 0 <= self.min_ess < 1:
             raise ValueError(
-                f"min_ess must lie in [0, 1), got {self.min_ess:g}: 0 lets every source count, and only a source "
-                "with the very same policy has 1"
+                f"min_ess must lie in [0, 1), got {self.min_ess:g}: 0 uses every source, and only equal policies have 1"
             )
 
     @staticmethod
     def check_size(members: int) -> None:
-        """Refuse a population in which there is nobody to learn from.
-
-        Raises:
-            ValueError: If there is one member only.
-        """
+        """Raise ValueError for a population of one member."""
         if members < 2:
             raise ValueError(
-                f"shared experience is for at least 2 members, got {members}: take more, or give experience='own'"
+                f"shared experience needs at least 2 members, got {members}: use more, or experience='own'"
             )
 
     def sources(self, rewards: Mapping[int, float], members: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return the slots each member learns from, by slot.
 
         Args:
-            rewards: The mean reward of the samples of each member that sampled, by slot; NaN = none applied.
-            members: Slots of those who learn, whether they sampled or not.
+            rewards: Mean reward of the samples of each member that sampled, by slot; NaN if it has no reward.
+            members: Slots of members that learn, including those that did not sample.
 
-        Source: of "better", nothing published: the advantage of a worse policy's action says what improves that one.
+        "better" is not from the literature: advantages of a worse policy's actions show how to improve that policy.
         """
         known = {slot: reward for slot, reward in rewards.items() if reward == reward} or dict(rewards)
         leader = max(known, key=lambda slot: (known[slot], -slot))
@@ -105,13 +101,13 @@ class SharedExperience:
 
 
 def shared_experience(value: object) -> SharedExperience | None:
-    """Return what `experience` stands for: None where every member learns from its own samples alone.
+    """Return the settings that a value of `experience` stands for; None if members learn from their own samples only.
 
     Args:
-        value: "own", "shared" for the defaults of `SharedExperience`, its settings as a mapping, or one of it.
+        value: "own", "shared" for the defaults, a mapping of settings, or a `SharedExperience`.
 
     Raises:
-        ValueError: If it is something else, or a setting is unknown or out of range.
+        ValueError: If it is none of these, or a setting is unknown or out of range.
     """
     if value is None or isinstance(value, SharedExperience):
         return value
@@ -119,7 +115,7 @@ def shared_experience(value: object) -> SharedExperience | None:
         refuse_unknown("setting of experience", value, SharedExperience.__dataclass_fields__)
         return SharedExperience(**value)
     if not isinstance(value, str):
-        raise ValueError(f"experience must be 'own', 'shared' or the settings of the latter, got {value!r:.80}")
+        raise ValueError(f"experience must be 'own', 'shared' or settings of SharedExperience, got {value!r:.80}")
     if value not in ("own", "shared"):
         raise unknown_name_error("value of experience:", value, ("own", "shared"))
     return SharedExperience() if value == "shared" else None
@@ -133,14 +129,14 @@ def max_sources(experience: SharedExperience | None, size: int) -> int:
 
 
 def samples_by_rank(plan: Plan, history: History) -> Plan:
-    """Return a plan in which better members sample more, as many in all; one that says who samples stays as it is.
+    """Return a plan in which fitter members sample more, with the same total.
 
-    Of n members the best is to sample n parts of all samples, the next n - 1 and the last one part. Groups are dealt
-    out whole, each to the member that lacks most of its part and whose group still fits.
+    The shares of n members are proportional to n, n - 1, ..., 1. Whole groups are dealt out one at a time, each to the
+    member that is furthest below its share and whose group still fits. A plan with `samples` is returned as it is.
 
     Args:
-        plan: What is planned; a member stands where the state that it takes stood.
-        history: With their fitness.
+        plan: Plan for the next generation. A member ranks by the fitness of the state that it takes.
+        history: History with the fitness of these states.
     """
     if plan.samples is not None:
         return plan
@@ -159,7 +155,7 @@ def samples_by_rank(plan: Plan, history: History) -> Plan:
 
 
 def _standing(plan: Plan, history: History) -> list[float]:
-    """Return the fitness of the state that each slot takes; -inf where it is a fresh one."""
+    """Return the fitness of the state that each slot takes; -inf for a new one."""
     last = history.last.fitness
     found = [-math.inf if parent is None else _mean(last[parent]) for parent in plan.parents]
     for child in plan.children:

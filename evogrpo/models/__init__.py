@@ -1,1 +1,1 @@
-"""Where weights live: banks that hold a whole population of policies behind one protocol."""
+"""Models: banks that hold the weights of a whole population behind one protocol."""

@@ -400,16 +400,16 @@ def latest_checkpoint(run_dir: Path | str, check: Callable[[Path, int], None] | 
 
 
 def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
-    """Remove old generation checkpoints without looking into any: `written` and the `keep` - 1 before it stay.
+    """Remove old checkpoints without reading them; `written` and the `keep` - 1 before it stay.
 
-    The caller has just written `written`, so it is whole however long the others have lain there: whatever has
-    happened to those, the run can be resumed. That is why generations that are newer count for nothing (those that a
-    resumed run gave up, such as damaged ones) and are left alone until they are written again.
+    `written` is complete, so the run can be resumed even if all other checkpoints are damaged. Newer generations are
+    checkpoints that a resumed run has skipped, such as damaged ones. They do not count, and stay until they are
+    written again.
 
     Args:
-        run_dir: The folder of the run.
-        written: The generation whose checkpoint this process has just written.
-        keep: How many checkpoints stay, at least 1.
+        run_dir: Run directory.
+        written: Generation whose checkpoint this process has just written.
+        keep: Number of checkpoints to keep, at least 1.
 
     Returns:
         The generations that were removed, newest first.

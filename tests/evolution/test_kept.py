@@ -67,11 +67,11 @@ def test_whose_state_a_choice_takes(history):
         ((0, (10, 2), 2), {}, r"no state of #10 after generation 2 is kept, only #10 after generation 1, #13 after"),
         ((0, (16, 1), 2), {}, "no state of #16 after generation 1 is kept"),
         ((0, 1, 2), {"drop": [(16, 1)]}, "no state of #16"),
-        ((0, 1, 2), {"keep": [0, 1]}, "at most as many states are kept as there are slots, 3, got 4: drop some"),
-        ((0, 0, 2), {"keep": [1]}, "only states of healthy members can be kept"),
-        ((0, 1, 2), {"keep": [0, 0]}, "kept or dropped once"),
-        ((0, 1, 2), {"drop": [KEYS[0], KEYS[0]]}, "kept or dropped once"),
-        ((0, 1, 2), {"keep": [3]}, r"every slot must lie in 0\.\.2.*keep in \(3,\)"),
+        ((0, 1, 2), {"keep": [0, 1]}, "at most 3 states .* got 4"),
+        ((0, 0, 2), {"keep": [1]}, "keep must be slots of healthy members"),
+        ((0, 1, 2), {"keep": [0, 0]}, "keep and drop must not repeat"),
+        ((0, 1, 2), {"drop": [KEYS[0], KEYS[0]]}, "keep and drop must not repeat"),
+        ((0, 1, 2), {"keep": [3]}, r"every slot must lie in 0\.\.2.*keep \(3,\)"),
     ],
 )
 def test_plans_that_cannot_be_carried_out_are_refused(history, parents, changes, rule):
@@ -89,7 +89,7 @@ def test_every_slot_may_be_filled_with_a_state_when_as_many_are_dropped(history)
 
 
 def test_fields_that_contradict_each_other_are_refused(history):
-    with pytest.raises(ValueError, match="goes back to nobody's state, got back_to=1: name its parent"):
+    with pytest.raises(ValueError, match="back_to=1"):
         Child(slot=0, index=5, parent=None, hyperparameters=Hyperparameters(), back_to=1)
     plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
     with pytest.raises(ValueError, match=r"got none or both in \[1\]"):

@@ -351,24 +351,24 @@ def born(slot, index, parent, group_size=8):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"reasons": ("a",)}, "one reason per slot"),
+        ({"reasons": ("a",)}, "reasons must"),
         ({"parents": (0, 2)}, "must lie in 0..1"),
         ({"elite": 2}, "must lie in 0..1"),
-        ({"parents": (0, 0)}, r"needs a child with a new index, missing in \[1\]"),
-        ({"children": (born(0, 4, 0), born(1, 4, 0))}, "slots and indices of their own"),
-        ({"children": (born(1, 4, 0), born(1, 5, 0))}, "slots and indices of their own"),
-        ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"exactly where its slot takes a member's state.*\[1\]"),
-        ({"children": (born(1, 4, None),)}, r"exactly where its slot takes a member's state.*\[1\]"),
-        ({"parents": (None, None)}, "must leave somebody alive"),
+        ({"parents": (0, 0)}, r"child, missing in \[1\]"),
+        ({"children": (born(0, 4, 0), born(1, 4, 0))}, "distinct slots and indices"),
+        ({"children": (born(1, 4, 0), born(1, 5, 0))}, "distinct slots and indices"),
+        ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"back_to.*in \[1\]"),
+        ({"children": (born(1, 4, None),)}, r"back_to.*in \[1\]"),
+        ({"parents": (None, None)}, "must keep at least one member"),
         ({"samples_per_step": 1}, "samples_per_step must be at least 2"),
         ({"steps_per_generation": 0}, "steps_per_generation must be at least 1"),
-        ({"samples": (8,)}, r"one number for each of 2 slots, at least 0 and not all of them 0, got \(8,\)"),
-        ({"samples": (-8, 8)}, "at least 0 and not all of them 0"),
-        ({"samples": (0, 0)}, "at least 0 and not all of them 0"),
+        ({"samples": (8,)}, r"samples must .* each of 2 slots, not all 0, got \(8,\)"),
+        ({"samples": (-8, 8)}, "samples must .* not all 0"),
+        ({"samples": (0, 0)}, "samples must .* not all 0"),
         ({"samples": (4.5, 8)}, "samples must be an integer, got 4.5"),
         (
             {"samples": (8, 8), "parents": (0, None)},
-            r"holds nobody collects no samples, got \(8, 8\) with \(1,\) vacant",
+            r"empty slots must be 0, got \(8, 8\)",
         ),
     ],
 )
@@ -413,25 +413,25 @@ def test_choices_become_births_retirements_and_founders():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"generation": 2}, "after generation 1, got one for 4 after generation 2"),
-        ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for the 4 slots after generation 1, got one for 3"),
+        ({"generation": 2}, "after generation 1, got one for 4 slots after generation 2"),
+        ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for 4 slots after generation 1, got one for 3"),
         (
             {"parents": (0, 1, 2, None)},
-            r"only healthy members.*slots \[0, 2\].*give a slot whose member failed another",
+            r"healthy members, \[0, 2\]",
         ),
-        ({"parents": (0, None, 2, 3)}, "only healthy members"),
-        ({"elite": 1}, "only healthy members"),
-        ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100 on in order, got \[101\]"),
-        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "got 16 for the child in slot 1.* that of 10"),
+        ({"parents": (0, None, 2, 3)}, "healthy members"),
+        ({"elite": 1}, "healthy members"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100, got \[101\]"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "state it takes, 10, got 16 in slot 1"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
         ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\): use one of 2, 5, 10"),
-        ({"samples": (0, 0, 6, 0)}, "samples must be whole groups, got 6 for member 16, whose group_size is 16"),
-        ({"samples": (96, 0, 40, 0)}, r"at most 96 samples per learning step, .*=48 for each of them, got 136"),
+        ({"samples": (0, 0, 6, 0)}, "samples must be whole groups, got 6 for member 16"),
+        ({"samples": (96, 0, 40, 0)}, "samples must be at most 96, .*got 136"),
         ({"samples_per_step": 13}, "must hold at least two divisors of samples_per_step=13"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
-    """Slot 1 holds a member that failed, slot 3 nobody."""
+    """The member of slot 1 has failed, and slot 3 is empty."""
     history = Life(4, empty=(3,)).evaluate()
     slots = [*history.last.slots]
     slots[1] = dataclasses.replace(slots[1], fitness=None)
