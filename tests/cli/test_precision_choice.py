@@ -97,7 +97,7 @@ def test_another_is_refused_with_those_that_there_are(project, here, value, caps
 
 def test_small_networks_have_none(here, capsys):
     assert main(["train", "--env", "CartPole-v1", "--dry-run", "precision=bfloat16"]) == 2
-    assert "small networks are in float32" in " ".join(capsys.readouterr().err.split())
+    assert "precision must be left out where task.env is given" in " ".join(capsys.readouterr().err.split())
 
 
 def test_fewer_bits_are_refused_where_they_cannot_be_had(project, here, capsys, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_base_in_parts_is_asked_for_and_may_be_another_number_when_a_run_goes_
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "base_parts=4"]) == 0
     assert "whole, as there is one process" in " ".join(capsys.readouterr().out.split())
     for words, refused in (
-        (("--env", "CartPole-v1", "base_parts=2"), "as small networks have no base, got 2"),
+        (("--env", "CartPole-v1", "base_parts=2"), "base_parts must be left out where task.env is given"),
         ((str(project / "tiny.yaml"), "base_parts=0"), "base_parts must be at least 1, got 0"),
         ((str(project / "tiny.yaml"), "base_parts=all"), "base_parts must be"),
     ):

@@ -40,7 +40,7 @@ def test_a_reward_that_hangs_stops_the_run_with_the_completion_and_never_hangs_i
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "Reward function 'score' took longer than 1 s and was stopped for the completion" in errors
-    assert "once mended    evogrpo resume run" in output
+    assert "evogrpo resume run" in output
 
 
 def test_a_function_that_cannot_be_sent_is_refused_before_any_work(project, here, capsys):

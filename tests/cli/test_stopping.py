@@ -115,7 +115,7 @@ def test_a_reward_that_raises_stops_the_run_which_goes_on_once_mended(project, h
     printed = capsys.readouterr()
     assert "AssertionError" in printed.err
     assert "mine.py, line 5" in printed.err
-    assert "once mended    evogrpo resume run --allow-changed-data" in printed.out
+    assert "evogrpo resume run --allow-changed-data" in printed.out
 
     Path("mine.py").write_text(good)
     assert main(["resume", "run"]) == 2

@@ -248,9 +248,9 @@ def test_of_a_process_that_ended_behind_pythons_back_the_records_say_so(tmp_path
     # Nobody inside a process can help that it ends so; its records can tell.
     assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
     assert main(["best", "run"]) == 0
-    assert "not yet, or its process ended without a word" in " ".join(capfd.readouterr().out.split())
+    assert "still active, or killed" in " ".join(capfd.readouterr().out.split())
     page = html_page(summarise(read_journal("run/journal.jsonl")))
-    assert "Stopped: not yet, or its process ended without a word" in page
+    assert "still active, or killed" in page
     Path("after").write_text("3")
     assert status_of(lambda: os._exit(main(["resume", "run"]))) == 0
-    assert "its last process ended without a word, as when it is killed" in capfd.readouterr().out
+    assert "was killed or crashed" in capfd.readouterr().out

@@ -78,7 +78,7 @@ def test_a_dry_run_names_the_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     limits = ["schedule.generations=null", "schedule.max_timesteps=250000"]
     assert main(["train", "--env", "CartPole-v1", "--dry-run", *limits]) == 0
-    assert "250,000 steps in the environment" in " ".join(capsys.readouterr().out.split())
+    assert "250,000 environment steps" in " ".join(capsys.readouterr().out.split())
 
 
 def test_language_models_take_no_steps():
