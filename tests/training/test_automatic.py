@@ -14,7 +14,8 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.training.configuration.reading import SIZES, parse_config
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.configuration.sections import SIZES
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from evogrpo.training.task_types.auto_size import with_sizes
 from tests.tiny_models import tiny_model

@@ -25,6 +25,9 @@ from evogrpo.training.configuration.sections import (
     CONFIG_FILE,
     CONFIG_HEAD,
     DATASET_SUFFIXES,
+    IMPLIED,
+    OPEN,
+    SIZES,
     AgentSection,
     AnyConfig,
     Config,
@@ -53,15 +56,6 @@ if TYPE_CHECKING:
 UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """The schedule of a configuration that has none."""
 AUTO = "auto"
-IMPLIED = "search_space"
-"""Marks a configuration without a search space among the `auto` names."""
-OPEN = {
-    "hyperparameters": ("group_size",),
-    "population": ("size",),
-    "schedule": ("samples_per_step", "validation_questions", "test_questions"),
-}
-"""The sizes that may be `auto`, by section."""
-SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
 
 SAMPLES_OF_A_SEARCH = 16
 """Default samples per member and learning step of a search with shared experience."""

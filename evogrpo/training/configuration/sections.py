@@ -25,6 +25,15 @@ CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
 """Its first line."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Kinds of dataset files."""
+IMPLIED = "search_space"
+"""Marks a configuration without a search space among the `auto` names."""
+OPEN = {
+    "hyperparameters": ("group_size",),
+    "population": ("size",),
+    "schedule": ("samples_per_step", "validation_questions", "test_questions"),
+}
+"""The sizes that may be `auto`, by section."""
+SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
 
 
 class TaskSection(Protocol):

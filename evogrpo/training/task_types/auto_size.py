@@ -15,8 +15,7 @@ from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
-from evogrpo.training.configuration.reading import IMPLIED, OPEN, SIZES
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import IMPLIED, OPEN, SIZES, AnyConfig
 from evogrpo.training.forecast import Need
 from evogrpo.training.loop.stages import sample_sources
 
