@@ -9,20 +9,20 @@
 # %% [markdown]
 # # Evolve a small language model on arithmetic
 #
-# **The question.** SmolLM2 has 135 million parameters and is bad at sums. Can it get better within a few minutes on a
-# laptop, without anybody knowing the right learning rate?
+# **The question.** SmolLM2 has 135 million parameters and solves few sums. Can it improve within minutes on a laptop
+# if you do not know a good learning rate?
 #
 # **You will learn**
 #
-# - how to make an environment of questions and a reward;
-# - how a population of four agents shares one base model, and tries four learning rates at once;
-# - how to tell learning from luck, on questions that nobody has seen.
+# - how to create an environment from questions and a reward function;
+# - how a population of four agents shares one base model and tries four learning rates at once;
+# - how to separate learning from luck with held-out questions.
 #
-# **It needs** what [all tutorials](README.md) need, which brings the model; one CPU core, about 6 minutes and 3 GB of
-# memory.
+# **It needs** the installation described in [all tutorials](README.md), which includes the model, one CPU core, about
+# 6 minutes and 3 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=01` in the repository. The other half of the
-# pair, `01_small_language_model.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=01` in the repository. The file
+# `01_small_language_model.py` holds the same content as text.
 
 # %%
 import os
@@ -44,8 +44,8 @@ shutil.rmtree("runs/tutorial-01", ignore_errors=True)  # of an earlier time thro
 # %% [markdown]
 # ## Questions and a reward
 #
-# The questions are all sums of two numbers from 2 to 40. Each pair occurs once, so no test question is a training
-# question turned round. We keep 128 of them for the end.
+# The questions are all sums of two numbers from 2 to 40. Each pair occurs once, in one order, so no test question is
+# also a training question. 128 of them are kept for the test.
 
 # %%
 rng = random.Random(0)
@@ -66,8 +66,8 @@ def reward(completion: str, answer: str) -> float:
 
 
 # %% [markdown]
-# `HuggingFaceGym` puts the two together. It draws validation questions from `train`: those decide who is selected, and
-# nobody learns from them.
+# `HuggingFaceGym` combines questions and reward. It draws validation questions from `train`. They are used for
+# selection and not for training.
 
 # %%
 base = load_base("smollm2-135m")  # or a hub id, a folder, a .gguf file
@@ -76,10 +76,9 @@ env = HuggingFaceGym(train, test, tokenizer=base.tokenizer, reward_fn=reward, va
 # %% [markdown]
 # ## A population
 #
-# Four agents share the base model, which is loaded once and never changed. Each one owns a LoRA adapter, its weights.
-# The first begins with a learning rate of 1e-5, which is far too careful; the others are spread up to 1e-3. We do not
-# say which is right. `group_size` says how many answers to one question are compared with each other, and may evolve
-# too.
+# Four agents share the base model, which is loaded once and never changed. Each agent has its own LoRA adapter. The
+# first agent starts with a learning rate of 1e-5, which is far too small. The others are spread up to 1e-3.
+# `group_size` is the number of completions per question that are compared with each other. It evolves too.
 
 # %%
 population = GRPO.population(
@@ -101,10 +100,11 @@ for row, text in zip(test, before, strict=False):
     print(f"{row['question'][-9:]:9} {row['answer']:>3}   {text!r}")
 
 # %% [markdown]
-# ## Watching it learn
+# ## Training
 #
-# Each generation has three learning steps. Then all answer the same validation questions, and the tournament decides
-# who gets a clone of somebody better. A clone's hyperparameters are changed a little, or drawn anew.
+# Each generation has three learning steps. All agents then answer the same validation questions. In the tournament, a
+# member that loses is replaced by a clone of a better one. The hyperparameters of a clone are mutated: perturbed or
+# resampled.
 
 # %%
 run = evolve(
@@ -144,23 +144,23 @@ for axis in axes:
 plt.show()
 
 # %% [markdown]
-# A line is a member's life, brighter where the learning rate is larger; a dotted line leads to it from its parent, or
-# from the untrained base. Black circles mark the way to the winner.
+# Each line is one member. Lines with larger learning rates are brighter. A dotted line connects a member with its
+# parent, or with the untrained base model. Black circles mark the lineage of the winner.
 #
-# The careful first member did not win, nor did its like. After one generation the member with 7e-4 is ahead, and from
-# generation 2 on everybody alive descends from it. The rest is a matter of 4e-4, 2e-4 or 1e-4, and the figure does not
-# say which is best: each fitness has a standard error of 0.06, as the lines above tell. With 64 questions, 0.64 and
-# 0.56 can hardly be told apart.
+# The first member and its descendants did not win. After one generation the member with 7e-4 leads. From generation 2
+# on, all living members descend from it. Later learning rates are 4e-4, 2e-4 and 1e-4. The figure does not show which
+# of them is best, because each fitness has a standard error of 0.06. With 64 questions, a difference between 0.64 and
+# 0.56 is within noise.
 #
-# So did evolution *find* a learning rate? It found that 1e-5 is none. The winner's began with the spread of the
-# founders, and one mutation made it smaller. [What did evolution find?](04_what_did_evolution_find.ipynb) asks such
-# questions properly.
+# Did evolution *find* a learning rate? It found that 1e-5 is too small. The winner's learning rate came from the
+# initial spread, and one mutation reduced it. [What did evolution find?](04_what_did_evolution_find.ipynb) examines
+# this question in detail.
 
 # %% [markdown]
-# ## Has it learnt to add?
+# ## Did it learn to add?
 #
-# The validation questions chose the winner, so they flatter it: the best of four is also the luckiest of four. The test
-# questions are free of that. The run asked them once, at its end, of the untrained base and of the winner.
+# The winner was chosen on the validation questions, so its validation fitness is biased upwards. The test questions
+# have no such bias. The run evaluates the untrained base model and the winner on them once, at the end.
 
 # %%
 result = run.result.test
@@ -175,17 +175,17 @@ for row, old, new in zip(test, before, run.best.generate(asked), strict=False):
     print(f"{row['question'][-9:]:9} {row['answer']:>3}   before {old!r:50} after {new!r}")
 
 # %% [markdown]
-# Four times as many are right as before, and that is far beyond noise. But do not look at the six above to see it: of
-# these it still gets one right. Six answers are an anecdote, 128 are a measurement.
+# The winner answers four times as many test questions correctly. The gain is far beyond noise. The six examples above
+# do not show it: the winner solves one of them. Six answers are an anecdote, 128 are a measurement.
 #
-# What has it learnt? Partly a form: a short sentence with one number at its end, which always fits into 12 tokens.
-# Partly sums: a form alone gets none of them right. How much is which, the reward does not say.
+# What did it learn? Partly a format: a short sentence with one number at its end, which fits into 12 tokens. Partly
+# arithmetic: a format alone gives no correct answers. The reward does not separate the two.
 #
 # ## Three things to try
 #
-# 1. Take the control: `strategy=SelectionOnly()` from `evogrpo.evolution` changes no hyperparameter. Was mutation of
-#    any use here?
-# 2. Ask for differences as well. What does `final_number` of `evogrpo.envs.text.tasks` get right that our
-#    `reward` gets wrong?
-# 3. Let the model think: a longer `max_output_tokens`, and "Think step by step" in the question. Does it get better, or
-#    only slower?
+# 1. Run the control: `strategy=SelectionOnly()` from `evogrpo.evolution` never changes hyperparameters. Does mutation
+#    help?
+# 2. Add subtractions to the questions. Which answers does `final_number` of `evogrpo.envs.text.tasks` score correctly
+#    that our `reward` does not?
+# 3. Allow reasoning: use a larger `max_output_tokens`, and add "Think step by step" to the question. Does accuracy
+#    improve, or only the run time grow?

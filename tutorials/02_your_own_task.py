@@ -9,20 +9,20 @@
 # %% [markdown]
 # # Your own reasoning task
 #
-# **The question.** You have questions, and a function that checks answers. A model will be trained on whatever that
-# function pays for. Does it pay for what you mean?
+# **The question.** You have questions and a reward function that checks answers. The model is trained to maximise
+# that function. Does the function reward what you intend?
 #
 # **You will learn**
 #
-# - how to bring questions and rewards of your own, and keep held-out questions apart;
-# - how a model games a reward that looks fine, and how a second reward of weight 0 catches it;
-# - how to run slow verifiers in processes of their own, and kill those that hang.
+# - how to use your own questions and rewards, and hold out questions;
+# - how a model exploits a plausible reward, and how a second reward with weight 0 reveals it;
+# - how to run slow verifiers in separate processes, and kill those that hang.
 #
-# **It needs** what [all tutorials](README.md) need, which brings the demo's model of 135M parameters; one CPU core,
-# about 4 minutes and 3 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), which includes the demo model with 135M
+# parameters, one CPU core, about 4 minutes and 3 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=02` in the repository. The other half of the
-# pair, `02_your_own_task.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=02` in the repository. The file
+# `02_your_own_task.py` holds the same content as text.
 
 # %%
 import os
@@ -42,8 +42,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Questions
 #
-# Any list of mappings will do. Here each row has a `prompt`, in the messages of a chat, and an `answer` that only the
-# reward function sees.
+# Questions are a list of mappings. Here each row has a `prompt` in chat format, and an `answer` that only the reward
+# function receives.
 
 # %%
 rng = random.Random(0)
@@ -58,12 +58,12 @@ questions = [
 print(len(questions), "questions, the first:", questions[0])
 
 # %% [markdown]
-# ## A reward that looks fine
+# ## A plausible reward
 #
-# The reward functions go into a file of their own, `my_rewards.py`. A file can be imported by other processes, which we
-# will need below. Each function gets all completions of a step at once, and one list for each column that it names.
+# The reward functions go into their own file, `my_rewards.py`. Other processes can then import them, which is needed
+# below. Each function receives all completions of a step, and one list for each column that it names.
 #
-# The first function looks for the right number in the completion. What could go wrong?
+# The first function searches for the correct number in the completion. What could go wrong?
 
 # %%
 # %%writefile my_rewards.py
@@ -96,9 +96,9 @@ def hangs_on_nonsense(completions, answer, **columns):
 
 
 # %% [markdown]
-# `contains_answer` pays, and `is_answer` only watches: its weight is 0. The second asks for the right number *and no
-# other*. Training, validation and test questions are drawn apart. Which question lands where depends on what it asks,
-# so the same question never stands on both sides.
+# `contains_answer` is the training reward. `is_answer` is only recorded, because its weight is 0. It requires the
+# correct number *and no other*. Training, validation and test questions are disjoint. The split of a question depends
+# on its text, so the same question never occurs in two splits.
 
 # %%
 import my_rewards
@@ -154,8 +154,8 @@ run, gamed = train(environment(1.0, 0.0))
 print("test, as it is paid:", run.result.test.before, "→", run.result.test.after)
 
 # %% [markdown]
-# On the test questions the reward went up a lot. If this were all that we looked at, we would celebrate. But look at
-# what the second function saw.
+# The test reward increased a lot. By this number alone, training was a success. Now compare it with the second
+# function.
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
@@ -167,9 +167,9 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# ## The sample that games it
+# ## The completion that exploits the reward
 #
-# What does the model write? Ask it some questions from the list.
+# What does the model write? Generate completions for some of the questions.
 
 # %%
 asked = questions[:: len(questions) // 6][: 1 if SHORT else 6]
@@ -177,12 +177,12 @@ for question, text in zip(asked, run.best.generate([each["prompt"] for each in a
     print(f"{question['prompt'][0]['content'][:40]:42} right: {question['answer']:4} wrote: {text!r}")
 
 # %% [markdown]
-# It writes *both* numbers. The right one is always among them, so the reward is always paid. The model has not learnt
-# to compare numbers. It has learnt what we asked for.
+# The model writes *both* numbers. The correct one is always among them, so the reward is always 1. The model did not
+# learn to compare numbers. It learnt to maximise the reward.
 #
-# ## Paying for what we mean
+# ## The intended reward
 #
-# Same questions, same samples per step, same seed. Only the weights have changed places.
+# Questions, samples per step and seed are the same. Only the weights are swapped.
 
 # %%
 honest_run, honest = train(environment(0.0, 1.0))
@@ -207,22 +207,21 @@ print({name: round(value, 2) for name, value in gap.items()})
 assert SHORT or gap["gamed"] > 0.4 > gap["honest"]
 
 # %% [markdown]
-# Left, where containing is paid, the two functions part: the model is paid for nearly everything and is right in nearly
-# nothing. Right, where being is paid, they rise together.
+# On the left, `contains_answer` is the training reward and the two functions diverge: the reward is close to 1, and
+# few answers are correct. On the right, `is_answer` is the training reward, and both functions increase together.
 #
-# Now read the honest model's answers again. Every one of the six names the *second* number. Is that the next shortcut?
-# A model that always names the second number is right half of the time, and this one is right in 83 % ± 5 of the test,
-# so there is more to it. But that is the right reflex: a reward that went up is a reason to read samples, not a reason
-# to stop.
+# Read the completions of the second model again. All six name the *second* number. Is that another shortcut? A model
+# that always names the second number is correct half of the time. This one is correct in 83 % ± 5 of the test
+# questions, so it learnt more than that. The habit is still right: when a reward increases, read samples.
 #
-# The test could not have warned us. It is kept apart from training, and it is honest about the reward, and the reward
-# was wrong. The remedies were a second function that is not paid, and six samples read by a human.
+# The test split could not reveal the problem. It is disjoint from training, but it uses the same wrong reward. A
+# second function with weight 0 and a look at six samples did reveal it.
 #
-# ## A verifier that is slow, or hangs
+# ## A verifier that is slow or hangs
 #
-# A real verifier compiles code or asks a server. `slow_is_answer` takes a quarter of a second for each completion. With
-# `reward_workers` the completions of a step are shared among processes, and the functions are found again by their
-# names: that is why they stand in a file.
+# Real verifiers compile code or query a server. `slow_is_answer` takes a quarter of a second per completion. With
+# `reward_workers`, the completions of a step are divided among processes. The processes import the functions by name,
+# so the functions must be in a file.
 
 
 # %%
@@ -252,9 +251,9 @@ for workers in (0, 2, 4):
     print(f"{workers or 'no'} workers: {seconds:.1f} s for 8 completions")
 
 # %% [markdown]
-# And a verifier that hangs on some completions? A call that takes longer than `reward_timeout` is killed, together with
-# every process that it has started. With `on_reward_error="exclude"` the completion to blame is left out (its reward is
-# NaN), and a warning says which. The rest of the step goes on.
+# Some verifiers hang on some completions. A call that takes longer than `reward_timeout` is killed, with all
+# processes that it started. With `on_reward_error="exclude"`, the completion that caused it is excluded (its reward
+# is NaN), and a warning names it. The rest of the step continues.
 
 # %%
 rewards, seconds = scored(
@@ -269,8 +268,6 @@ print(rewards, f"after {seconds:.1f} s")
 # %% [markdown]
 # ## Three things to try
 #
-# 1. Pay both: `environment(0.5, 0.5)`. Does half the wrong incentive do half the harm?
-# 2. Find a hole in `is_answer`. What does it pay for "It is not 379"? Mend it, and read a few samples before you trust
-#    it.
-# 3. Bring questions of your own: a JSON file with `prompt` and `answer`, and the smallest function that cannot be
-#    fooled by a lazy student.
+# 1. Use both rewards: `environment(0.5, 0.5)`. Does half the weight on the wrong reward halve its effect?
+# 2. Find an exploit of `is_answer`. What is its reward for "It is not 379"? Fix it, and read samples again.
+# 3. Use your own questions: a JSON file with `prompt` and `answer`, and a reward function that is hard to exploit.

@@ -9,25 +9,25 @@
 # ---
 
 # %% [markdown]
-# # Tasks of reasoning-gym, and a curriculum by hand
+# # Tasks of reasoning-gym and a manual curriculum
 #
-# **The question.** A small model gets almost nothing right on a hard task, so there is almost nothing to learn from.
-# Does it help to begin with an easier one?
+# **The question.** A small model solves almost no questions of a hard task, so it gets almost no learning signal.
+# Does it help to start with an easier task?
 #
 # **You will learn**
 #
 # - how to use the generators and verifiers of [reasoning-gym](https://github.com/open-thought/reasoning-gym) as
 #   rewards;
-# - how several reward functions are weighed, and seen apart;
-# - how to go from one task to the next by hand, and how to ask whether that paid.
+# - how to weight several reward functions and record each of them;
+# - how to switch tasks by hand, and how to measure whether it helped.
 #
-# **It needs** what [all tutorials](README.md) need, which brings the model, and the extra `reasoning`
-# (`pip install -e ".[reasoning]"` in the checkout); one CPU core, about 6 minutes and 3 GB of memory. One of the
-# requirements of reasoning-gym is compiled while it is installed, so a C compiler has to be there. Where reasoning-gym
-# is missing, `make tutorials` leaves this notebook out and says so.
+# **It needs** the installation described in [all tutorials](README.md), which includes the model, and the extra
+# `reasoning` (`pip install -e ".[reasoning]"` in the checkout); one CPU core, about 6 minutes and 3 GB of memory. One
+# dependency of reasoning-gym is compiled during installation, so a C compiler is required. Without reasoning-gym,
+# `make tutorials` skips this notebook and prints a message.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=03` in the repository. The other half of the
-# pair, `03_reasoning_gym.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=03` in the repository. The file
+# `03_reasoning_gym.py` holds the same content as text.
 
 # %%
 import os
@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Three levels
 #
-# reasoning-gym makes questions from a seed, as many as one likes, and says how hard. We take one family, sums, at three
+# reasoning-gym generates any number of questions of a given difficulty from a seed. This tutorial uses sums at three
 # levels.
 
 # %%
@@ -61,9 +61,9 @@ for name, task in TASKS.items():
     print(f"{name:20} {task[0]['question']} {task[0]['answer']}")
 
 # %% [markdown]
-# ## Two rewards, seen apart
+# ## Two rewards
 #
-# Each task brings its verifier, `score_answer`. Let us ask it before we trust it.
+# Each task has a verifier, `score_answer`. Test it before you use it.
 
 # %%
 entry = TASKS["two digits"][0]
@@ -74,10 +74,9 @@ for text, value in zip(texts, paid, strict=True):
 assert paid[0] == 1 > paid[1] > paid[3] == 0
 
 # %% [markdown]
-# It pays in full for the answer alone, and a little where the answer stands somewhere in a text: the less, the longer
-# the text. So an agent that is always right, but says so in a sentence, would look as if it knew next to nothing. We
-# want it to be right. So we pay for a function of our own, is the last number the answer, and let the verifier watch
-# with weight 0.
+# A plain correct answer scores 1. A text that contains the answer scores less, and the longer the text, the lower the
+# score. An agent that always answers correctly in a full sentence would therefore score close to 0. The training
+# reward is our own function, which checks the last number. The verifier is recorded with weight 0.
 
 
 # %%
@@ -102,14 +101,14 @@ base = load_base("smollm2-135m")
 environments = {name: environment(name) for name in LEVELS}
 
 # %% [markdown]
-# (Where the verifier alone is enough, `HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=...)` does all of this
-# in one line. Questions that occur twice are left out, which for two digits leaves few.)
+# (If the verifier alone is enough, `HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=...)` replaces this
+# cell. Duplicate questions are dropped, so few questions with two digits remain.)
 #
-# ## From easy to hard, or straight to it
+# ## Curriculum or direct training
 #
-# Two agents take 24 learning steps each. One spends all of them on numbers up to 99. The other begins with two digits,
-# goes on with three, and ends with numbers up to 99, for which it has half the steps. Both take the same number of
-# samples per step.
+# Two agents train for 24 learning steps each. One trains only on numbers up to 99. The other starts with two digits,
+# continues with three, and spends half of its steps on numbers up to 99. Both use the same number of samples per
+# step.
 
 
 # %%
@@ -163,11 +162,11 @@ axis.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Mind that the coloured pieces are of different tasks. Only the red piece can be compared with the grey line.
+# The coloured segments show different tasks. Only the red segment is comparable with the grey line.
 #
 # ## The test
 #
-# Both answer the same test questions of the hard task, which neither has seen.
+# Both agents answer the same held-out test questions of the hard task.
 
 # %%
 for name, run in (("straight to it", straight), ("curriculum", climbing)):
@@ -180,20 +179,20 @@ error = difference.std() / len(difference) ** 0.5
 print(f"curriculum less straight: {difference.mean():+.2f} ± {error:.2f}")
 
 # %% [markdown]
-# Both have learnt: from none to a third of the test questions. The curriculum was neither better nor worse. Its twelve
-# easier steps were worth as much as twelve more steps of the hard task, and no more: one seed and 64 questions could
-# hide a difference of 0.1 either way.
+# Both improved from none to a third of the test questions. The curriculum was neither better nor worse: its twelve
+# easier steps were worth as much as twelve steps of the hard task. With one seed and 64 questions, a difference of
+# 0.1 in either direction would not be visible.
 #
-# The samples tell two things more. What we took for the middle level is the hardest: after six steps of single digits
-# the model got every second of them right, of three digits almost none, and then again a fifth of the two numbers up to
-# 99. How hard a task looks to us says little. Measure before you order them. And the grey line leaps, since a step asks
-# eight questions, eight times each: the 0.72 of step 13 was a lucky eight. The test is what counts.
+# The samples show two more things. The task that we placed in the middle is the hardest. After six steps the model
+# solved half of the two-digit tasks, then almost no three-digit tasks, and then a fifth of the tasks with numbers up
+# to 99. Measure the difficulty of tasks before you order them. The grey line is noisy, because a step has eight
+# questions with eight completions each. The value of 0.72 in step 13 was luck. Use the test for conclusions.
 #
 # ## Three things to try
 #
-# 1. Let the population decide: four agents with `hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3,
-#    scale="log"))` in place of one agent with a learning rate that we chose.
-# 2. Pay both functions, `reward_weights=[1.0, 0.2]`. Does the model learn to answer with the number alone, and is it
-#    right as often?
-# 3. Another family: `reasoning_gym.create_dataset("leg_counting", ...)`. Look at ten questions, guess what the model
-#    earns untrained, and check.
+# 1. Use a population: four agents with `hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3,
+#    scale="log"))` instead of one agent with a fixed learning rate.
+# 2. Use both functions, `reward_weights=[1.0, 0.2]`. Does the model learn to answer with the number alone, and does
+#    accuracy stay the same?
+# 3. Use another task: `reasoning_gym.create_dataset("leg_counting", ...)`. Read ten questions, guess the untrained
+#    model's score, and check it.

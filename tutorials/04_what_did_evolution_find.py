@@ -9,20 +9,21 @@
 # %% [markdown]
 # # What did evolution find?
 #
-# **The question.** A run has ended, and its best member is good. Which hyperparameters did that? Would a fresh agent do
-# as well with them? And did evolution help at all, or would the best of eight random guesses have done?
+# **The question.** A run has finished with a good best member. Which hyperparameters caused that? Does a new agent
+# reach the same result with them? Did evolution help, or is the best of eight random settings as good?
 #
 # **You will learn**
 #
-# - how to read a run: its members, its lineage, its hyperparameters over time;
-# - why the winner's last learning rate is not what made it good, and what is;
-# - how to export the schedule that evolution found, and replay it;
-# - how to ask a control, and how to read an answer that drowns in noise.
+# - how to read a run: its members, its lineage, and its hyperparameters over time;
+# - why the winner's last learning rate does not explain its result, and what does;
+# - how to export and replay the schedule that evolution found;
+# - how to run a control, and how to interpret differences within noise.
 #
-# **It needs** what [all tutorials](README.md) need, one CPU core, about 5 minutes and 1 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), one CPU core, about 5 minutes and 1 GB of
+# memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=04` in the repository. The other half of the
-# pair, `04_what_did_evolution_find.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=04` in the repository. The file
+# `04_what_did_evolution_find.py` holds the same content as text.
 
 # %%
 import os
@@ -41,14 +42,14 @@ GENERATIONS, STEPS, STARTS, SEEDS = (2, 1, 4, (0, 1)) if SHORT else (8, 4, 32, (
 torch.set_num_threads(1)  # the networks are tiny: threads would wait for each other
 
 # %% [markdown]
-# ## A run to look at
+# ## A run
 #
-# Pendulum has a rod that has to be swung up and held there. Every step costs the more, the further the rod is from
-# standing still at the top. An episode has 200 steps. An untrained agent earns about −1,200, and one that swings up at
-# once −150.
+# In Pendulum, a rod has to be swung up and held upright. The cost of a step grows with the distance from standing
+# still at the top. An episode has 200 steps. An untrained agent has a return of about −1,200. An agent that swings up
+# at once has −150.
 #
-# We pretend to know nothing of three hyperparameters. The learning rate may be anything from 1e-5 to 1e-1. The first
-# member begins at the lower end, and the others are spread over the ranges. Everything is written to one folder.
+# Three hyperparameters are searched. The learning rate may lie anywhere between 1e-5 and 1e-1. The first member
+# starts at the lower end, and the others are spread over the ranges. One folder holds all files.
 
 # %%
 FOLDER = "runs/tutorial-04"
@@ -75,10 +76,10 @@ def population(seed: int, size: int = 8, **hyperparameters: float) -> Population
 run = evolve(population(seed=0), ENV, run_dir=f"{FOLDER}/run", **SCHEDULE).finish()
 
 # %% [markdown]
-# ## Who descends from whom
+# ## The lineage
 #
-# `read_run` turns the run's journal into data frames. A row of `members` is one member at the end of one generation.
-# Here is the last generation.
+# `read_run` converts the run's journal to data frames. A row of `members` is one member at the end of one generation.
+# This is the last generation.
 
 # %%
 told = evogrpo.read_run(f"{FOLDER}/run")
@@ -86,8 +87,8 @@ columns = ["member", "parent", "fitness", "standard_error", "lr", "clip_coef", "
 told.members[told.members.generation == GENERATIONS][columns].round({"fitness": 1, "standard_error": 1, "clip_coef": 3})
 
 # %% [markdown]
-# And here is the whole run. Each line is a member's life, coloured by its learning rate. Thin grey lines lead from a
-# parent to its clone. Black circles mark the way to the winner.
+# This figure shows the whole run. Each line is one member, coloured by its learning rate. Thin grey lines connect
+# parents with their clones. Black circles mark the lineage of the winner.
 
 # %%
 members, births = told.members, told.births.set_index("member")
@@ -115,17 +116,17 @@ print(
 assert SHORT or 2e-3 < way.lr.iloc[0] < 5e-2, "the winner's line begins near 1e-2"
 
 # %% [markdown]
-# Follow the circles. The winner's line begins with a founder that had a learning rate of almost 1e-2, by nothing but
-# the way in which founders are spread over the range. Mutations then changed it little. What evolution did is visible
-# on the left: up to generation 4 the line is one of several, and from generation 6 on everybody who is left descends
-# from it or stands beside it. The others were replaced by its clones.
+# The winner's lineage starts with a founder whose learning rate was almost 1e-2. That value came from the initial
+# spread over the range. Later mutations changed it little. The left figure shows the effect of evolution. Up to
+# generation 4, this lineage is one of several. From generation 6 on, most living members belong to it, because its
+# clones replaced the others.
 #
-# The circles are also a *schedule*: what the winner's state was trained with, step by step. Its last values are not all
-# of it.
+# The circles also form a *schedule*: the hyperparameters that the winner was trained with in each step. Its last
+# values are only one part of it.
 #
-# ## When does which learning rate pay?
+# ## Which learning rate helps when?
 #
-# A member's gain in a generation is its fitness at the end less the fitness of the state that it began with.
+# The gain of a member in a generation is its fitness at the end minus its fitness at the start.
 
 # %%
 gains = members.fitness - members.fitness_before
@@ -140,22 +141,22 @@ plt.show()
 assert SHORT or gains[early].max() < gains[~early].max() / 2, "nobody gains much early"
 
 # %% [markdown]
-# Mind the scales: the left one ends where the right one has hardly begun. In the first two generations nobody gains
-# much, and the largest learning rate loses. Later a learning rate of 1e-2 brings the largest gains *and* large losses.
-# Each point is one member in one generation, and its neighbours are often its clones. So this shows where to look, and
-# proves nothing.
+# The two axes have different scales: the left one is much smaller. In the first two generations all gains are small,
+# and the largest learning rate loses. Later, a learning rate of 1e-2 gives the largest gains *and* large losses. Each
+# point is one member in one generation, and many points belong to clones of each other. The figure suggests
+# hypotheses and proves none.
 #
-# ## Would a fresh agent do as well?
+# ## Does a new agent reach the same result?
 #
-# The winner's way can be exported, and replayed by one fresh agent that nobody selects.
+# The winner's schedule can be exported and replayed with one new agent, without selection.
 
 # %%
 # !evogrpo export runs/tutorial-04/run --schedule runs/tutorial-04/found.yaml
 # !head -n 18 runs/tutorial-04/found.yaml
 
 # %% [markdown]
-# `generations: [4, 4, 4]` reads: three generations of four learning steps each. Four fresh agents now follow the whole
-# schedule. Four others train equally long with the values that the winner had in the end, from the first step on.
+# `generations: [4, 4, 4]` means three generations of four learning steps each. Four new agents follow the whole
+# schedule. Four others use the winner's last values from the first step on, for the same number of steps.
 
 
 # %%
@@ -179,19 +180,18 @@ assert SHORT or min(replayed + constant) > run.result.test.before.mean + 100, "e
 assert SHORT or max(replayed + constant) < test_of(run), "none is as good as the winner"
 
 # %% [markdown]
-# Every fresh agent has learnt, and none is as good as the winner. That is no accident. The winner is the best of eight,
-# so it was also lucky, and luck cannot be exported. Is the schedule better than its last values? The means say so, but
-# four agents of each kind overlap too much to tell.
+# All new agents improved, and none is as good as the winner. This is expected. The winner is the best of eight, so it
+# was also lucky, and luck cannot be exported. The mean of the schedule is better than that of the last values. With
+# four agents each, the results overlap too much for a conclusion.
 #
-# (The warnings above are of agents that play better at random than greedily, as yet. evogrpo says so, since fitness is
-# measured greedily unless you ask for `fitness={"sampled": True}`.)
+# (The warnings above concern agents that are still better with sampled actions than with greedy ones. evogrpo warns
+# because fitness is measured greedily unless you set `fitness={"sampled": True}`.)
 #
 # ## Was it evolution?
 #
-# A population of eight is eight chances. Perhaps the best of them would have been as good without any evolution. So we
-# run two controls at the same cost: `Fixed` lets all eight learn to the end with what they began with. `SelectionOnly`
-# replaces the worst by clones of the best, but never changes a hyperparameter. Four seeds each, as one seed is an
-# anecdote.
+# A population of eight is eight attempts. The best of them might be as good without evolution. Two controls have the
+# same cost. `Fixed` trains all eight members to the end with their initial values. `SelectionOnly` replaces the worst
+# members by clones of the best, but never changes a hyperparameter. Each arm has four seeds.
 
 # %%
 ARMS: dict[str, Strategy] = {"evolution": Tournament(), "selection only": SelectionOnly(), "fixed": Fixed()}
@@ -226,18 +226,18 @@ for other in ("selection only", "fixed"):
     assert SHORT or mean < 2 * error, "four seeds show no gain of evolution over this control"
 
 # %% [markdown]
-# Here is the honest reading. The run that we looked at is one of the best dots in the first row. Two other seeds of the
-# same evolution ended far below. On average evolution did *not* do better than its controls here, and the differences
-# are about as large as their standard errors. So nothing is shown either way. Most of what made our winner was in the
-# eight founders: one of them happened to begin close to a good learning rate, and selection did the rest.
+# The run above is one of the best points of the first row. Two other seeds of the same arm are far worse. On average,
+# evolution was *not* better than its controls here, and the differences are about as large as their standard errors.
+# The experiment shows no effect in either direction. Most of the winner's result came from the eight founders: one of
+# them started close to a good learning rate, and selection kept it.
 #
-# Had we run one seed without a control, we would have told a fine story about what evolution found. It would have been
-# a story about luck. [docs/results.md](../docs/results.md) has studies with enough seeds to say where evolution pays.
+# One seed without a control would have suggested a success of evolution that was luck.
+# [docs/results.md](../docs/results.md) has studies with enough seeds to show where evolution helps.
 #
 # ## Three things to try
 #
-# 1. Take away the lucky founder: `RLParameter(min=1e-5, max=1e-1, scale="log", founders=[1e-5, 3e-5])`. Now somebody
-#    has to find the way. Do the controls still keep up?
-# 2. Twice as many generations: does evolution catch up where selection alone has nothing left to select from?
-# 3. Open the same run in a browser: `evogrpo report runs/tutorial-04/run` writes `report.html`, where every point can
-#    be pointed at.
+# 1. Remove the lucky founder: `RLParameter(min=1e-5, max=1e-1, scale="log", founders=[1e-5, 3e-5])`. Evolution then
+#    has to find a good learning rate. Do the controls still reach the same result?
+# 2. Double the number of generations. Does evolution become better than selection alone?
+# 3. Open the same run in a browser: `evogrpo report runs/tutorial-04/run` writes `report.html`, which shows details
+#    of each point.
