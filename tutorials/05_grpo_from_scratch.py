@@ -9,20 +9,21 @@
 # %% [markdown]
 # # GRPO from scratch, then with evogrpo
 #
-# **The question.** PPO needs a critic: a second network that guesses how well things will go. Group relative policy
-# optimisation (GRPO) has none. It plays the same start several times and compares the episodes with each other. Is that
-# enough to balance a pole? And what exactly should be compared?
+# **The question.** PPO needs a critic, a second network that estimates returns. Group relative policy optimisation
+# (GRPO) has none. It runs several episodes from the same start and compares them with each other. Is that enough to
+# balance a pole? And which quantities should be compared?
 #
 # **You will learn**
 #
-# - how to write GRPO's group advantage in twenty lines, in its three variants;
-# - why one of the three cannot learn on CartPole at all;
-# - how to train the same with evogrpo, eight agents at once, and what that costs.
+# - how to write GRPO's group advantage in twenty lines, in three variants;
+# - why one of the three cannot learn on CartPole;
+# - how to train the same with evogrpo, with eight agents at once, and what it costs.
 #
-# **It needs** what [all tutorials](README.md) need, one CPU core, about 2 minutes and 1 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), one CPU core, about 2 minutes and 1 GB of
+# memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=05` in the repository. The other half of the
-# pair, `05_grpo_from_scratch.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=05` in the repository. The file
+# `05_grpo_from_scratch.py` holds the same content as text.
 
 # %%
 import os
@@ -40,10 +41,10 @@ STEPS, SEEDS = (3, (0,)) if SHORT else (20, (0, 1, 2))
 torch.set_num_threads(1)  # the networks are tiny: threads would wait for each other
 
 # %% [markdown]
-# ## A group: one start, eight attempts
+# ## A group: one start, eight episodes
 #
-# CartPole pays 1 for every step that the pole stands. An episode ends when the pole falls, and after 500 steps at the
-# latest. The policy is a small network. It sees four numbers and says how likely it is to push right.
+# CartPole gives a reward of 1 for every step in which the pole stands. An episode ends when the pole falls, or after
+# 500 steps. The policy is a small network. It maps four observed numbers to the probability of a push to the right.
 
 
 # %%
@@ -79,20 +80,20 @@ group = [play(env, untrained, start=7, rng=rng) for _ in range(8)]
 print("steps until the pole fell:", [len(rewards) for _, _, rewards in group])
 
 # %% [markdown]
-# All eight began with the same pole at the same angle. Only the actions differed, which were drawn at random. Whoever
-# stood longer must have acted better, somewhere. That is all that GRPO knows.
+# All eight episodes began with the same state. Only the sampled actions differed. A longer episode must contain
+# better actions. GRPO uses no other information.
 #
-# ## The group advantage, three ways
+# ## The group advantage in three variants
 #
-# An *advantage* says for each action whether to take it more often (above 0) or less often (below 0). There are three
-# ways to get one from a group:
+# An *advantage* is positive if an action should become more likely, and negative if it should become less likely. A
+# group gives advantages in three ways:
 #
-# - **outcome**: compare the episodes' total rewards. Every action of an episode gets the same number.
+# - **outcome**: compare the total rewards of the episodes. All actions of an episode get the same number.
 #   ([DeepSeekMath](https://arxiv.org/abs/2402.03300), section 4.1.2)
-# - **process**: compare each single reward with all rewards of the group, then add up what lies ahead of an action.
-#   (the same paper, section 4.1.3)
-# - **return to go**: first add up the rewards ahead of each action, then compare these sums within the group.
-#   (proposed [for classic environments](https://www.kaggle.com/discussions/general/573162))
+# - **process**: compare each single reward with all rewards of the group, then sum over the later rewards of each
+#   action. (the same paper, section 4.1.3)
+# - **return to go**: first sum the later rewards of each action, then compare these sums within the group. (proposed
+#   [for classic environments](https://www.kaggle.com/discussions/general/573162))
 
 # %%
 GAMMA = 0.99  # what an action earns fades with time
@@ -130,8 +131,8 @@ def return_to_go(group: list[np.ndarray]) -> list[np.ndarray]:
 VARIANTS = {"outcome": outcome, "process": process, "return_to_go_group": return_to_go}
 
 # %% [markdown]
-# In the first variant the comparison is paid out at the last action, and discounted from there. That is what evogrpo
-# does, too. Let us check that we have understood the library: its functions must return our numbers.
+# In the first variant, the advantage is placed on the last action and discounted backwards. evogrpo does the same.
+# The next cell checks that the library's functions return the same numbers.
 
 # %%
 from evogrpo.functional.advantages import advantages
@@ -169,12 +170,13 @@ for axis, name in zip(axes[1:], VARIANTS, strict=True):
 plt.show()
 
 # %% [markdown]
-# Dark lines are short episodes, light ones long.
+# Dark lines are short episodes, light lines are long ones.
 #
-# - *outcome* praises the long episodes as a whole and blames the short ones as a whole.
-# - *process* is 0 everywhere. Every step pays exactly 1, so no reward differs from any other. There is nothing to learn
-#   from, however long we train.
-# - *return to go* blames the last actions of every episode, the long ones included: those were close to the fall.
+# - *outcome* gives long episodes a positive and short episodes a negative advantage.
+# - *process* is 0 everywhere. Every step has a reward of exactly 1, so all rewards are equal. There is no learning
+#   signal.
+# - *return to go* is negative for the last actions of every episode, also of long ones, because they are close to the
+#   fall.
 
 # %%
 assert all(np.all(each == 0) for each in process(rewards))
@@ -182,8 +184,8 @@ assert all(np.all(each == 0) for each in process(rewards))
 # %% [markdown]
 # ## Learning
 #
-# The rest is PPO's clipped step. An action's probability may move by about 20 % in one go, towards the advantage's
-# sign. We play 4 groups of 8 episodes, pass over them four times, and repeat.
+# The rest is PPO's clipped objective. The probability ratio of an action is clipped at about 20 % per learning step.
+# Each step samples 4 groups of 8 episodes and trains on them for four epochs.
 
 
 # %%
@@ -247,9 +249,9 @@ axis.legend(loc="center right")
 plt.show()
 
 # %% [markdown]
-# No critic, and the pole stands. A line is a seed. Seeds differ a lot, most of all with *outcome*: with one number per
-# episode, a good action in a bad episode is blamed along with the rest. *process* stays where chance put it, as the
-# zeros above promised. Three seeds do not show which of the other two is better. They do show that both learn.
+# GRPO balances the pole without a critic. Each line is one seed. Seeds differ a lot, most of all with *outcome*: with
+# one number per episode, good actions in bad episodes get a negative advantage. *process* does not learn, as the
+# zeros above predicted. Three seeds do not show which of the other two is better, but they show that both learn.
 
 # %%
 last = {name: np.mean([scratch[name, seed]["return"][-1] for seed in SEEDS]) for name in VARIANTS}
@@ -260,10 +262,9 @@ assert SHORT or min(last["outcome"], last["return_to_go_group"]) > 100
 # %% [markdown]
 # ## The same with evogrpo
 #
-# The library takes the same settings: they are its defaults for small networks, but for the advantage. `Fixed` is the
-# strategy that changes nothing, so this is eight agents side by side and no evolution yet. They begin with equal
-# weights and draw actions of their own. `fitness="rollouts"` judges members by the episodes that they learn from, so
-# nothing is played besides.
+# The settings are the library's defaults for small networks, except for the advantage. The strategy `Fixed` changes
+# nothing, so these are eight independent agents without evolution. They have equal initial weights and sample
+# different actions. `fitness="rollouts"` computes fitness from the training episodes, so no further episodes are run.
 
 # %%
 from evogrpo import GRPO, GymnasiumGroups, Objective, evolve
@@ -297,10 +298,10 @@ for variant, curve in library.items():
 assert SHORT or library["outcome"]["return"][-1].mean() < library["return_to_go_group"]["return"][-1].mean()
 
 # %% [markdown]
-# The library has seen the zeros too, and says so. And eight agents tell what three seeds could not: after equally many
-# episodes, *return to go* is ahead of *outcome*, and its agents end close together.
+# The library warns about the missing learning signal. Eight agents show what three seeds could not. After the same
+# number of episodes, *return to go* is ahead of *outcome*, and its agents end close together.
 #
-# Now the price: transitions for each second of processor time.
+# The next figure shows the cost: transitions per second of CPU time.
 
 # %%
 rates = {
@@ -331,17 +332,17 @@ print(f"a population of eight: {ratio:.1f} times the transitions of the loop abo
 assert SHORT or ratio > 3
 
 # %% [markdown]
-# The gain comes from playing and computing in batches: 256 episodes of all eight agents step through one vectorised
-# CartPole, which equals Gymnasium's bit for bit, and the eight networks are stacked into one. The band on the left is
-# from the worst to the best of the eight agents. One agent gains less, as its batches are smaller.
+# The speedup comes from batching. All 256 episodes of the eight agents run in one vectorised CartPole, which equals
+# Gymnasium's bit for bit. The eight networks are stacked into one. The band on the left covers the worst to the best
+# of the eight agents. One agent gains less, because its batches are smaller.
 #
-# ## Does it hold on starts that nobody saw?
+# ## Evaluation on held-out starts
 #
-# A return while learning is not a test: the agent acts at random, and the starts come and go. So the last run lets
-# evolution pick: eight agents begin with learning rates spread over three decades, one of them at the default. The
-# winner then plays starts that neither training nor selection used. The advantage is now the library's default,
-# `return_to_go_timestep`. It compares what lies ahead only with other episodes *at the same step*, which takes out the
-# blame that every last step got above.
+# A training return is not a test, because actions are sampled and the starts change. The last run therefore uses
+# evolution. Eight agents start with learning rates spread over three decades, one of them at the default. The winner
+# is tested on starts that neither training nor selection used. The advantage is the library's default,
+# `return_to_go_timestep`. It compares returns to go only with other episodes *at the same step*. This removes the
+# negative advantage of last steps shown above.
 
 # %%
 from evogrpo import HyperparameterConfig, RLParameter
@@ -371,7 +372,7 @@ assert SHORT or (test.beyond_noise and test.after.mean > 400)
 # %% [markdown]
 # ## Three things to try
 #
-# 1. Give `play` the seed `start=rng.integers(1_000_000)`, so that a "group" has eight different starts. How much worse
-#    does *return to go* learn when luck with the start is mistaken for skill?
-# 2. Use groups of 2 and of 32 instead of 8, with 32 episodes a step all the same. Where does the comparison break down?
-# 3. Make *process* learn: wrap CartPole so that a step pays `1 - abs(angle)`. What do its advantages look like then?
+# 1. Give `play` the seed `start=rng.integers(1_000_000)`, so that a "group" has eight different starts. How much
+#    worse does *return to go* learn when starts of different difficulty are compared?
+# 2. Use groups of 2 and of 32 instead of 8, still with 32 episodes per step. When does the comparison fail?
+# 3. Make *process* learn: wrap CartPole so that the reward of a step is `1 - abs(angle)`. Plot its advantages.

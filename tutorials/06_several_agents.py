@@ -11,20 +11,20 @@
 # %% [markdown]
 # # Several agents
 #
-# **The question.** Three agents are to cover three landmarks without bumping into each other. Should they share one
-# policy, or learn one each? And should an agent learn from what it earned itself, or from what the team earned?
+# **The question.** Three agents must cover three landmarks without collisions. Should they share one policy or train
+# one each? Should an agent learn from its own rewards or from those of the team?
 #
 # **You will learn**
 #
-# - how to train several agents in an environment of PettingZoo's parallel API;
-# - what `policies` and `credit` mean, and what they were worth here;
-# - how to watch the result.
+# - how to train several agents in an environment with PettingZoo's parallel API;
+# - the meaning of `policies` and `credit`, and their effect in this game;
+# - how to record a video of the result.
 #
-# **It needs** what [all tutorials](README.md) need, and in the checkout `pip install -e ".[video]" mpe2`; one CPU core,
-# about 3 minutes and 1 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), and in the checkout `pip install -e
+# ".[video]" mpe2`; one CPU core, about 3 minutes and 1 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=06` in the repository. The other half of the
-# pair, `06_several_agents.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=06` in the repository. The file
+# `06_several_agents.py` holds the same content as text.
 
 # %%
 import os
@@ -48,10 +48,10 @@ torch.set_num_threads(1)  # the networks are tiny: threads would wait for each o
 # %% [markdown]
 # ## The game
 #
-# In `simple_spread` an agent sees where it is, and where everybody and everything else is. It may push itself in four
-# directions, or wait. After 25 steps the game is over. The team pays for the distance from each landmark to the agent
-# that is nearest to it, and an agent pays for every collision. So the best return is close to 0, and all returns are
-# negative.
+# In `simple_spread`, an agent observes its own position and the relative positions of all agents and landmarks. It
+# accelerates in one of four directions or does nothing. The game ends after 25 steps. The team reward is minus the
+# distance from each landmark to the nearest agent. An agent also gets a penalty for each collision. All returns are
+# negative, and the best is close to 0.
 
 # %%
 GAME = PettingZooGroups(
@@ -65,15 +65,16 @@ print(
 )
 
 # %% [markdown]
-# ## Two decisions, four ways
+# ## Two settings, four combinations
 #
-# - `policies="shared"` is one network for all three. It learns from three times the experience. Since all three would
-#   do the same where they see the same, `agent_ids` tells it whom it acts for. `"independent"` is one network each.
-# - `credit="team"` makes an action worth what *all* agents earn from then on. `"agent"` counts what the agent itself
-#   earns.
+# - `policies="shared"` is one network for all three agents. It trains on three times as many samples. `agent_ids`
+#   adds the agent's identity to the observation, so that agents can act differently on equal observations.
+#   `"independent"` is one network per agent.
+# - `credit="team"` rewards an action with the later rewards of *all* agents. `"agent"` counts only the agent's own
+#   rewards.
 #
-# We train each way with two members in a population. They differ in the actions that they draw, and nothing evolves.
-# All ways play the same starts.
+# Each combination is trained with a population of two. The two members sample different actions, and nothing evolves.
+# All combinations use the same starts.
 
 
 # %%
@@ -111,9 +112,9 @@ untrained = test.before
 print(f"untrained: {untrained.mean:6.1f} ± {untrained.standard_error:.1f}")
 
 # %% [markdown]
-# That is the sum over the three agents, on 100 starts that nobody learnt from. The ± is a standard error over these
-# starts. It does not know that another seed would have learnt something else: for that, look at the figure, where the
-# two members of each way are drawn apart.
+# The values are sums over the three agents on 100 held-out starts. The ± is the standard error over these starts. It
+# does not include the variation between seeds. For that, see the figure, which shows the two members of each
+# combination separately.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
@@ -128,17 +129,17 @@ axes[0].set_ylabel("team's return while learning\n(mean of the last five steps)"
 plt.show()
 
 # %% [markdown]
-# Everybody learns, and the four ways end close together. Three things can be said, and no more:
+# All four combinations learn and end close together. The results allow three statements:
 #
 # - Shared policies are not worse than independent ones here, with a third of the weights. In the table they are ahead
-#   by a few points. Two members of one way, which differ by nothing but luck, come out about as far apart.
-# - Team credit and own credit cannot be told apart. That may surprise, but in this game half of an agent's reward is
-#   the team's anyway (`local_ratio` is 0.5). Credit matters where one agent's gain is another one's loss, or where an
-#   agent works for something that only others are paid for.
-# - Nobody is near 0, and learning has not ended. 25 steps are few.
+#   by a few points. The two members of one combination, which differ only in sampling, are about as far apart.
+# - There is no significant difference between team credit and own credit. In this game, half of an agent's reward is
+#   the team's (`local_ratio` is 0.5). Credit matters if agents compete, or if only other agents receive the reward of
+#   an action.
+# - No return is near 0, and learning has not converged. 25 steps are few.
 #
-# Mind what is drawn: *fitness* is the team's return whatever the credit is. The metric `reward` is what actions were
-# rewarded by, so under `credit="agent"` it is about a third of that.
+# *Fitness* is always the return of the team. The metric `reward` is the training reward, so with `credit="agent"` it
+# is about a third of the team's return.
 
 # %%
 returns = {way: run.result.test.after.mean for way, run in runs.items()}
@@ -147,10 +148,10 @@ of_policies = {name: np.mean([returns[name, credit] for credit in COLOURS]) for 
 assert SHORT or of_policies["shared"] > of_policies["independent"] - 2, "shared policies are not worse"
 
 # %% [markdown]
-# ## Watching it
+# ## Video
 #
-# `record_video` lets a copy of an agent play and writes an MP4 file. We film the untrained agents and the best ones,
-# from one test start, and put both into one picture that moves.
+# `record_video` runs an episode with a copy of an agent and writes an MP4 file. The next cell records the untrained
+# agents and the best ones from one test start, and combines both in one animation.
 
 # %%
 shutil.rmtree("runs/tutorial-06", ignore_errors=True)  # of an earlier time through this notebook
@@ -170,8 +171,8 @@ pairs[0].save("runs/tutorial-06/both.gif", save_all=True, append_images=pairs[1:
 Shown("runs/tutorial-06/both.gif")
 
 # %% [markdown]
-# Left: untrained. Right: trained. Blue discs are agents, black ones landmarks. For those who read this where pictures
-# do not move, here are four moments of it.
+# Left: untrained. Right: trained. Blue discs are agents, black discs are landmarks. The next figure shows four
+# frames, for formats without animation.
 
 # %%
 figure, axes = plt.subplots(2, 4, figsize=(10, 5.2), layout="constrained")
@@ -184,8 +185,9 @@ plt.show()
 # %% [markdown]
 # ## Three things to try
 #
-# 1. Leave out `agent_ids` for the shared policy. Agents that see the same then do the same. How much is lost?
-# 2. Let evolution decide: `credit` does not evolve, but the learning rate and `gamma` do. Give `population` an
+# 1. Leave out `agent_ids` for the shared policy. Agents with equal observations then have the same policy. How much
+#    is lost?
+# 2. Add evolution: `credit` does not evolve, but the learning rate and `gamma` do. Give `population` an
 #    `hp_config=HyperparameterConfig(lr=..., gamma=...)` and leave out `strategy=Fixed()`.
-# 3. Make them rivals: `mpe2.simple_tag_v3` has predators and a prey. Use `policies="prefix"` and `credit="agent"`, and
-#    read what evogrpo warns of if you keep `credit="team"`.
+# 3. Train rivals: `mpe2.simple_tag_v3` has predators and a prey. Use `policies="prefix"` and `credit="agent"`, and
+#    read evogrpo's warning if you keep `credit="team"`.

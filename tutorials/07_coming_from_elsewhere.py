@@ -11,22 +11,22 @@
 # %% [markdown]
 # # Coming from TRL, AgileRL or Ray Tune
 #
-# **The question.** You have a script for another library. What stays, what changes, and what do you gain?
+# **The question.** You have a script for another library. What stays, what changes, and what are the benefits?
 #
 # **You will learn**
 #
-# - how TRL's dataset, reward function and settings are used here as they are;
-# - how the same steps look in AgileRL and in Ray Tune, and what their words are called here;
-# - what one learning step costs in TRL and here, on this machine.
+# - how to use TRL's dataset, reward function and settings without changes;
+# - how the same steps look in AgileRL and in Ray Tune, and the corresponding terms here;
+# - the cost of one learning step in TRL and here, on this machine.
 #
-# **It needs** what [all tutorials](README.md) need, and in the checkout `pip install -e ".[datasets]" trl`; one CPU
-# core, about 3 minutes and 4 GB of memory.
+# **It needs** the installation described in [all tutorials](README.md), and in the checkout `pip install -e
+# ".[datasets]" trl`; one CPU core, about 3 minutes and 4 GB of memory.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=07` in the repository. The other half of the
-# pair, `07_coming_from_elsewhere.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=07` in the repository. The file
+# `07_coming_from_elsewhere.py` holds the same content as text.
 #
-# **What is run here, and what is only shown:** TRL and evogrpo are run. The code of AgileRL and of Ray Tune is shown as
-# text after their documentation. It was *not* run for this page, and nothing here is measured with it.
+# **Executed and quoted code:** TRL and evogrpo are executed. The code of AgileRL and of Ray Tune is quoted from their
+# documentation. It was *not* executed for this page, and nothing was measured with it.
 
 # %%
 import os
@@ -53,10 +53,10 @@ STEPS, PROMPTS, GROUP, TOKENS = (2, 2, 2, 2) if SHORT else (3, 2, 8, 16)
 torch.set_num_threads(1)
 
 # %% [markdown]
-# ## One task for all
+# ## The task
 #
-# A dataset with a `prompt` column, and a reward function that takes lists: TRL's conventions. We pay for digits, so
-# that there is something to learn in three steps.
+# The dataset has a `prompt` column, and the reward function takes lists, as in TRL. The reward is the share of
+# digits, which can be learnt in three steps.
 
 # %%
 rows = [
@@ -74,8 +74,7 @@ def share_of_digits(completions: list[str], **columns: object) -> list[float]:
 # %% [markdown]
 # ## TRL
 #
-# [TRL](https://huggingface.co/docs/trl/grpo_trainer)'s `GRPOTrainer` trains one configuration. The learning rate is the
-# one that you name.
+# [TRL](https://huggingface.co/docs/trl/grpo_trainer)'s `GRPOTrainer` trains one agent with fixed hyperparameters.
 
 # %%
 from peft import LoraConfig
@@ -135,10 +134,10 @@ trl_rewards = [entry["reward"] for entry in trainer.state.log_history if "reward
 print("rewards:", [round(value, 2) for value in trl_rewards])
 
 # %% [markdown]
-# ## The same here
+# ## The same with evogrpo
 #
-# Dataset and reward function go in unchanged. The settings are read by `Objective.from_trl`: what has no meaning here
-# is listed with the reason, and what cannot be honoured is refused.
+# Dataset and reward function are unchanged. `Objective.from_trl` reads the settings. Settings without a counterpart
+# are listed with the reason, and unsupported settings raise an error.
 
 # %%
 settings = Objective.from_trl(config)
@@ -206,11 +205,10 @@ plt.show()
 assert SHORT or min(results[4][1]) < min(clock.seconds)
 
 # %% [markdown]
-# The seconds are of the processor, so other programs on the machine do not count. A step has as many prompts and
-# completions in both libraries, but not the same ones: they deal and draw by their own random numbers. So the curves on
-# the right show that both learn, and not which learns faster; from three steps with other samples nobody can tell. A
-# careful comparison of costs, with medians, equal lengths of all completions and the memory needed, is in
-# [docs/results.md](../docs/results.md).
+# Times are CPU seconds, so other programs on the machine do not count. A step has the same number of prompts and
+# completions in both libraries, but different random samples. The curves on the right therefore show that both learn.
+# Three steps do not show which one learns faster. [docs/results.md](../docs/results.md) has a careful comparison of
+# costs, with medians, equal completion lengths and memory.
 #
 # What changes:
 #
@@ -218,15 +216,15 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # |---|---|
 # | `GRPOTrainer(...)`, `trainer.train()` | `GRPO.population(...)`, `for generation in evolve(...)` |
 # | one configuration | a population, over one base model |
-# | `train_dataset`, `eval_dataset` | train, validation (who is selected), test (read once); drawn apart if not given |
+# | `train_dataset`, `eval_dataset` | train, validation (for selection), test (used once); split automatically if not given |
 # | `report_to`, `log_completions` | a journal, TensorBoard, completions and a report in `run_dir` |
 # | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env, ...)`, bit for bit |
 #
 # ## AgileRL
 #
-# AgileRL has populations, tournaments and mutations. Its pieces are put together by hand, and its own GRPO works on a
-# Hugging Face model. This is the shape of [its
-# tutorial](https://docs.agilerl.com/en/latest/tutorials/llm_finetuning/grpo_hpo.html), shortened. It was not run here:
+# AgileRL has populations, tournaments and mutations, which the user combines. Its GRPO trains a Hugging Face model.
+# This code is shortened from [its
+# tutorial](https://docs.agilerl.com/en/latest/tutorials/llm_finetuning/grpo_hpo.html). It was not executed here:
 #
 # ```python
 # from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
@@ -240,15 +238,15 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # finetune_llm(pop, env, evo_steps=10, tournament=tournament, mutation=mutations, ...)
 # ```
 #
-# Here `HyperparameterConfig` and `RLParameter` have the same names and take the same arguments. The tournament is one
-# argument of `evolve`, and mutation belongs to it. A hand-written loop over `env.reset`, `agent.get_action`, `env.step`
-# and `agent.learn` works as it does there. What differs: members share one base model and are computed together, a
-# clone is only made if it is ahead by more than noise, and fitness is not measured on the test set.
+# Here, `HyperparameterConfig` and `RLParameter` have the same names and arguments. The tournament is one argument of
+# `evolve` and includes mutation. A hand-written loop over `env.reset`, `agent.get_action`, `env.step` and `agent.learn`
+# works as in AgileRL. There are three differences. Members share one base model and are computed in one batch. A member
+# is cloned only if it is better by more than noise. Fitness is never measured on the test set.
 #
 # ## Ray Tune
 #
-# Ray Tune runs any training function as separate trials, and a scheduler copies and perturbs them. This is the shape of
-# [its guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html), shortened. It was not run here:
+# Ray Tune runs any training function as separate trials, and a scheduler copies and perturbs them. This code is
+# shortened from [its guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html). It was not executed here:
 #
 # ```python
 # scheduler = PopulationBasedTraining(
@@ -262,8 +260,8 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # tune.Tuner(train_function, tune_config=tuned).fit()
 # ```
 #
-# The training function has to save and load checkpoints, since a clone is a trial that loads another one's. Here the
-# same rule is a strategy, and cloning copies a row of a matrix:
+# The training function has to save and load checkpoints, because a clone is a trial that loads another trial's
+# checkpoint. Here, the same rule is a strategy, and cloning copies a row of a matrix:
 
 # %%
 env = GymnasiumGroups("CartPole-v1", max_episode_steps=20 if SHORT else None)
@@ -289,19 +287,18 @@ for generation in run:
 # %% [markdown]
 # | Ray Tune | here |
 # |---|---|
-# | `PopulationBasedTraining` | `TruncationPBT`; the default, `Tournament`, asks whether a lead is noise |
+# | `PopulationBasedTraining` | `TruncationPBT`; the default, `Tournament`, tests whether a difference is noise |
 # | `perturbation_interval` | `steps_per_generation` |
 # | `num_samples` | `size` of the population |
-# | `tune.report`, checkpoints of your own | nothing to write |
-# | values may leave the range they were drawn from | values stay inside |
+# | `tune.report` and your own checkpoints | not needed |
+# | values may leave their initial range | values stay in the range |
 # | any training function, on a cluster | GRPO agents on one base model, in one process or several |
 #
-# If what you train is not a GRPO agent, Ray Tune is the tool.
+# To tune anything other than GRPO agents, use Ray Tune.
 #
 # ## Three things to try
 #
-# 1. Read a configuration of your own with `Objective.from_trl` (or `from_roll`), and look through `ignored`.
+# 1. Read one of your own configurations with `Objective.from_trl` (or `from_roll`), and check `ignored`.
 # 2. Give `train` an `hp_config` with `lr=RLParameter(min=1e-5, max=1e-3, scale="log")` and leave out
-#    `strategy=Fixed()`: your TRL run has become a population.
-# 3. Install Ray Tune and run the same search there. Count processor seconds on both sides, those of the trials' start
-#    too.
+#    `strategy=Fixed()`. This turns the TRL run into a population.
+# 3. Install Ray Tune and run the same search with it. Compare CPU seconds, including the startup of the trials.

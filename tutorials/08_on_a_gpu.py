@@ -7,21 +7,21 @@
 # ---
 
 # %% [markdown]
-# # On one GPU, and on several
+# # One GPU and several
 #
-# **The question.** What fits on my GPU: which model, and how many agents? And what can be done with several?
+# **The question.** Which model and how many agents fit on a GPU? How are several GPUs used?
 #
 # **You will learn**
 #
-# - how a run gets onto a GPU, and what changes there;
-# - what another member of a population costs, in time and in memory;
-# - how several processes share a population, and what they change: nothing but the time.
+# - how to place a run on a GPU, and what differs from a CPU;
+# - the cost of a further member in time and memory;
+# - how several processes share a population with the same results.
 #
-# **It needs** what [all tutorials](README.md) need, which brings the model; about 2 minutes and 3 GB of memory. A GPU
-# is used if there is one.
+# **It needs** the installation described in [all tutorials](README.md), which includes the model; about 2 minutes and
+# 3 GB of memory. A GPU is used if there is one.
 #
-# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=08` in the repository. The other half of the
-# pair, `08_on_a_gpu.py`, is the same as text.
+# **To run it:** open this notebook in Jupyter, or run `make tutorials ARGS=08` in the repository. The file
+# `08_on_a_gpu.py` holds the same content as text.
 
 # %%
 import os
@@ -46,15 +46,15 @@ print(
 )
 
 # %% [markdown]
-# Please read the line above. evogrpo is written for CPUs and for GPUs. Where it says CPU, the seconds below are
-# those of a CPU, and a GPU behaves differently: it has to be kept busy, so larger populations cost it less.
+# The line above names the device of this page. evogrpo runs on CPUs and GPUs. If the line says CPU, all seconds below
+# are those of a CPU. A GPU needs large batches to be busy, so on a GPU a further member costs less.
 #
-# ## Onto the device
+# ## Device and dtype
 #
-# The base model goes where you load it to, in bfloat16 on a GPU and in float32 on a CPU, unless you name a `dtype`. The
-# adapters and their optimizer are float32 in either case: small steps would be lost in bfloat16. On the command line
-# the device is found by itself; `device: cuda` in a configuration insists on it. There the weights are in bfloat16 on a
-# CPU too, where its products gain enough by that (`precision: auto`).
+# Pass the device to `load_base`. The default dtype is bfloat16 on a GPU and float32 on a CPU; `dtype` changes it.
+# Adapters and optimizer state are always float32, because small updates would be lost in bfloat16. Commands choose
+# the device automatically; `device: cuda` in a configuration requires a GPU. With `precision: auto`, commands also
+# use bfloat16 on CPUs where it is faster.
 
 # %%
 base = load_base("smollm2-135m", device=DEVICE)
@@ -63,10 +63,10 @@ millions = sum(each.numel() for each in base.model.parameters()) / 1e6
 print(f"{millions:.0f} million parameters, {parameter.dtype}, {parameter.device}")
 
 # %% [markdown]
-# ## What another member costs
+# ## Cost of a further member
 #
-# We train populations of different sizes for two steps each and take the time of the second. All members sample and
-# learn in the same batches. The base model is read once for all.
+# The next cell trains populations of different sizes for two steps each and measures the second step. All members
+# sample and learn in the same batches. The base model is read once for all.
 
 # %%
 rows = [{"prompt": f"{a} plus {b} is", "answer": str(a + b)} for a in range(10, 25) for b in range(10, 25)]
@@ -109,11 +109,11 @@ for members, value in seconds.items():
 assert SHORT or seconds[4] / 4 < 0.75 * seconds[1], "another member costs less than the first"
 
 # %% [markdown]
-# ## What fits
+# ## Memory
 #
-# Memory has three parts: the base model, once; for each member its adapter with the two moments of AdamW, 12 bytes a
-# parameter; and what a micro-batch needs while learning, which `micro_batch_tokens` bounds. The first two can be
-# counted without loading anything, on outlines of models.
+# Memory has three parts. The base model is stored once. Each member needs its adapter and two AdamW moments, 12 bytes
+# per parameter. A micro-batch needs activations, limited by `micro_batch_tokens`. The first two parts can be computed
+# from the models' shapes without loading weights.
 
 # %%
 FAMILY = {  # roughly Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads, tied embeddings
@@ -169,16 +169,15 @@ assert all(adapter < base for adapter, base in zip(adapters, bases, strict=True)
 assert adapters[-1] < 0.3 * bases[-1], "at 7B about a quarter of it"
 
 # %% [markdown]
-# Left: four members take two to three times as long as one, so each costs little more than half of what an agent alone
-# does.
-# Part of a step is there only once: the base model's weights are read for all, and short batches leave a processor
-# waiting. The times are of one step each, so do not read them to the tenth of a second.
+# Left: four members take two to three times as long as one, so each costs little more than half of a single agent.
+# The weights of the base model are read once for all members, and short batches leave a processor idle. Each time is
+# one measurement, so small differences mean nothing.
 #
-# Right: eight members together need less than a second copy of the base model would, at 7B a quarter of it. What is
-# missing in the bars are activations, and keys and values, and they are not small.
+# Right: eight members together need less memory than a second copy of the base model, at 7B a quarter of it. The bars
+# do not include activations and KV caches, which are not small.
 #
-# Before a real run let `--dry-run` count everything, activations included, for your model and your schedule. It trains
-# nothing:
+# Before a real run, use `--dry-run`. It estimates the memory for your model and schedule, including activations, and
+# trains nothing:
 
 # %%
 configuration = """
@@ -194,10 +193,10 @@ Path("my.yaml").write_text(configuration, encoding="utf-8")
 # %% [markdown]
 # ## Several GPUs
 #
-# A launcher, `torchrun` or `accelerate launch`, starts the same program once for each GPU. Each process holds the base
-# model and its share of the members, learns for these, and answers its part of the held-out questions. On a machine
-# with several GPUs each process takes one. (evogrpo was not yet run on such a machine.) How many processes there are is
-# to decide nothing but the time. That can be tried on a CPU, with small networks: the same run in one process and in
+# A launcher, `torchrun` or `accelerate launch`, starts one process per GPU. Each process holds the base model and its
+# share of the members. It samples and trains them, and evaluates its share of the held-out questions. On a machine
+# with several GPUs, each process uses one. (This has not been tested on such a machine.) The number of processes does
+# not change the results. The next cell shows this on a CPU with small networks: the same run in one process and in
 # two.
 
 # %%
@@ -217,15 +216,15 @@ assert np.allclose(one.fitness.to_numpy(), two.fitness.to_numpy()), "and earned 
 print("in two processes: the same members, and the same fitness")
 
 # %% [markdown]
-# A program of your own that calls `evolve` is started the same way: `accelerate launch --num_processes 4
-# my_program.py`. The page on [clusters](../docs/howto/cluster.md) says what else there is to know. Each process holds a
-# whole base model, so more GPUs do not make room for a larger one.
+# Start your own program that calls `evolve` in the same way: `accelerate launch --num_processes 4 my_program.py`. The
+# page on [clusters](../docs/howto/cluster.md) has details. By default each process holds the whole base model.
+# `base_parts` divides a larger one among several processes.
 #
-# Samples may come from another engine, such as a server that holds copies of the adapters: whatever has the two methods
-# of `evogrpo.models.bank.Sampler` will do. A ready-made one for vLLM does not exist yet.
+# Another engine, such as a server with copies of the adapters, can sample completions. It needs the two methods of
+# `evogrpo.models.bank.Sampler`. evogrpo does not include a sampler for vLLM.
 #
 # ## Three things to try
 #
-# 1. On a GPU, run this notebook again. From how many members on does another one stop being cheap?
-# 2. Halve `micro_batch_tokens` and see what `--dry-run` says of the memory, and a run of the time.
-# 3. Load a model of 0.5B parameters by its hub id in place of "smollm2-135m". Which part of the memory grew most?
+# 1. Run this notebook on a GPU. From how many members on does the cost of a further one increase?
+# 2. Halve `micro_batch_tokens`. Compare the memory in `--dry-run` and the time of a run.
+# 3. Load a model with 0.5B parameters by its hub id instead of "smollm2-135m". Which part of the memory grows most?
