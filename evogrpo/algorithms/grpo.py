@@ -26,7 +26,6 @@ from evogrpo.algorithms.factory import (
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.devices import check_accelerator
 from evogrpo.algorithms.policies.distributed import check_single_rank, distribute, placement_of
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
@@ -169,7 +168,12 @@ class EvolvableAlgorithm(AgileRLAgent):
         **options: Unpack[Options],
     ) -> None:
         self._check_class(options)
-        check_accelerator(options.get("accelerator"))
+        accelerator = options.get("accelerator")
+        if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
+            raise ValueError(
+                f"A single agent is trained by one process, got an accelerator with {accelerator.num_processes} "
+                "processes. Use GRPO.population(...), or start the program without a multi-process launcher."
+            )
         members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, options)
         super().__init__(members, 0, options.get("index", 0), first)
 

@@ -33,12 +33,3 @@ def autocast_context(accelerator: Accelerator | None) -> Callable[[], AbstractCo
         return nullcontext
     autocast: Callable[[], AbstractContextManager[None]] = accelerator.autocast
     return autocast
-
-
-def check_accelerator(accelerator: Accelerator | None) -> None:
-    """Raise ValueError if one agent would be trained by several processes."""
-    if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
-        raise ValueError(
-            f"A single agent is trained by one process, got an accelerator with {accelerator.num_processes} processes. "
-            "Use GRPO.population(...), or start the program without a multi-process launcher."
-        )

@@ -197,9 +197,11 @@ class JointPolicySet:
         Agent a of a member uses numbers `[r, t]` of the stream (seed, "purpose for a", step, index) in step t of joint
         episode r, so its random numbers do not depend on other members.
         """
+        # 1. Check the environment.
         self.check(env)
         if any(learner.step == 0 for learner in wanted.learners):  # before the first learning step
             env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
+        # 2. Play the episodes.
         asked = wanted.rows(part)
         member_ids, temperature, chosen = asked.member_ids.numpy(), asked.temperature.numpy(), asked.chosen.numpy()
         draws = AgentActionNoise(
@@ -217,6 +219,7 @@ class JointPolicySet:
             uniforms=lambda agent, rows, t: draws(agent, chosen[rows], t),
             temperature=temperature,
         )
+        # 3. Build one batch per policy.
         truncated = np.zeros(len(member_ids), dtype=np.bool_)
         experience: dict[str, Batch] = {}
         seen: dict[str, ObservationStatistics] = {}

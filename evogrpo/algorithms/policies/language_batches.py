@@ -227,6 +227,7 @@ def rewarded_batch(
     components, weights = dict(scores.components), scores.weights
     rewards = torch.from_numpy(scores.rewards).to(device)
     steps = None if scores.step_rewards is None else _widened(scores.step_rewards, rollout.present)
+    # 1. Add the overlong penalty.
     buffer = settings.objective.overlong_buffer
     if buffer is not None:
         lengths = conversed.turn_lengths
@@ -239,9 +240,11 @@ def rewarded_batch(
         if steps is not None:
             placed = _at_ends_of_turns(torch.where(rewards.isnan()[:, None], torch.nan, by_turn), conversed)
             steps = torch.where(placed.isnan(), steps, steps.nan_to_num(nan=0.0) + placed)
+    # 2. Mask truncated completions.
     mask = rollout.action_mask
     if settings.objective.mask_truncated:
         mask = mask & ~rollout.truncated[:, None]
+    # 3. Build the batch on the device of the rollout.
     return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,

@@ -94,6 +94,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     Raises:
         ValueError: If the parts do not fit together or do not fit the spaces.
     """
+    # 1. Check masks and rewards.
     if len(experiences) not in (4, 5):
         raise ValueError(
             "experiences are (observations, actions, action_masks, rewards), and the legal actions where not all were, "
@@ -108,6 +109,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
         )
     if not taken.any(2).all() or (np.diff(taken.astype(np.int8), axis=2) > 0).any():
         raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False")
+    # 2. Check actions; discrete ones are numbered from 0.
     starts, size, steps = taken.shape
     lead, space = (starts * size, steps), networks.action_space
     chosen = np.asarray(actions)
@@ -118,6 +120,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
         chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
     to_environment(space, chosen[taken.reshape(lead)])  # raises for invalid actions
     legal = _legal(further[0], chosen, taken, space) if further else None
+    # 3. Build the batch.
     present = torch.from_numpy(taken.reshape(lead))
     step_rewards = torch.from_numpy(np.where(taken, earned, 0.0).reshape(lead))
     n = len(present)
