@@ -216,7 +216,7 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # |---|---|
 # | `GRPOTrainer(...)`, `trainer.train()` | `GRPO.population(...)`, `for generation in evolve(...)` |
 # | one configuration | a population, over one base model |
-# | `train_dataset`, `eval_dataset` | train, validation (for selection), test (used once); split automatically if not given |
+# | `train_dataset`, `eval_dataset` | train, validation (selection), test (used once); split automatically by default |
 # | `report_to`, `log_completions` | a journal, TensorBoard, completions and a report in `run_dir` |
 # | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env, ...)`, bit for bit |
 #
