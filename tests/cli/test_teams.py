@@ -59,7 +59,7 @@ def test_a_run_tells_its_story(finished):
         "your code " + FAVOURS,
         "untrained team: fitness",
         "Generation 2 of 2",
-        "transitions processed",
+        "transitions",
         "Test: 20 starts that neither training nor selection saw",
         "best member team/best",
         "evogrpo.MultiAgentGRPO.load('team/best').get_action(observations, training=False)",
