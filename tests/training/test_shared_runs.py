@@ -92,7 +92,7 @@ def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda env: step_population(1, env), "experience.* at least 2 members"),
+        (lambda env: step_population(1, env), r"experience.* at least 2 members"),
         (lambda env: step_population(2, env, normalise_observations=True), "normalise_observations"),
         (lambda env: small(2, env), "Reinforce"),
     ],
@@ -114,7 +114,7 @@ def test_what_is_no_experience_is_refused_everywhere():
 
 @pytest.mark.parametrize("given", ["shared", {"learn_from": "all"}])
 def test_one_member_is_refused_before_a_model_is_loaded(given):
-    with pytest.raises(ValueError, match="experience.* at least 2 members"):
+    with pytest.raises(ValueError, match=r"experience.* at least 2 members"):
         parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
 
 
