@@ -3,8 +3,9 @@
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Self
 
 from evogrpo.algorithms.population import Population
@@ -136,6 +137,10 @@ class Run(Iterator[GenerationReport]):
             )
             message = f"stopped after learning step {step}; {where}"
             if number == signal.SIGINT:
+                # Torch imports tabulate at exit. The import executes strings, and Python then forgets that it is to
+                # end by SIGINT. Imported here, it does no harm.
+                with suppress(ImportError):
+                    import_module("tabulate")
                 raise KeyboardInterrupt(message)
             if is_rank_zero():
                 sys.stderr.write(f"{message}\n")
