@@ -38,9 +38,27 @@ class Sampler(Protocol):
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
-`[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`.
-With `update(..., reference_distributions=...)` a fourth argument follows: divergences `[k, t]` in nats with a gradient,
-0 where masked."""
+`[k]` weighted losses, to be summed. Must have no side effects: rows are repeated after running out of memory.
+Entropies carry a gradient only in `update(..., entropy_gradient=True)`. With `update(..., reference_distributions=...)`
+a fourth argument follows: divergences `[k, t]` in nats with a gradient, 0 where masked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step of several members, and the scores that their losses were computed from.
+
+    Attributes:
+        reports: By slot.
+        log_probs: `[n, t]` log-probabilities of the batch's actions before the step, in nats; 0 where masked.
+        entropies: `[n, t]` entropies of the action distributions before the step, in nats; 0 where masked.
+        divergences: `[n, t]` divergences from the reference distributions, in nats; None = not asked for.
+    """
+
+    reports: dict[int, UpdateReport]
+    log_probs: Tensor
+    entropies: Tensor
+    divergences: Tensor | None = None
+
 
 PolicyVersion = Literal["weights", "reference", "base"]
 """The members' current weights, the reference policy of the KL term, or the untrained base policy."""
@@ -138,7 +156,7 @@ class PolicyBank(Protocol):
         *,
         entropy_gradient: bool = False,
         last: bool = False,
-    ) -> dict[int, UpdateReport]:
+    ) -> Update:
         """Take one optimizer step for every slot in `hyperparameters`, even for slots without rows.
 
         A member with a non-finite gradient takes no step; its report has a norm of NaN.
@@ -204,6 +222,6 @@ class FullDistributionBank(Protocol):
         entropy_gradient: bool = False,
         reference_distributions: ReferenceDistributions | None = None,
         last: bool = False,
-    ) -> dict[int, UpdateReport]:
+    ) -> Update:
         """Take one optimizer step; with `reference_distributions`, the loss also gets the divergences from them."""
         ...

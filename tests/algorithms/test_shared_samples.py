@@ -85,7 +85,7 @@ def test_one_step_on_anothers_samples_has_the_gradient_of_the_ratio_to_the_polic
         given = log_probs, before[rows], advantages[rows], copied.action_mask[rows]
         return (weights[rows] * policy_loss("grpo", *given, clip_low=0.2, clip_high=0.2)).sum(1)
 
-    slow = bank.update(copied, loss, {1: agent.hyperparameters})[1]
+    slow = bank.update(copied, loss, {1: agent.hyperparameters}).reports[1]
     assert reports[1].loss == pytest.approx(slow.loss, abs=1e-5)
     assert reports[1].grad_norm == pytest.approx(slow.grad_norm, rel=1e-3)
     assert_states_agree(one[1].state(), agent.state(), lr=agent.lr)

@@ -91,7 +91,7 @@ class PolicyBankTestCase(ABC):
 
     def learn(self, bank: PolicyBank, batch: Batch, hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS):
         """Take one optimizer step for all members."""
-        return bank.update(batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size])))
+        return bank.update(batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size]))).reports
 
     @staticmethod
     def alone(batch: Batch, slot: int) -> Batch:
@@ -153,7 +153,7 @@ class PolicyBankTestCase(ABC):
             assert sorted(reports) == list(range(SIZE))
             for slot in range(SIZE):
                 own = self.alone(batch, slot)
-                report = apart[slot].update(own, self.loss(own, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]})[0]
+                report = apart[slot].update(own, self.loss(own, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]}).reports[0]
                 assert report.grad_norm == pytest.approx(reports[slot].grad_norm, rel=1e-3)
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
@@ -208,7 +208,9 @@ class PolicyBankTestCase(ABC):
         changed = replace(batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards))
         wild = (HYPERPARAMETERS[0], Hyperparameters(lr=0.5, max_grad_norm=1e-3), HYPERPARAMETERS[2])
         one_reports = self.learn(one, batch)
-        other_reports = other.update(changed, self.loss(changed, (CLIPS[0], 0.9, CLIPS[2])), dict(enumerate(wild)))
+        other_reports = other.update(
+            changed, self.loss(changed, (CLIPS[0], 0.9, CLIPS[2])), dict(enumerate(wild))
+        ).reports
         for slot in (0, 2):
             assert one_reports[slot] == other_reports[slot]
             self.assert_same(one.state(slot), other.state(slot))
@@ -226,7 +228,7 @@ class PolicyBankTestCase(ABC):
             return good(rows, log_probs, entropies) * spoilt
 
         expected = self.learn(one, batch)
-        got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS)))
+        got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS))).reports
         assert not got[1].grad_norm < torch.inf
         self.assert_same(other.state(1), before)
         for slot in (0, 2):
@@ -244,7 +246,7 @@ class PolicyBankTestCase(ABC):
             self.learn(learner, self.act(learner, range(SIZE)))
         before = bank.state(1)
         batch = self.act(bank, range(SIZE), seed=1)
-        reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]})
+        reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
         assert sorted(reports) == [0, 2]
         self.assert_same(bank.state(1), before)
         # Nor has its gradient piled up: its next step is as if it had never been in that batch.
@@ -271,7 +273,7 @@ class PolicyBankTestCase(ABC):
         bank = self.make_bank(SIZE)
         empty = self.act(bank, range(SIZE)).select(torch.zeros(0, dtype=torch.long))
         steps = dict(enumerate(HYPERPARAMETERS))
-        reports = bank.update(empty, lambda rows, log_probs, entropies: log_probs.sum(1), steps)
+        reports = bank.update(empty, lambda rows, log_probs, entropies: log_probs.sum(1), steps).reports
         assert [report.grad_norm for report in reports.values()] == [0.0] * SIZE
         assert bank.log_probs(empty).shape == empty.action_mask.shape
 
@@ -341,7 +343,7 @@ class PolicyBankTestCase(ABC):
             return -(entropies + 0.0 * log_probs).sum(1)
 
         steps = dict.fromkeys(range(SIZE), Hyperparameters(lr=1e-4))
-        reports = bank.update(batch, loss, steps, entropy_gradient=asked)
+        reports = bank.update(batch, loss, steps, entropy_gradient=asked).reports
         after = bank.entropies(batch)
         for slot, report in reports.items():
             mine = batch.member_ids == slot
@@ -427,7 +429,7 @@ class PolicyBankTestCase(ABC):
             return float((direction * bank.log_probs(batch)).double().sum())
 
         before = value()
-        report = bank.update(batch, loss, {0: Hyperparameters(lr=1e-6, max_grad_norm=1e6)})[0]
+        report = bank.update(batch, loss, {0: Hyperparameters(lr=1e-6, max_grad_norm=1e6)}).reports[0]
         assert report.loss == pytest.approx(before, rel=1e-4)
         assert value() < before
 

@@ -67,7 +67,7 @@ def test_gradients_do_not_depend_on_micro_batches(budget, shared):
             calls[-1] += 1
             return loss(rows, log_probs, entropies)
 
-        reports = bank.update(batch, counting, HYPERPARAMETERS)
+        reports = bank.update(batch, counting, HYPERPARAMETERS).reports
         assert all(report.grad_norm > 0 for report in reports.values())
     assert calls[0] == 1
     assert calls[1] == {1: len(batch), 10_000: 1}.get(budget, calls[1])
@@ -84,7 +84,7 @@ def test_reduce_memory_peak_keeps_results(reduce_memory_peak):
         chunked.passes.logits_rows = 7  # a tiny batch would fit into one chunk
     batch = sampled_batch(plain)
     torch.testing.assert_close(plain.log_probs(batch), chunked.log_probs(batch), rtol=1e-6, atol=1e-6)
-    reports = [bank.update(batch, grpo_loss(batch), {0: HYPERPARAMETERS[0]})[0] for bank in (plain, chunked)]
+    reports = [bank.update(batch, grpo_loss(batch), {0: HYPERPARAMETERS[0]}).reports[0] for bank in (plain, chunked)]
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-5)
 
 
@@ -115,14 +115,14 @@ def test_lr_schedule_uses_the_members_inherited_step():
     bank = different_members(MODEL, 3, optimizer=Optimizer(warmup_steps=1, schedule="linear", total_steps=5))
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
-    first = bank.update(batch, loss, {0: HYPERPARAMETERS[0], 1: HYPERPARAMETERS[1]})
-    second = bank.update(batch, loss, {0: HYPERPARAMETERS[0]})
+    first = bank.update(batch, loss, {0: HYPERPARAMETERS[0], 1: HYPERPARAMETERS[1]}).reports
+    second = bank.update(batch, loss, {0: HYPERPARAMETERS[0]}).reports
     bank.inherit([0, 1, 0])
-    third = bank.update(batch, loss, HYPERPARAMETERS)
+    third = bank.update(batch, loss, HYPERPARAMETERS).reports
     assert [first[0].lr, first[1].lr, second[0].lr] == pytest.approx([0.0, 0.0, 0.01])
     assert [third[0].lr, third[1].lr, third[2].lr] == pytest.approx([0.0075, 0.01, 0.0075])
     for _ in range(3):
-        last = bank.update(batch, loss, HYPERPARAMETERS)
+        last = bank.update(batch, loss, HYPERPARAMETERS).reports
     assert last[0].lr == 0.0
 
 

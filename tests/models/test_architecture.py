@@ -257,7 +257,9 @@ def test_rebuilding_preserves_the_function_and_other_members(name):
         assert same_state(bank.state(slot), states[slot])
     assert int(bank.state(1)["step"]) == 1
     assert float(bank.running_stats[1, 0]) == 0.5
-    reports = bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
+    reports = bank.update(
+        batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step)
+    ).reports
     assert all(report.grad_norm > 0 and report.step == 2 for report in reports.values())
 
 

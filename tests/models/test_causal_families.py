@@ -89,7 +89,7 @@ def test_families_match_peft_or_raise(family, tmp_path):
         torch.testing.assert_close(
             base[row][batch.present[row]], log_probs_one_by_one(model, batch, row), atol=2e-3, rtol=0
         )
-    reports = bank.update(batch, grpo_loss(batch), {slot: Hyperparameters(lr=1e-3) for slot in range(2)})
+    reports = bank.update(batch, grpo_loss(batch), {slot: Hyperparameters(lr=1e-3) for slot in range(2)}).reports
     assert all(report.grad_norm > 0 for report in reports.values())
     scored = bank.log_probs(batch)
     assert float((scored - base).abs().max()) > 1e-3, "the adapters must matter"

@@ -84,10 +84,11 @@ def test_updates_match_a_separate_model(shared):
     def loss(rows, log_probs, entropies):
         return (signs[rows] * log_probs).sum(1)
 
+    scores = torch.zeros(batch.actions.shape), torch.zeros(batch.actions.shape)
     with bank.base.working():
         found = {
             slot: (gradient.clone(), value)
-            for slot, gradient, value in bank.passes.gradients(batch, range(SIZE), loss, entropy_gradient=False)
+            for slot, gradient, value in bank.passes.gradients(batch, range(SIZE), loss, scores, entropy_gradient=False)
         }
     for slot in range(SIZE):
         factors = bank.weights.weights[slot].clone().requires_grad_()
@@ -105,7 +106,7 @@ def test_updates_match_a_separate_model(shared):
             gradient, factors.grad, rtol=1e-3, atol=1e-4 * float(factors.grad.abs().max()), msg=str(slot)
         )
     before = bank.log_probs(batch)
-    report = bank.update(batch, loss, {1: Hyperparameters(lr=1e-3, max_grad_norm=1e9)})[1]
+    report = bank.update(batch, loss, {1: Hyperparameters(lr=1e-3, max_grad_norm=1e9)}).reports[1]
     assert report.grad_norm == pytest.approx(float(found[1][0].norm()), rel=1e-4)
     mine = batch.member_ids == 1
     after = bank.log_probs(batch)

@@ -84,7 +84,13 @@ def test_matches_running_every_row(architecture, entropy_gradient, run, monkeypa
         sizes.clear()
         scores = bank.log_probs(batch), bank.entropies(batch), bank.reference_log_probs(batch)
         with bank.base.working():
-            learnt = bank.passes.gradients(batch, range(SIZE), both, entropy_gradient=entropy_gradient)
+            learnt = bank.passes.gradients(
+                batch,
+                range(SIZE),
+                both,
+                (torch.zeros_like(scores[0]), scores[1].clone()),
+                entropy_gradient=entropy_gradient,
+            )
             return scores, [(slot, gradient.clone(), value) for slot, gradient, value in learnt], sum(sizes)
 
     scores, learnt, ran = found()
@@ -136,7 +142,10 @@ def test_completion_beyond_memory_fails_one_member():
             raise torch.OutOfMemoryError("too long")
         return loss(rows, log_probs, entropies)
 
-    got, expected = bank.update(batch, never, HYPERPARAMETERS), control.update(batch, loss, HYPERPARAMETERS)
+    got, expected = (
+        bank.update(batch, never, HYPERPARAMETERS).reports,
+        control.update(batch, loss, HYPERPARAMETERS).reports,
+    )
     assert np.isnan(got[1].grad_norm)
     assert same_state(bank.state(1), before)
     for slot in (0, 2):

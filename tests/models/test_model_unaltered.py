@@ -107,8 +107,9 @@ def test_exceptions_restore_the_model(unusual):
     assert all(same_state(bank.state(slot), states[slot]) for slot in range(2))
     # And the bank itself goes on as if nothing had happened.
     control = different_members(unusual, 2)
-    assert bank.update(batch, grpo_loss(batch), HYPERPARAMETERS) == control.update(
-        batch, grpo_loss(batch), HYPERPARAMETERS
+    assert (
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports
+        == control.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports
     )
 
 
@@ -120,8 +121,9 @@ def test_two_banks_on_one_model_are_independent():
         for bank, control in zip((one, other), controls, strict=True):
             batch, twin = sampled_batch(bank, seed=seed), sampled_batch(control, seed=seed)
             assert torch.equal(batch.actions, twin.actions)
-            assert bank.update(batch, grpo_loss(batch), HYPERPARAMETERS) == control.update(
-                twin, grpo_loss(twin), HYPERPARAMETERS
+            assert (
+                bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports
+                == control.update(twin, grpo_loss(twin), HYPERPARAMETERS).reports
             )
     for bank, control in zip((one, other), controls, strict=True):
         assert all(same_state(bank.state(slot), control.state(slot)) for slot in range(bank.size))
@@ -142,7 +144,7 @@ def test_bank_inside_the_loss_of_another():
         assert torch.equal(inner.log_probs(inner_batch), expected)
         return loss(rows, log_probs, entropies)
 
-    assert bank.update(batch, nested, HYPERPARAMETERS) == control.update(batch, loss, HYPERPARAMETERS)
+    assert bank.update(batch, nested, HYPERPARAMETERS).reports == control.update(batch, loss, HYPERPARAMETERS).reports
 
 
 def test_bank_scores_inside_its_own_loss():
@@ -156,7 +158,10 @@ def test_bank_scores_inside_its_own_loss():
         assert torch.equal(bank.reference_log_probs(batch), reference)
         return loss(rows, log_probs, entropies)
 
-    assert bank.update(batch, nested, {0: HYPERPARAMETERS[0]}) == control.update(batch, loss, {0: HYPERPARAMETERS[0]})
+    assert (
+        bank.update(batch, nested, {0: HYPERPARAMETERS[0]}).reports
+        == control.update(batch, loss, {0: HYPERPARAMETERS[0]}).reports
+    )
 
 
 def test_adapters_apply_only_in_passes_of_the_bank():
@@ -198,4 +203,4 @@ def test_dropout_of_the_base_is_off():
     assert torch.equal(batch.actions, sampled_batch(still).actions)
     assert torch.equal(bank.log_probs(batch), still.log_probs(batch))
     loss = grpo_loss(batch)
-    assert bank.update(batch, loss, HYPERPARAMETERS) == still.update(batch, loss, HYPERPARAMETERS)
+    assert bank.update(batch, loss, HYPERPARAMETERS).reports == still.update(batch, loss, HYPERPARAMETERS).reports

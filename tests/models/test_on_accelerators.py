@@ -76,7 +76,7 @@ def test_learning_matches_separate_peft_models(device):
     batch = sampled(bank, device, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
     here = batch.to("cpu")
     old, scored = off_policy(here.sampler_log_probs), bank.log_probs(batch).cpu()
-    reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS)
+    reports = bank.update(batch, grpo_loss(batch, beta=0.1), HYPERPARAMETERS).reports
     for slot, oracle in enumerate(oracles):
         loss = reference_step(oracle, here, old, slot, beta=0.1)
         loss.backward()

@@ -25,7 +25,10 @@ def test_micro_batches_are_halved(limit):
             raise torch.OutOfMemoryError("no room for more rows")
         return loss(rows, log_probs, entropies)
 
-    reports, expected = bank.update(batch, scarce, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
+    reports, expected = (
+        bank.update(batch, scarce, HYPERPARAMETERS).reports,
+        roomy.update(batch, loss, HYPERPARAMETERS).reports,
+    )
     assert bank.micro_batch_tokens in {160 // 2**k for k in range(1, 8)}
     for slot in range(3):
         assert reports[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-3)
@@ -51,7 +54,10 @@ def test_each_member_steps_once(when):
             raise torch.OutOfMemoryError("this once")
         return loss(rows, log_probs, entropies)
 
-    got, expected = bank.update(batch, once, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
+    got, expected = (
+        bank.update(batch, once, HYPERPARAMETERS).reports,
+        roomy.update(batch, loss, HYPERPARAMETERS).reports,
+    )
     assert len(calls) > when, "the batch runs in at least that many micro-batches"
     assert bank.micro_batch_tokens == 30
     for slot in range(3):
@@ -76,14 +82,17 @@ def test_completion_beyond_memory_fails_one_member():
             raise torch.OutOfMemoryError("too long")
         return loss(rows, log_probs, entropies)
 
-    got, expected = bank.update(batch, never, HYPERPARAMETERS), control.update(batch, loss, HYPERPARAMETERS)
+    got, expected = (
+        bank.update(batch, never, HYPERPARAMETERS).reports,
+        control.update(batch, loss, HYPERPARAMETERS).reports,
+    )
     assert not got[1].grad_norm < torch.inf
     assert same_state(bank.state(1), before)
     for slot in (0, 2):
         assert got[slot] == expected[slot]
         assert same_state(bank.state(slot), control.state(slot))
     # Its next step, without that completion, is healthy.
-    assert bank.update(batch, loss, {1: HYPERPARAMETERS[1]})[1] == expected[1]
+    assert bank.update(batch, loss, {1: HYPERPARAMETERS[1]}).reports[1] == expected[1]
 
 
 def test_other_errors_propagate():

@@ -138,7 +138,7 @@ def test_bank_equals_separate_peft_models(architecture):
     for step in range(3):
         batch = sampled_batch(bank, seed=step, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
         old = off_policy(batch.sampler_log_probs)
-        reports = bank.update(batch, grpo_loss(batch, beta=0.1), hyperparameters)
+        reports = bank.update(batch, grpo_loss(batch, beta=0.1), hyperparameters).reports
         for slot, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
             optimizer.zero_grad()
             loss = reference_step(member, batch, old, slot, beta=0.1)

@@ -109,7 +109,7 @@ def test_model_without_shared_cache_is_exact(kind):
                 temperature=float(batch.inputs.temperature[row]),
             )
             torch.testing.assert_close(scored[row][batch.present[row]], expected.detach(), rtol=1e-4, atol=1e-4)
-    assert all(r.grad_norm > 0 for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).values())
+    assert all(r.grad_norm > 0 for r in bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports.values())
 
 
 def test_fallback_warns_once():

@@ -66,7 +66,7 @@ def test_learning_matches_separate_torch_optimizers(space, architectures, short,
                 return torch.where(own.action_mask[rows], values, 0.0).sum(1)
 
             named = {slot: hyperparameters[slot] for slot in learning}
-            reports = bank.update(own, loss_fn, named, entropy_gradient=True)
+            reports = bank.update(own, loss_fn, named, entropy_gradient=True).reports
             for slot in learning:
                 mine = batch.member_ids == slot
                 log_probs, entropies = apart[slot].log_probs_and_entropies(
@@ -143,7 +143,7 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
     reports = []
     for bank in (whole, split):
         calls.append([])
-        reports.append(bank.update(batch, loss_fn, named))
+        reports.append(bank.update(batch, loss_fn, named).reports)
     assert [len(rows) for rows in calls] == [1, passes]
     assert sorted(torch.cat(calls[1]).tolist()) == list(range(len(batch)))
     torch.testing.assert_close(split.log_probs(batch), whole.log_probs(batch), rtol=1e-4, atol=1e-3)
@@ -183,7 +183,7 @@ def test_non_finite_weights_are_reported_and_do_not_affect_others(bad):
         return torch.where(batch.member_ids[rows] == 1, 0.0, values)
 
     named = dict.fromkeys(range(3), Hyperparameters(lr=1e-2))
-    expected, got = one.update(batch, loss_fn, named), other.update(batch, loss_fn, named)
+    expected, got = one.update(batch, loss_fn, named).reports, other.update(batch, loss_fn, named).reports
     assert math.isnan(got[1].grad_norm)
     for slot in (0, 2):
         assert expected[slot] == got[slot]
@@ -208,7 +208,7 @@ def test_out_of_memory_halves_the_pass(monkeypatch):
     named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
     control.update(batch, loss_fn, named)
     monkeypatch.setattr(train_states.Stack, "vjp", cramped)
-    reports = bank.update(batch, loss_fn, named)
+    reports = bank.update(batch, loss_fn, named).reports
     assert max(sizes) > 12 >= sizes[-1]
     for slot in range(3):
         assert_gradients_agree(bank.state(slot)["exp_avg"], control.state(slot)["exp_avg"])

@@ -1,6 +1,6 @@
 """Loss of one optimizer step: each row by the loss type and hyperparameters of its own member."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,10 @@ from evogrpo.data import select_rows
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, loss_weights, policy_loss
+from evogrpo.models.bank import Update
+
+Rows = Tensor | slice
+"""Indices `[j]` into the rows of an optimizer step, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +81,7 @@ def row_hyperparameters(
 
 
 MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
-"""Sums over a row's actions that the loss measures. The last two are NaN for language models."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LossInputs:
-    """Inputs of the policy loss for `k` rows: `[k, t]`, clipping bounds `[k, 1]`."""
-
-    old: Tensor
-    mask: Tensor
-    advantages: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
+"""Sums over a row's actions that a report needs. The last two are NaN for language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +104,11 @@ class ActionLosses:
     kl_in_loss: bool
     transitions: bool
 
+    @property
+    def _shared(self) -> Objective:
+        """Any of the objectives, to read what they have in common: all but the loss and advantage types."""
+        return next(iter(self.objectives.values()))
+
     def rows_with_gradient(self) -> Tensor:
         """Return `[n]` True for rows that can have a gradient. The others need no forward pass."""
         always = self.per_row.entropy_coef > 0
@@ -119,121 +117,122 @@ class ActionLosses:
         return (((self.advantages != 0) | always) & self.cached.training_rows.outcomes.action_mask).any(1)
 
     def __call__(
-        self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor, divergences: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return losses `[k, t]` without the entropy bonus, and sums over each row's actions `[k, 7]` (`MEASURES`).
+        self, rows: Tensor, log_probs: Tensor, old: Tensor, kept: Tensor, divergences: Tensor | None = None
+    ) -> Tensor:
+        """Return losses `[k, t]` without the entropy bonus.
 
         Args:
             rows: `[k]` row indices.
             log_probs: `[k, t]` of the current policy.
-            entropies: `[k, t]`, only measured here.
+            old: `[k, t]` of the behaviour policy.
             kept: `[k, t]` actions that the policy loss is taken of.
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
         """
-        batch, objective = self.cached.training_rows.outcomes, next(iter(self.objectives.values()))
-        inputs = _LossInputs(
-            old=select_rows(self.cached.old, rows),
-            mask=select_rows(batch.action_mask, rows),
-            advantages=select_rows(self.advantages, rows),
-            clip_low=select_rows(self.per_row.clip_low, rows),
-            clip_high=select_rows(self.per_row.clip_high, rows),
-        )
-        # 1. Policy loss, each row by its loss type.
-        losses, low, high = self._policy_losses(rows, log_probs, inputs)
-        losses = torch.where(kept, losses, 0.0)
-        # 2. Importance correction for samplers whose log-probabilities differ from the trainer's.
-        if objective.importance_correction is not None and batch.sampler_log_probs is not None:
-            losses = losses * importance_weights(
-                objective.importance_correction,
-                inputs.old,
-                select_rows(batch.sampler_log_probs, rows),
-                inputs.mask,
-                objective.importance_cap,
-            )
-        # 3. KL to the reference. Where beta is 0 the reference log-probabilities were not computed.
-        kl = torch.zeros_like(losses)
-        if self.kl_in_loss:
-            estimate, beta = divergences, select_rows(self.per_row.beta, rows)
-            if estimate is None:
-                reference = inputs.old if objective.reference == "old" else select_rows(self.cached.reference, rows)
-                estimate = kl_estimate(objective.kl_estimator, log_probs, reference)
-            if objective.kl_bias_correction:
-                estimate = self._bias_corrected(estimate, rows, log_probs, inputs)
-            kl = torch.where(inputs.mask & (beta > 0), estimate, 0.0)
-            losses = losses + beta * kl
-        # 4. Sums for the report.
-        measured = (kl, entropies, low, high, inputs.mask, *self._distance(log_probs, inputs))
-        sums = torch.empty(len(rows), len(MEASURES), dtype=torch.float64, device=losses.device)
-        for number, each in enumerate(measured):
-            sums[:, number] = each.detach().sum(1, dtype=torch.float64)  # torch.stack takes twice as long
-        return losses, sums
+        batch, shared = self.cached.training_rows.outcomes, self._shared
+        mask, advantages = select_rows(batch.action_mask, rows), select_rows(self.advantages, rows)
+        clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
-    def _distance(self, log_probs: Tensor, inputs: _LossInputs) -> tuple[Tensor, Tensor]:
-        """Return the k3 estimate (rho - 1) - log(rho) of KL(old || new), and True where rho is outside the clip range.
+        # 1. Policy loss, each row by its loss type.
+        def typed_loss(name: str, own: Rows) -> Tensor:
+            objective = self.objectives[name]
+            return policy_loss(
+                name,
+                log_probs[own],
+                old[own],
+                advantages[own],
+                mask[own],
+                clip_low=clip_low[own],
+                clip_high=clip_high[own],
+                dual_clip=objective.dual_clip,
+                delta=objective.delta,
+                sapo_tau_positive=objective.sapo_tau_positive,
+                sapo_tau_negative=objective.sapo_tau_negative,
+                cispo_clip_low=objective.cispo_clip_low,
+            )
+
+        losses = torch.where(kept, self._by_loss_type(rows, typed_loss), 0.0)
+        # 2. Importance correction for samplers whose log-probabilities differ from the trainer's.
+        if shared.importance_correction is not None and batch.sampler_log_probs is not None:
+            sampler = select_rows(batch.sampler_log_probs, rows)
+            losses = losses * importance_weights(
+                shared.importance_correction, old, sampler, mask, shared.importance_cap
+            )
+        # 3. KL to the reference.
+        if self.kl_in_loss:
+            losses = losses + select_rows(self.per_row.beta, rows) * self._kl(rows, log_probs, old, divergences)
+        return losses
+
+    def _kl(self, rows: Tensor, log_probs: Tensor, old: Tensor, divergences: Tensor | None) -> Tensor:
+        """Return the KL to the reference `[k, t]`; 0 where beta is 0, as there is no reference log-probability."""
+        shared, mask = self._shared, select_rows(self.cached.training_rows.outcomes.action_mask, rows)
+        kl = divergences
+        if kl is None:
+            reference = old if shared.reference == "old" else select_rows(self.cached.reference, rows)
+            kl = kl_estimate(shared.kl_estimator, log_probs, reference)
+        if shared.kl_bias_correction:
+            estimate = kl
+            kl = self._by_loss_type(
+                rows, lambda name, own: bias_corrected_kl(estimate[own], name, log_probs[own], old[own], mask[own])
+            )
+        return torch.where(mask & (select_rows(self.per_row.beta, rows) > 0), kl, 0.0)
+
+    @torch.no_grad()
+    def measure(self, rows: Tensor, update: Update) -> Tensor:
+        """Return sums over each row's actions `[k, 7]` (`MEASURES`), given the scores of an optimizer step.
+
+        The distance to the old policy is the k3 estimate (rho - 1) - log(rho) of KL(old || new), and whether rho is
+        outside the clip range.
 
         Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
         """
-        if not self.transitions:
-            unknown = torch.full_like(log_probs, torch.nan)
-            return unknown, unknown
-        log_ratio = log_probs.detach() - inputs.old
-        excess = torch.expm1(log_ratio)  # exp(x) - 1 would cancel in float32 near rho = 1
-        return excess - log_ratio, (excess < -inputs.clip_low) | (excess > inputs.clip_high)
+        log_probs, old = update.log_probs, select_rows(self.cached.old, rows)
+        sums = torch.zeros(len(rows), len(MEASURES), dtype=torch.float64, device=log_probs.device)
+        if not len(rows):
+            return sums
+        mask = select_rows(self.cached.training_rows.outcomes.action_mask, rows)
+        advantages = select_rows(self.advantages, rows)
+        clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
-    def _bias_corrected(self, estimate: Tensor, rows: Tensor, log_probs: Tensor, inputs: _LossInputs) -> Tensor:
-        """Multiply each row's KL by the ratio of its loss type."""
-        old, mask = inputs.old, inputs.mask
-        result = torch.zeros_like(estimate)
-        for name, flag in self.per_row.loss_types.items():
-            own = flag[rows].nonzero()[:, 0]
-            corrected = bias_corrected_kl(estimate[own], name, log_probs[own], old[own], mask[own])
-            result = result.index_copy(0, own, corrected)
-        return result
+        def clipped(name: str, own: Rows) -> Tensor:
+            arguments = (name, log_probs[own], old[own], advantages[own], mask[own])
+            floor = self.objectives[name].cispo_clip_low
+            return torch.stack(
+                clipped_actions(*arguments, clip_low=clip_low[own], clip_high=clip_high[own], cispo_clip_low=floor)
+            ).movedim(0, 2)
 
-    def _policy_losses(self, rows: Tensor, log_probs: Tensor, inputs: _LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return policy losses, and True where the lower and where the upper bound clips, `[k, t]` each."""
+        low, high = self._by_loss_type(rows, clipped).unbind(2)
+        measured = {"entropy": update.entropies, "low": low, "high": high, "actions": mask}
+        if self.kl_in_loss:
+            measured["kl"] = self._kl(rows, log_probs, old, update.divergences)
+        if self.transitions:
+            log_ratio = log_probs - old
+            excess = torch.expm1(log_ratio)  # exp(x) - 1 would cancel in float32 near rho = 1
+            measured["approx_kl"] = excess - log_ratio
+            measured["outside"] = (excess < -clip_low) | (excess > clip_high)
+        else:
+            sums[:, -2:] = torch.nan
+        for name, values in measured.items():
+            sums[:, MEASURES.index(name)] = values.sum(1, dtype=torch.float64)
+        return sums
+
+    def _by_loss_type(self, rows: Tensor, compute: Callable[[str, Rows], Tensor]) -> Tensor:
+        """Return values `[k, ...]` of rows, computed for the rows of each loss type."""
         if len(self.objectives) == 1:
-            return self._typed_losses(next(iter(self.objectives)), log_probs, inputs)
-        losses = torch.zeros_like(log_probs)
-        low = torch.zeros(log_probs.shape, dtype=torch.bool, device=log_probs.device)
-        high = torch.zeros_like(low)
-        for name, flag in self.per_row.loss_types.items():
-            own = flag[rows].nonzero()[:, 0]
-            if len(own):
-                part = _LossInputs(**{field: select_rows(values, own) for field, values in vars(inputs).items()})
-                typed, low[own], high[own] = self._typed_losses(name, log_probs[own], part)
-                losses = losses.index_copy(0, own, typed)
-        return losses, low, high
-
-    def _typed_losses(self, name: str, log_probs: Tensor, inputs: _LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-        objective = self.objectives[name]
-        arguments = (name, log_probs, inputs.old, inputs.advantages, inputs.mask)
-        clip_low, clip_high, floor = inputs.clip_low, inputs.clip_high, objective.cispo_clip_low
-        losses = policy_loss(
-            *arguments,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=objective.dual_clip,
-            delta=objective.delta,
-            sapo_tau_positive=objective.sapo_tau_positive,
-            sapo_tau_negative=objective.sapo_tau_negative,
-            cispo_clip_low=floor,
-        )
-        clipped = clipped_actions(*arguments, clip_low=clip_low, clip_high=clip_high, cispo_clip_low=floor)
-        return losses, *clipped
+            return compute(next(iter(self.objectives)), slice(None))
+        own = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
+        values = torch.cat([compute(name, chosen) for name, chosen in own.items() if len(chosen)])
+        return values.index_select(0, torch.cat(list(own.values())).argsort())
 
     def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
         """Return `[k, t]` weights of the actions in their members' losses, for an optimizer step on these rows."""
         outcomes = self.cached.training_rows.outcomes
         mask, member_ids = (select_rows(values, rows) for values in (outcomes.action_mask, outcomes.member_ids))
-        if len(self.objectives) == 1:
-            ((name, objective),) = self.objectives.items()
-            return loss_weights(name, objective.aggregation, mask, member_ids, max_completion_length)
-        result = torch.zeros(mask.shape, device=mask.device)
-        for name, objective in self.objectives.items():
-            own = self.per_row.loss_types[name][rows]
-            result[own] = loss_weights(name, objective.aggregation, mask[own], member_ids[own], max_completion_length)
-        return result
+
+        def typed_weights(name: str, own: Rows) -> Tensor:
+            aggregation = self.objectives[name].aggregation
+            return loss_weights(name, aggregation, mask[own], member_ids[own], max_completion_length)
+
+        return self._by_loss_type(rows, typed_weights)
 
     def entropy_weights(self, rows: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
         """Return `[k, t]` weights of the actions' entropies in their members' bonuses, `entropy_coef` included.
@@ -243,7 +242,7 @@ class ActionLosses:
             weights: `[k, t]` of the loss.
             kept: `[k, t]` actions that the policy loss is taken of.
         """
-        if next(iter(self.objectives.values())).entropy_reduction == "mean":
+        if self._shared.entropy_reduction == "mean":
             member_ids = select_rows(self.cached.training_rows.outcomes.member_ids, rows)
             weights = loss_weights("dapo", "token-mean", kept, member_ids, 1)
         return select_rows(self.per_row.entropy_coef, rows) * weights

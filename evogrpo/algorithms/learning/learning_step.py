@@ -91,7 +91,8 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         counter = ProgressCounter("learning", sum(len(rows) for dealt in updates for rows in dealt.values()), noun)
         for number, dealt in enumerate(updates):
             last = number == len(updates) - 1 and policy == last_policy
-            step.update(dealt, counter, first=number == 0, last=last)
+            step.update(dealt, first=number == 0, last=last)
+            counter.add(sum(map(len, dealt.values())))
         for slot, report in step.reports().items():
             reports[slot][policy] = report
 
@@ -213,12 +214,11 @@ class _LearningStep:
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
 
-    def update(self, steps: Mapping[int, Tensor], counter: ProgressCounter, *, first: bool, last: bool) -> None:
+    def update(self, steps: Mapping[int, Tensor], *, first: bool, last: bool) -> None:
         """Take one optimizer step of every member in `steps`.
 
         Args:
             steps: Row indices, by slot.
-            counter: Counts finished rows.
             first: True for the first optimizer step of these members.
             last: True if the learning step ends with this one.
         """
@@ -232,16 +232,11 @@ class _LearningStep:
         run, needed = rows, select_rows(self._has_gradient, rows)
         if not bool(needed.all()):
             run, weights, kept, entropy_weights = rows[needed], weights[needed], kept[needed], entropy_weights[needed]
-            counter.add(len(rows) - len(run))
-        sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
             own = select_rows(run, chosen)
-            if first:
-                self._cached.store_old(own, log_probs)  # no weights have changed since sampling
-            losses, measured = self._losses(own, log_probs, entropies, select_rows(kept, chosen), divergences)
-            sums.index_copy_(0, chosen.to(sums.device), measured)
-            counter.add(len(chosen))
+            old = self._cached.old_log_probs(own, log_probs if first else None)
+            losses = self._losses(own, log_probs, old, select_rows(kept, chosen), divergences)
             return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
 
         # 3. Forward, backward and AdamW in the bank.
@@ -249,11 +244,11 @@ class _LearningStep:
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
         bonus, distributions = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._cached.distributions
         if distributions is None:
-            updates = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, last=last)
+            update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, last=last)
         else:
             assert isinstance(self._bank, FullDistributionBank)
             reverse = self._objective.kl_estimator == "full_reversed"
-            updates = self._bank.update(
+            update = self._bank.update(
                 part,
                 loss_fn,
                 hyperparameters,
@@ -264,13 +259,16 @@ class _LearningStep:
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
         every = self._objective.reference_sync_steps
-        for slot, report in updates.items():
+        for slot, report in update.reports.items():
             self._updates[slot].append(report)
             if every is not None and math.isfinite(report.grad_norm) and report.step % every == 0:
                 self._bank.mix_reference(slot, self._objective.reference_mixing)
 
-        # 5. Add up what the report needs.
+        # 5. Store old log-probabilities for later steps, and add up what the report needs.
+        if first:
+            self._cached.store_old(run, update.log_probs)
         self._cached.count_tokens(part)
+        sums = self._losses.measure(run, update)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
         counts = select_rows(self._rows.action_mask, rows).sum(1).double()
         self._action_counts.index_add_(0, select_rows(self._rows.member_ids, rows).cpu(), counts.cpu())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch
+from evogrpo.data import Batch, select_rows
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.functional.corrections import effective_sample_fraction
 from evogrpo.models.bank import FullDistributionBank, PolicyBank
@@ -199,16 +199,28 @@ class CachedLogProbs:
         unknown = mask & received.isnan().reshape(*mask.shape, -1).any(2)
         return received.nan_to_num(nan=0.0), rows[unknown[rows].any(1)]
 
-    def store_old(self, rows: Tensor, log_probs: Tensor) -> None:
-        """Store log-probabilities `[k, t]` from the first update's own forward pass as the old ones.
+    def old_log_probs(self, rows: Tensor, current: Tensor | None) -> Tensor:
+        """Return the old log-probabilities `[k, t]` of rows.
 
-        Rows that another member sampled are skipped: this member's policy is not the behaviour policy there.
+        Args:
+            rows: Indices of training rows.
+            current: `[k, t]` log-probabilities under policies that have not changed since sampling: the old ones of
+                all rows but those that another member sampled. None = they have changed.
         """
+        if current is None:
+            return select_rows(self.old, rows)
+        outcomes, current = self.training_rows.outcomes, current.detach().to(self.old.dtype)
+        if outcomes.sampled_by is None:
+            return current
+        own = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
+        return torch.where(own[:, None], current, self.old[rows])
+
+    def store_old(self, rows: Tensor, current: Tensor) -> None:
+        """Store the old log-probabilities of rows; see `old_log_probs`."""
+        self.old[rows] = self.old_log_probs(rows, current)
         outcomes = self.training_rows.outcomes
         if outcomes.sampled_by is not None:
-            own = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
-            rows, log_probs = rows[own], log_probs[own]
-        self.old[rows] = log_probs.detach().to(self.old.dtype)
+            rows = rows[outcomes.sampled_by[rows] == outcomes.member_ids[rows]]
         self.known[rows] = self.from_trainer[rows] = True
 
     def split_into_actions(self) -> None:

@@ -74,19 +74,15 @@ class ReplicatedPasses(ForwardPasses):
         yield from (scores[number] for number in range(len(parts)))
 
     def gradients(
-        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
+        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, scores: Scores, *, entropy_gradient: bool
     ) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield each member's slot, gradient `[k]` and loss, summed over all ranks.
-
-        The loss is evaluated for every micro-batch on every rank, because all ranks need its metrics.
-        """
+        """Yield each member's slot, gradient `[k]` and loss, summed over all ranks; write the scores of all ranks."""
         parts = self._plan_update(batch, slots)
         gradients = {slot: self.weights.new_gradient() for slot in slots}
-        found = self._squad.run_section(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
-        scores = _all_scores(found)
-        with torch.no_grad():
-            for number in sorted(scores.keys() - set(self._own(parts))):
-                loss_fn(parts[number].rows, *(value.to(batch.actions.device) for value in scores[number]))
+        found = self._squad.run_section(lambda: self._share(batch, parts, loss_fn, scores, entropy_gradient, gradients))
+        for number, own in _all_scores(found).items():
+            for values, part in zip(scores, own, strict=True):
+                values[parts[number].rows] = part.to(values.device)
         for slot in slots:
             yield slot, self._squad.all_reduce(gradients.pop(slot)), sum(share.losses[slot] for share in found)
 
@@ -99,28 +95,25 @@ class ReplicatedPasses(ForwardPasses):
         batch: Batch,
         parts: Sequence[MicroBatch],
         loss_fn: LossFunction,
+        scores: Scores,
         entropy_gradient: bool,
         gradients: dict[int, Tensor],
     ) -> _Share:
         """Add the gradients of this rank's micro-batches."""
-        losses, scores = dict.fromkeys(gradients, 0.0), dict[int, Scores]()
-        number = 0
-
-        def heard(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            scores[number] = _kept((log_probs, entropies))
-            return loss_fn(rows, log_probs, entropies)
-
+        losses = dict.fromkeys(gradients, 0.0)
         for slot, gradient in gradients.items():
             self.weights.gather_gradient(slot, gradient)
         try:
             for number in self._own(parts):
-                self._backward(batch, parts[number], heard, entropy_gradient, losses, gradients)
+                self._backward(batch, parts[number], loss_fn, scores, entropy_gradient, losses, gradients)
         except torch.OutOfMemoryError as error:
             return _Share({}, losses, str(error))
         finally:
             for slot in gradients:
                 self.weights.gather_gradient(slot, None)
-        return _Share(scores, losses, None)
+        log_probs, entropies = scores
+        own = {number: parts[number].rows for number in self._own(parts)}
+        return _Share({number: _kept((log_probs[rows], entropies[rows])) for number, rows in own.items()}, losses, None)
 
 
 def _kept(scores: Scores) -> Scores:

@@ -15,7 +15,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.interruption import before_changes
-from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion
+from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.adapter_weights import AdapterWeights
@@ -174,7 +174,7 @@ class LanguageBank(Generic[W]):
         *,
         entropy_gradient: bool = False,
         last: bool = False,
-    ) -> dict[int, UpdateReport]:
+    ) -> Update:
         """Take one AdamW step for every slot in `hyperparameters`.
 
         Gradients of micro-batches are summed. A member without rows steps with a zero gradient. A member takes no step,
@@ -187,18 +187,18 @@ class LanguageBank(Generic[W]):
             entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
             last: This is the last optimizer step of the learning step. All gradients are then computed before the first
                 weight changes, so an interruption needs no copy of the train states (three times as large).
-
-        Returns:
-            One report per slot.
         """
         # 1. Gradients of each member. Step at once, or keep the gradient if this is the last step.
         reports: dict[int, UpdateReport] = {}
         kept: dict[int, tuple[Tensor, float]] = {}
+        log_probs, entropies = (torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2))
         settle = before_changes(last=last)
         with self.base.working():
             while len(reports) + len(kept) < len(hyperparameters):
                 waiting = [slot for slot in sorted(hyperparameters) if slot not in reports and slot not in kept]
-                steps = self.passes.gradients(batch, waiting, loss_fn, entropy_gradient=entropy_gradient)
+                steps = self.passes.gradients(
+                    batch, waiting, loss_fn, (log_probs, entropies), entropy_gradient=entropy_gradient
+                )
                 try:
                     for slot, gradient, loss in steps:
                         if settle is None:
@@ -212,7 +212,7 @@ class LanguageBank(Generic[W]):
             settle()
             for slot, (gradient, loss) in kept.items():
                 reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
-        return reports
+        return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the tokens of one pass over the batch, by slot; shared prompts count once."""

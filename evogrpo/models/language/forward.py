@@ -184,12 +184,25 @@ class ForwardPasses:
         self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 
     def gradients(
-        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
     ) -> Iterator[tuple[int, Tensor, float]]:
         """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
 
         Rows are sorted by member, so only a few gradients exist at a time. A yielded gradient is valid until the next
         is yielded. It is NaN if a single completion of the member is out of memory.
+
+        Args:
+            batch: Rows of any members.
+            slots: Members to compute gradients of.
+            loss_fn: Weighted losses of rows.
+            scores: Log-probabilities and entropies `[n, t]`, written for the rows of these members.
+            entropy_gradient: Make entropies differentiable.
 
         Raises:
             torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
@@ -212,7 +225,7 @@ class ForwardPasses:
                     if slot not in open_:
                         open_[slot] = spare.pop().zero_() if spare else self.weights.new_gradient()
                         self.weights.gather_gradient(slot, open_[slot])
-                self._backward(batch, part, loss_fn, entropy_gradient, losses, open_)
+                self._backward(batch, part, loss_fn, scores, entropy_gradient, losses, open_)
                 for slot in present:
                     if last[slot] == number:
                         self.weights.gather_gradient(slot, None)
@@ -232,15 +245,18 @@ class ForwardPasses:
         batch: Batch,
         part: MicroBatch,
         loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
         entropy_gradient: bool,
         losses: dict[int, float],
         gradients: dict[int, Tensor],
     ) -> None:
-        """Add one micro-batch to the gradients and losses of its members."""
+        """Add one micro-batch to the gradients and losses of its members, and write its scores."""
         try:
-            scores = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
-            loss = loss_fn(part.rows, *scores)
+            found = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+            loss = loss_fn(part.rows, *found)
             loss.sum().backward()
+            for values, own in zip(scores, found, strict=True):
+                values[part.rows] = own.detach()
         except torch.OutOfMemoryError:
             if len(part.run) > 1:
                 raise

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.data import Batch, SampledActions, UpdateReport, map_tensors
+from evogrpo.data import Batch, SampledActions, map_tensors
 from evogrpo.interruption import before_changes, check_interrupted
-from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions
+from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
@@ -254,12 +254,12 @@ class StackedBank(StackedTrainStates):
         entropy_gradient: bool = False,
         reference_distributions: ReferenceDistributions | None = None,
         last: bool = False,
-    ) -> dict[int, UpdateReport]:
+    ) -> Update:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
         settle = before_changes(last=last)
 
-        def add_gradients() -> list[float]:
-            losses = torch.zeros(self.size)
+        def add_gradients() -> tuple[list[float], list[Tensor]]:
+            losses, scores = torch.zeros(self.size), list[Tensor]()
             for stack in self.stacks:
                 stack.gradient.zero_()
             for part in self._parts(batch, hyperparameters):
@@ -269,18 +269,31 @@ class StackedBank(StackedTrainStates):
                 reference = None if reference_distributions is None else reference_distributions.select(part)
                 read = partial(self._read_scores, entropy_gradient=entropy_gradient, reference_distributions=reference)
                 tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
-                loss = loss_fn(part, *self._forward(rows, "weights", tape, read))
+                found = self._forward(rows, "weights", tape, read)
+                loss = loss_fn(part, *found)
                 # 2. Gradients with respect to the outputs by autograd, with respect to the weights by each stack.
                 grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
                 for (_, backward), grad in zip(tape, grads, strict=True):
                     backward(grad)
                 losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
-            return losses.tolist()
+                # 3. Keep the scores of these rows.
+                if len(part) == len(batch):
+                    scores = [values.detach() for values in found]
+                    continue
+                scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
+                for values, own in zip(scores, found, strict=True):
+                    values[part] = own.detach()
+            return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
 
-        losses = self._halve_memory_and_retry(add_gradients)
+        losses, (log_probs, entropies, *divergences) = self._halve_memory_and_retry(add_gradients)
         if settle is not None:
             settle()
-        return self.step(hyperparameters, losses)
+        return Update(
+            reports=self.step(hyperparameters, losses),
+            log_probs=log_probs,
+            entropies=entropies,
+            divergences=divergences[0] if divergences else None,
+        )
 
     def _halve_memory_and_retry(self, run: Callable[[], R]) -> R:
         while True:
