@@ -1,4 +1,4 @@
-"""Policies for tests of environments: plain functions of what they are shown, row by row."""
+"""Deterministic policies for tests of environments."""
 
 import numpy as np
 from gymnasium import spaces
@@ -16,7 +16,7 @@ def flat(observations):
 
 
 class Scrambler:
-    """Acts by a number in [0, 1) that mixes observation, member and draw; equal rows act alike in any company."""
+    """Choose actions by hashing observation, member and noise; an action depends on its own row only."""
 
     def __init__(self, space):
         self.space = space
@@ -48,12 +48,12 @@ class Scrambler:
             return (mixed.reshape(m, *[1] * len(space.shape)) * space.nvec).astype(space.dtype)
         if isinstance(space, spaces.MultiBinary):
             return np.broadcast_to((mixed > 0.5).astype(space.dtype)[:, None], (m, *space.shape))
-        wide = 2.4 * mixed.reshape(m, *[1] * len(space.shape)) - 1.2  # beyond the bounds, so that clipping shows
+        wide = 2.4 * mixed.reshape(m, *[1] * len(space.shape)) - 1.2  # may lie outside the bounds, to show clipping
         return (wide * space.high).astype(space.dtype)
 
 
 class Rule:
-    """Acts by a function of the observations alone."""
+    """Choose actions by a function of the observations alone."""
 
     def __init__(self, rule):
         self.rule = rule

@@ -1,4 +1,4 @@
-"""A character-level tokenizer with a chat template, small enough to check every token by eye."""
+"""A character-level tokenizer with a chat template."""
 
 import string
 

@@ -1,4 +1,4 @@
-"""Small joint environments with known best play: each isolates one thing that several agents must get right."""
+"""Small multi-agent environments with known best play; each isolates one property."""
 
 import functools
 from typing import ClassVar
@@ -11,7 +11,7 @@ from pettingzoo.test.example_envs import generated_agents_parallel_cust_agentid_
 
 
 class Probe(ParallelEnv):
-    """Agents see a target one-hot among three and choose one of three; `steps` times."""
+    """Each agent sees a one-hot target among three and chooses one of three, `steps` times."""
 
     metadata: ClassVar = {"name": "probe_v0", "render_modes": []}
     render_mode = None
@@ -55,7 +55,7 @@ class Probe(ParallelEnv):
 
 
 class Favours(Probe):
-    """Hitting one's target pays the next agent: own rewards teach nothing, those of the team everything."""
+    """Hitting the target pays the next agent: own rewards carry no signal, team rewards do."""
 
     def earned(self, hits):
         order = list(hits)
@@ -63,7 +63,7 @@ class Favours(Probe):
 
 
 class Contest(Probe):
-    """Hitting one's target costs the others what it brings: rewards add up to 0, so the team's teach nothing."""
+    """Zero-sum: hitting the target costs the other agents as much, so team rewards carry no signal."""
 
     def earned(self, hits):
         mean = sum(hits.values()) / len(hits)
@@ -71,7 +71,7 @@ class Contest(Probe):
 
 
 class Hunt(Probe):
-    """Hunters earn together where they hit what the prey sees, seldom; the prey pays for it, and for much besides."""
+    """Hunters share rewards for rare hits on the prey's target; the prey pays for them and has other large costs."""
 
     def __init__(self, steps=10):
         super().__init__(("hunter_0", "hunter_1", "prey_0"), steps)
@@ -82,21 +82,21 @@ class Hunt(Probe):
 
 
 class Alike(Probe):
-    """All earn the same."""
+    """All agents earn the same reward."""
 
     def earned(self, hits):
         return dict.fromkeys(hits, float(sum(hits.values())))
 
 
 class Strangers(Probe):
-    """Each has its own luck: what one earns says nothing of the others; now and then it is much."""
+    """Independent random rewards for each agent, sometimes large."""
 
     def earned(self, hits):
         return {agent: hit * (20.0 if self.targets[agent] == 2 else 1.0) for agent, hit in hits.items()}
 
 
 class Remembering(Probe):
-    """What is earned grows from episode to episode, whatever reset says."""
+    """Rewards grow from episode to episode; reset does not clear them."""
 
     played = 0
 
@@ -109,7 +109,7 @@ class Remembering(Probe):
 
 
 class Unseeded(Favours):
-    """Shows targets that no seed decides; so many that two episodes are not alike by chance."""
+    """Targets that ignore the seed, from so many that two episodes do not match by chance."""
 
     def __init__(self):
         super().__init__(steps=20)
@@ -120,7 +120,7 @@ class Unseeded(Favours):
 
 
 class Painted(Alike):
-    """Three steps, each drawn in another shade of grey; everybody earns 1 at each."""
+    """Three steps, each rendered in another shade of grey; all agents earn 1 at each step."""
 
     metadata: ClassVar = {"name": "painted_v0", "render_modes": ["rgb_array"], "render_fps": 10}
 
@@ -136,12 +136,12 @@ class Painted(Alike):
 
 
 def first_earns(returns):
-    """A score: what the first agent earns."""
+    """Score of the first agent's rewards."""
     return next(iter(returns.values()))
 
 
 class Calls(Probe):
-    """Agents that see nothing must each do something else: agent number i is paid for action i."""
+    """Agents that see nothing must take different actions: agent i is paid for action i."""
 
     def show(self):
         self.targets = {agent: place for place, agent in enumerate(self.agents)}
@@ -152,11 +152,11 @@ class Calls(Probe):
 
 
 class Lives(ParallelEnv):
-    """Agents are born and end at known steps; an agent earns 1 + action at each of its steps, at the last one too.
+    """Agents are born and end at known steps and earn 1 + action at each of their steps, the last included.
 
-    old_0 lives through all five steps and is then cut off; short_0 comes to its end at its second step, or at its third
-    where it chose 1 first; late_0 is born after the second step, on odd seeds only, and comes to its end with the
-    fifth. At every step in which nobody but old_0 acts, old_0 is paid ten times.
+    old_0 lives through all five steps and is then truncated. short_0 terminates at its second step, or at its third if
+    it chose 1 first. late_0 is born after the second step, on odd seeds only, and terminates at the fifth. At every step
+    at which only old_0 acts, old_0 is paid ten times.
     """
 
     metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
@@ -205,7 +205,7 @@ class Lives(ParallelEnv):
 
 
 class Masked(Probe):
-    """Only two of three actions are legal, said in the infos, or beside the observation; an illegal one costs 99."""
+    """Two of three actions are legal, as a mask in the infos or beside the observation; an illegal one costs 99."""
 
     def __init__(self, beside=False, steps=3):
         super().__init__(steps=steps)
@@ -246,18 +246,18 @@ class Masked(Probe):
 
 
 def _fixed(module):
-    """Return PettingZoo's environment of agents that are born and end by chance, all of its types in equal spaces."""
+    """Return PettingZoo's environment in which agents of random types are born and end at random; spaces are equal."""
 
     class Generated(module.parallel_env):
         def add_type(self):
             name = super().add_type()
-            # The original draws sizes anew at every reset, which no network fits.
+            # The original draws new sizes at every reset; networks need fixed sizes.
             self._obs_spaces[name] = spaces.Box(0, 1, (4,), seed=self.rng_seed)
             self._act_spaces[name] = spaces.Discrete(3)
             return name
 
         def step(self, actions):
-            self.num_steps += 1  # which the original never counts, so that its episodes never end
+            self.num_steps += 1  # missing in the original, so that its episodes never end
             return super().step(actions)
 
     return Generated

@@ -1,4 +1,4 @@
-"""Small environments with known best policies: each isolates one thing that an agent must be able to do.
+"""Small environments with known best policies; each isolates one ability of an agent.
 
 All are Gymnasium environments (checked by `gymnasium.utils.env_checker`), so they can be trained on as well. A probe's
 `best` is the mean return of the best policy, its `chance` that of acting uniformly at random.
@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 class ConstantReward(gymnasium.Env):
-    """One step, reward 1 whatever is done: there is nothing to learn, and every advantage must be 0."""
+    """One step with reward 1 for any action: every advantage must be 0."""
 
     best = chance = 1.0
 
@@ -30,7 +30,7 @@ class ConstantReward(gymnasium.Env):
 
 
 class Match(gymnasium.Env):
-    """One step: a target is drawn and shown, and the reward is the closeness of the action to it, at most `best`."""
+    """One step: a random target is observed; the reward is the closeness of the action to it, at most `best`."""
 
     best = 1.0
 
@@ -56,7 +56,7 @@ class Match(gymnasium.Env):
 
 
 class MatchDiscrete(Match):
-    """Discrete(3), shown one-hot; `start` shifts the environment's numbering of its actions."""
+    """Discrete(3), observed one-hot; `start` is the first action of the space."""
 
     chance = 1 / 3
 
@@ -77,7 +77,7 @@ class MatchDiscrete(Match):
 
 
 class MatchMultiDiscrete(Match):
-    """MultiDiscrete([3, 2]) from the second value on; the reward is the fraction of components that match."""
+    """MultiDiscrete([3, 2]) with start 1; the reward is the fraction of components that match."""
 
     chance = (1 / 3 + 1 / 2) / 2
 
@@ -142,7 +142,7 @@ class MatchBox(Match):
 
 
 class MatchImage(Match):
-    """Which half of a grey 16 x 16 image (channels last, uint8) is bright."""
+    """The bright half of a grey 16 x 16 image (channels last, uint8)."""
 
     chance = 0.5
 
@@ -164,7 +164,7 @@ class MatchImage(Match):
 
 
 class MatchDict(Match):
-    """A Dict of a category and the sign of a number, which name one of four actions only together."""
+    """A Dict of a category and the sign of a number; both are needed to choose one of four actions."""
 
     chance = 0.25
 
@@ -194,12 +194,12 @@ class MatchTuple(MatchDict):
         self.observation_space = spaces.Tuple([which, spaces.Tuple([number])])
 
     def show(self):
-        shown = super().show()
-        return shown["which"], (shown["number"],)
+        observed = super().show()
+        return observed["which"], (observed["number"],)
 
 
 class DelayedCredit(gymnasium.Env):
-    """Two steps: the first action must match what is shown, the second step shows nothing and pays for the first."""
+    """Two steps: the first action must match the observation; the second step pays for the first."""
 
     best, chance = 1.0, 0.5
 
@@ -221,7 +221,7 @@ class DelayedCredit(gymnasium.Env):
 
 
 class Masked(gymnasium.Env):
-    """Three steps; of four actions only some are legal at each, and the reward is 1 for the highest legal one.
+    """Three steps with four actions, some of them illegal; the reward is 1 for the highest legal action.
 
     At the end no action is legal, and the mask says so.
     """
@@ -250,12 +250,12 @@ class Masked(gymnasium.Env):
         self.steps += 1
         if self.steps == 3:
             return np.zeros(4, np.float32), reward, True, False, {"action_mask": np.zeros(4, np.int8)}
-        seen, given = self.draw()
-        return seen, reward, False, False, given
+        seen, infos = self.draw()
+        return seen, reward, False, False, infos
 
 
 class NoisyWalk(gymnasium.Env):
-    """A walk that ends by itself at a random time, drawn step by step; observations show noise, too."""
+    """A noisy walk that terminates at a random step; observations are noisy as well."""
 
     def __init__(self):
         self.observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -276,7 +276,7 @@ class NoisyWalk(gymnasium.Env):
 
 
 class Slow(DelayedCredit):
-    """`DelayedCredit` whose steps take a millisecond or more each; `seconds` says how long."""
+    """`DelayedCredit` whose steps take `seconds`."""
 
     def __init__(self, seconds=0.001):
         super().__init__()
@@ -288,7 +288,7 @@ class Slow(DelayedCredit):
 
 
 class Endless(gymnasium.Env):
-    """Never ends and has no limit of its own; every step earns what its action says."""
+    """Never ends and has no time limit; the reward of a step is its action."""
 
     def __init__(self):
         self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -303,7 +303,7 @@ class Endless(gymnasium.Env):
 
 
 class RunningMean(NoisyWalk):
-    """Shows its place less the mean of all places so far, which no reset forgets."""
+    """Shows its position less the mean of all positions so far; reset does not clear the mean."""
 
     def __init__(self):
         super().__init__()
@@ -316,19 +316,19 @@ class RunningMean(NoisyWalk):
 
 
 class GlobalNoise(DelayedCredit):
-    """Pays noise that no reset seed reaches: drawn from the global generator of "numpy" or "python"."""
+    """Rewards with noise from the global generator of "numpy" or "python", which the reset seed does not control."""
 
     def __init__(self, source="numpy"):
         super().__init__()
         self.draw = {"numpy": np.random.random, "python": random.random}[source]
 
     def step(self, action):
-        seen, reward, terminated, truncated, given = super().step(action)
-        return seen, reward + self.draw(), terminated, truncated, given
+        seen, reward, terminated, truncated, infos = super().step(action)
+        return seen, reward + self.draw(), terminated, truncated, infos
 
 
 class SeededGlobals(GlobalNoise):
-    """Seeds the global generator itself: the same every time, unless another one runs by turns with it."""
+    """Seeds the global generator at reset: deterministic unless another environment is stepped in between."""
 
     def reset(self, *, seed=None, options=None):
         np.random.seed(seed)  # noqa: NPY002

@@ -84,9 +84,6 @@ def test_incomplete_characters_are_refused(tokenizer):
         HuggingFaceGym(table, None, tokenizer, reward_fn=right)
 
 
-# ---- messages
-
-
 def talk(number, **more):
     calls = {"role": "assistant", "tool_calls": [CALL], **more}
     return {"prompt": [{"role": "user", "content": f"{number}?"}, calls, {"role": "tool", "content": "2"}]}

@@ -73,7 +73,7 @@ def test_calls_for_single_completions_run_concurrently():
 
 
 def test_the_event_loop_is_reused():
-    """Clients that belong to a loop can serve several calls."""
+    """A client that belongs to an event loop can serve several calls."""
     loops = []
 
     async def reward(completions, **_):

@@ -1,4 +1,4 @@
-"""The native classic-control environments against gymnasium's own, bit for bit."""
+"""Native classic-control environments equal gymnasium's, bit for bit."""
 
 import warnings
 
@@ -11,12 +11,12 @@ from evogrpo.envs.control.classic import CartPole, native_class
 IDS = ["CartPole-v1", "CartPole-v0", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
 LANES = 24
 EDGE_SEEDS = [0, 1, 2**31 - 1, 2**32 + 5]
-UP = np.arange(LANES) % 2 == 0  # half of the lanes play well, so that every kind of end is reached
+UP = np.arange(LANES) % 2 == 0  # half of the environments play well, so that every kind of end is reached
 
 
 def make(name, limit=None, **kwargs):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CartPole-v0 is out of date, which is not the point here
+        warnings.simplefilter("ignore")  # CartPole-v0 is deprecated
         return gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True, **kwargs)
 
 
@@ -31,7 +31,7 @@ def bits(values):
 
 
 def actions_for(name, space, seen, rng):
-    """Return random actions, in even lanes those of a good policy; boxes reach beyond their bounds."""
+    """Return random actions, with those of a good policy in even environments; boxes exceed their bounds."""
     if isinstance(space, gymnasium.spaces.Box):
         actions = rng.uniform(-1.3 * space.high, 1.3 * space.high, (LANES, 1)).astype(np.float32)
         if name.startswith("MountainCar"):
@@ -39,7 +39,7 @@ def actions_for(name, space, seen, rng):
             actions[UP, 0] = pumping[UP]
         return actions
     good = {
-        # Every other good player leans, and so runs off the track with its pole upright.
+        # Every other good policy leans, and so leaves the track with its pole upright.
         "CartPole": lambda: seen @ (0.005, 0.02, 1, 0.4) > np.where(np.arange(LANES) % 4 == 2, 0.08, 0),
         "Acrobot": lambda: np.where(seen[:, 5] > 0, 2, 0),
         "MountainCar": lambda: np.where(seen[:, 1] >= 0, 2, 0),
@@ -48,7 +48,7 @@ def actions_for(name, space, seen, rng):
 
 
 def compare(name, steps, limit=None, seed=0, **kwargs):
-    """Step both side by side, refilling ended lanes; return how many ended of themselves, by time, and all seen."""
+    """Step both and refill ended episodes; return counts of terminations and truncations, and all observations."""
     rng = np.random.default_rng(seed)
     envs = [make(name, limit, **kwargs) for _ in range(LANES)]
     lanes = native(name, limit, **kwargs)
@@ -71,7 +71,7 @@ def compare(name, steps, limit=None, seed=0, **kwargs):
         ends += (terminated.sum(), truncated.sum())
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
-            # Refill: new lanes come last, and are put back where the ended ones were.
+            # Refill: new episodes come last and are moved to the places of those that ended.
             new = rng.integers(2**31, size=len(ended)).tolist()
             lanes.select(np.setdiff1d(np.arange(LANES), ended))
             seen = np.delete(seen, ended, axis=0)
@@ -87,18 +87,18 @@ def compare(name, steps, limit=None, seed=0, **kwargs):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", IDS)
-def test_every_lane_equals_gymnasium_bit_for_bit(name, seed):
+def test_native_environments_equal_gymnasium_bit_for_bit(name, seed):
     (terminated, truncated), seen = compare(name, steps=gymnasium.spec(name).max_episode_steps + 100, seed=seed)
     assert truncated
-    assert terminated or name == "Pendulum-v1"  # which never does
+    assert terminated or name == "Pendulum-v1"  # Pendulum never terminates
     if name.startswith("MountainCar"):
         assert (seen[:, 0] == np.float32(-1.2)).any()  # the wall, where the velocity becomes 0
     if name.startswith("CartPole"):
-        assert (np.abs(seen[:, 0]) > 2.4).any()  # off the track
+        assert (np.abs(seen[:, 0]) > 2.4).any()  # beyond the end of the track
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_an_own_time_limit_truncates_as_gymnasium_does(name):
+def test_max_episode_steps_truncates_as_gymnasium_does(name):
     (_, truncated), _ = compare(name, steps=40, limit=7, seed=1)
     assert truncated >= LANES
 
@@ -111,12 +111,12 @@ def test_an_own_time_limit_truncates_as_gymnasium_does(name):
         ("MountainCar-v0", {"goal_velocity": 0.03}),
     ],
 )
-def test_arguments_of_the_environment_mean_the_same(name, kwargs):
+def test_env_kwargs_equal_gymnasiums(name, kwargs):
     compare(name, steps=200, seed=2, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["MountainCarContinuous-v0", "Pendulum-v1"])
-def test_actions_at_and_beyond_the_bounds_mean_the_same(name):
+def test_actions_at_and_beyond_the_bounds_equal_gymnasiums(name):
     env, lanes = make(name), native(name)
     bound = float(env.action_space.high[0])
     edges = [bound, -bound, np.nextafter(np.float32(bound), np.float32(9)), -9e9, 9e9, 0.0, -0.0, 1e-42, 0.1]
@@ -133,7 +133,7 @@ def test_actions_at_and_beyond_the_bounds_mean_the_same(name):
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_company_and_place_change_nothing(name):
+def test_an_episode_does_not_depend_on_batch_size_or_position(name):
     rng = np.random.default_rng(3)
     space = make(name).action_space
     box = isinstance(space, gymnasium.spaces.Box)
@@ -147,7 +147,7 @@ def test_company_and_place_change_nothing(name):
             assert np.array_equal(bits(one[30:31]), bits(other))
 
 
-def test_selecting_reorders_and_drops():
+def test_select_reorders_and_drops_episodes():
     lanes = native("CartPole-v1")
     lanes.add([5, 6, 7])
     lanes.select(np.array([2, 0]))
@@ -157,7 +157,7 @@ def test_selecting_reorders_and_drops():
     assert np.array_equal(lanes.step(np.array([0, 1]))[0], reference.step(np.array([0, 1]))[0])
 
 
-def test_only_what_is_really_equal_counts_as_native():
+def test_only_equal_environments_are_native():
     spec = gymnasium.spec("CartPole-v1")
     assert native_class(spec, {"sutton_barto_reward": True}) is not None
     assert native_class(spec, {"render_mode": "rgb_array"}) is None
@@ -167,6 +167,6 @@ def test_only_what_is_really_equal_counts_as_native():
     assert native_class(wrapped, {}) is None
 
 
-def test_a_time_limit_below_one_is_refused():
+def test_max_episode_steps_must_be_positive():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         CartPole(max_episode_steps=0)

@@ -1,4 +1,4 @@
-"""All environments of the package, and a user's own, pass the conformance suites."""
+"""Environments of the package and a user-defined one pass the conformance suites."""
 
 from functools import cache
 

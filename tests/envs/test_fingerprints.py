@@ -1,4 +1,4 @@
-"""Fingerprints change with data, code and arguments, and with nothing else."""
+"""Fingerprints change with data, code and arguments only."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""GymnasiumGroups: the same episodes whatever runs them, in whatever company, in however many lanes."""
+"""GymnasiumGroups: episodes do not depend on the backend, the other rows or num_envs."""
 
 import gymnasium
 import numpy as np
@@ -41,7 +41,7 @@ def episodes(played: Episodes):
 
 
 def play(env, starts=3, group_size=4, members=(0, 1), *, uniforms=True, **kwargs):
-    """Play groups of every member; rows are [member, start, replica]."""
+    """Play groups for every member; rows are ordered by member, start and replica."""
     start_of_row = [start for _ in members for start in range(starts) for _ in range(group_size)]
     member_ids = [member for member in members for _ in range(starts * group_size)]
     actor = Scrambler(env.action_space)
@@ -83,7 +83,7 @@ def test_results_do_not_depend_on_num_envs(make, num_envs):
     some, actor = play(GymnasiumGroups(make, num_envs=num_envs))
     assert episodes(some) == episodes(many)
     assert max(actor.rows) == min(num_envs, 24)
-    assert sum(actor.rows) == some.present.sum()  # nothing computed for episodes that had ended
+    assert sum(actor.rows) == some.present.sum()  # no actions are computed for ended episodes
 
 
 @pytest.mark.parametrize("make", [*probes.PROBES, "CartPole-v1", "Acrobot-v1"])
@@ -95,7 +95,7 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
 
 
 @pytest.mark.parametrize("vectorization", ["native", "serial"])
-def test_the_order_of_rows_changes_nothing_but_the_order(vectorization):
+def test_reordering_rows_reorders_episodes(vectorization):
     env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, num_envs=4)
     members, starts = np.repeat([2, 0, 1], 4), np.tile([0, 1, 2, 3], 3)
     actor = Scrambler(env.action_space)
@@ -106,7 +106,7 @@ def test_the_order_of_rows_changes_nothing_but_the_order(vectorization):
     assert episodes(mixed) == [plain[row] for row in order]
 
 
-def test_an_episode_is_what_gymnasium_plays_from_its_seed():
+def test_episodes_equal_gymnasiums_for_the_same_seed():
     groups = GymnasiumGroups("CartPole-v1", seed=4)
     played = groups.play(Scrambler(groups.action_space), [7], [0], [0], split="test", uniforms=draws(1))
     env = gymnasium.make("CartPole-v1")
@@ -124,7 +124,7 @@ def balance(seen):
 
 
 @pytest.mark.parametrize("vectorization", ["native", "serial"])
-def test_truncation_and_termination_are_told_apart(vectorization):
+def test_truncation_and_termination_are_distinguished(vectorization):
     env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, max_episode_steps=60)
     played = env.play(Rule(balance), [0, 1], [0, 1], [0, 0])
     assert played.truncated.all()
@@ -136,7 +136,7 @@ def test_truncation_and_termination_are_told_apart(vectorization):
 
 
 @pytest.mark.parametrize("vectorization", ["native", "serial"])
-def test_an_episode_that_terminates_at_its_time_limit_was_not_cut_off(vectorization):
+def test_termination_at_the_time_limit_is_not_truncation(vectorization):
     def left(seen):
         return np.zeros(len(seen), np.int64)
 
@@ -147,7 +147,7 @@ def test_an_episode_that_terminates_at_its_time_limit_was_not_cut_off(vectorizat
     assert (played.terminated[0], played.truncated[0]) == (True, False)
 
 
-def test_a_time_limit_applies_to_what_a_factory_makes_and_arguments_reach_it():
+def test_factories_get_the_time_limit_and_env_kwargs():
     env = GymnasiumGroups(probes.NoisyWalk, max_episode_steps=2)
     lengths = play(env, starts=10)[0].lengths
     assert lengths.max() == 2
@@ -155,10 +155,10 @@ def test_a_time_limit_applies_to_what_a_factory_makes_and_arguments_reach_it():
     assert GymnasiumGroups("CartPole-v1", env_kwargs={"sutton_barto_reward": True}).native
     assert not GymnasiumGroups("CartPole-v1", env_kwargs={"render_mode": "rgb_array"}).native
     assert not GymnasiumGroups(lambda: gymnasium.make("CartPole-v1")).native
-    assert GymnasiumGroups("CartPole-v1", reseed_noise=True).native  # which has no noise
+    assert GymnasiumGroups("CartPole-v1", reseed_noise=True).native  # CartPole has no noise
 
 
-def test_groups_share_their_start_and_differ_in_their_draws():
+def test_groups_share_their_start_and_differ_in_action_noise():
     played, _ = play(GymnasiumGroups("CartPole-v1"), starts=3, group_size=4, members=(0,))
     first = played.observations[:, 0].reshape(3, 4, 4)
     assert (first == first[:, :1]).all()
@@ -168,7 +168,7 @@ def test_groups_share_their_start_and_differ_in_their_draws():
     assert len(set(episodes(greedy))) == 3
 
 
-def test_starts_are_disjoint_distinct_and_stay_when_splits_grow():
+def test_starts_are_disjoint_and_stay_when_splits_grow():
     small = GymnasiumGroups("CartPole-v1", train_size=500, validation_size=50, test_size=60, seed=3)
     large = GymnasiumGroups("CartPole-v1", train_size=5000, validation_size=70, test_size=80, seed=3)
     seeds = {split: large.open(split, range(large.size(split))).seeds for split in SPLITS}
@@ -177,19 +177,19 @@ def test_starts_are_disjoint_distinct_and_stay_when_splits_grow():
     assert all(0 <= seed < 2**31 for split in SPLITS for seed in seeds[split])
     for split in SPLITS:
         assert small.open(split, range(small.size(split))).seeds == seeds[split][: small.size(split)]
-    # Not even another run's training starts are this run's held-out ones.
+    # Training starts of another run are disjoint from held-out starts as well.
     other = GymnasiumGroups("CartPole-v1", seed=4).open("train", range(5000)).seeds
     assert max(*other, *seeds["train"]) < min(seeds["validation"] + seeds["test"])
     assert set(other) != set(seeds["train"])
 
 
-def test_dealing_takes_a_prefix_of_the_steps_block():
+def test_deal_returns_a_prefix_of_the_steps_block():
     env = GymnasiumGroups("CartPole-v1", train_size=10)
     assert env.deal(3, 2, 4) == env.deal(3, 4, 4)[:2]
     assert sorted(start for step in range(5) for start in env.deal(step, 2, 2)) == list(range(10))
 
 
-def test_noise_is_common_unless_it_is_reseeded():
+def test_noise_is_common_unless_reseed_noise_is_set():
     def still(seen):
         return np.zeros(len(seen), np.int64)
 
@@ -203,13 +203,13 @@ def test_noise_is_common_unless_it_is_reseeded():
     assert len(set(episodes(own))) == 3
     assert (own.observations[:, 0] == common.observations[:, 0]).all()  # the start stays common
     assert episodes(noise(True, num_envs=1)) == episodes(own)
-    # Each member's first, second, ... episode from a start meets the same noise: members are compared fairly.
+    # The n-th episode of each member from one start has the same noise, so that members are compared fairly.
     both = episodes(noise(True, members=(0, 1, 0, 1)))
     assert both[0] == both[1] == episodes(own)[0]
     assert both[2] == both[3] == episodes(own)[1]
 
 
-def test_a_failure_leaves_nothing_behind():
+def test_a_failure_in_act_leaves_no_state_behind():
     env = GymnasiumGroups(probes.Masked)
     expected = episodes(play(env)[0])
 
@@ -226,15 +226,15 @@ def test_a_failure_leaves_nothing_behind():
 
 def test_members_share_few_environments_evenly():
     env = GymnasiumGroups(probes.ConstantReward, num_envs=6)
-    company = []
+    member_ids_of_calls = []
 
     class Watching(Scrambler):
         def act(self, observations, member_ids, **rest):
-            company.append(member_ids.tolist())
+            member_ids_of_calls.append(member_ids.tolist())
             return super().act(observations, member_ids, **rest)
 
     env.play(Watching(env.action_space), [0], [0] * 24, [4] * 8 + [0] * 8 + [2] * 8)
-    assert company == [[0, 0, 2, 2, 4, 4]] * 4
+    assert member_ids_of_calls == [[0, 0, 2, 2, 4, 4]] * 4
 
 
 def test_temperature_and_base_reach_the_actor():

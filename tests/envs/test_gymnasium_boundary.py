@@ -1,4 +1,4 @@
-"""What crosses the boundary between policies and environments: actions, masks, composite observations, refusals."""
+"""Conversions between policies and environments: actions, masks, composite observations, validation."""
 
 import warnings
 
@@ -38,20 +38,20 @@ def test_the_best_policy_earns_the_best_return_in_every_space(probe):
     assert played.actions.dtype == GymnasiumGroups(probe).action_space.dtype
 
 
-def test_discrete_values_are_counted_from_zero_wherever_the_space_starts():
+def test_discrete_actions_are_counted_from_zero():
     played = play(probes.MatchDiscrete, BEST[probes.MatchDiscrete], env_kwargs={"start": -7})
     assert (played.rewards == 1).all()
     assert set(played.actions.ravel()) <= {0, 1, 2}
 
 
-def test_boxes_are_clipped_for_the_environment_and_recorded_as_sampled():
+def test_box_actions_are_clipped_for_the_environment_and_recorded_unclipped():
     played = play(probes.MatchBox, lambda seen: np.full((len(seen), 2), [5, -0.5], np.float32))
     assert (played.actions == np.array([5, -0.5], np.float32)).all()
     target = played.observations[:, 0]
     assert played.rewards == pytest.approx(1 - np.abs(np.array([1, -0.25]) - target).mean(1))
 
 
-def test_an_action_that_is_not_a_number_hurts_nobody_but_its_member():
+def test_nan_actions_affect_only_their_member():
     def rule(seen):
         actions = np.zeros((len(seen), 1), np.float32)
         actions[0] = np.nan
@@ -59,7 +59,7 @@ def test_an_action_that_is_not_a_number_hurts_nobody_but_its_member():
 
     played = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(Rule(rule), range(2), [0, 1], [0, 1])
     assert np.isfinite(played.step_rewards).all()
-    assert np.isnan(played.actions[0]).all()  # so that learning sees it, and fails the member
+    assert np.isnan(played.actions[0]).all()  # recorded as NaN, so that learning fails this member
     still = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(
         Rule(lambda seen: np.zeros((len(seen), 1), np.float32)), range(2), [0, 1], [0, 1]
     )
@@ -68,7 +68,7 @@ def test_an_action_that_is_not_a_number_hurts_nobody_but_its_member():
     assert to_environment(shifted, np.array([[np.nan]], np.float32)) == 2
 
 
-def test_images_stay_bytes_and_composite_observations_keep_their_structure():
+def test_images_stay_uint8_and_composite_observations_keep_their_structure():
     assert play(probes.MatchImage, BEST[probes.MatchImage]).observations.dtype == np.uint8
     nested = play(probes.MatchTuple, BEST[probes.MatchTuple]).observations
     assert nested[0].shape == (ROWS, 1)
@@ -79,17 +79,17 @@ def test_images_stay_bytes_and_composite_observations_keep_their_structure():
 
 
 @pytest.mark.parametrize("num_envs", [3, 64])
-def test_masks_reach_the_policy_and_the_record(num_envs):
+def test_action_masks_reach_policy_and_record(num_envs):
     env = GymnasiumGroups(probes.Masked, num_envs=num_envs)
     draws = ActionNoise(0, "sample", streams=[()], rows=[ROWS], width=1)
     played = env.play(Scrambler(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
-    assert played.lengths.tolist() == [3] * ROWS  # no illegal action, or the probe would have raised
+    assert played.lengths.tolist() == [3] * ROWS  # an illegal action would raise
     assert np.array_equal(played.action_masks, played.observations.astype(bool))
     assert not played.action_masks.all()
 
 
 class Occasional(probes.ConstantReward):
-    """Gives a mask at every other reset only, and has episodes of two steps."""
+    """Returns a mask at every other reset only; episodes have two steps."""
 
     def reset(self, *, seed=None, options=None):
         assert options is None  # as in a single environment, also where resets are masked
@@ -103,7 +103,7 @@ class Occasional(probes.ConstantReward):
 
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
-def test_where_no_mask_is_given_everything_is_legal(vectorization):
+def test_without_a_mask_all_actions_are_legal(vectorization):
     with GymnasiumGroups(Occasional, vectorization=vectorization, num_envs=2) as env:
         played = env.play(Rule(lambda seen: np.ones(len(seen), int)), range(ROWS), range(ROWS), [0] * ROWS)
         odd = np.array(env.open("train", range(ROWS)).seeds) % 2 == 1
@@ -113,7 +113,7 @@ def test_where_no_mask_is_given_everything_is_legal(vectorization):
     assert played.action_masks[:, 1].all()
 
 
-def test_masks_of_several_components_lie_side_by_side():
+def test_masks_of_several_components_are_concatenated():
     space = spaces.MultiDiscrete([3, 2])
     expected = [[True, False, True, True, False]]
     assert legal_actions(space, [(np.array([1, 0, 1]), np.array([1, 0]))]).tolist() == expected
@@ -128,7 +128,7 @@ def test_masks_of_several_components_lie_side_by_side():
 
 
 class Odd(gymnasium.Env):
-    """An environment whose parts can be made unfit."""
+    """An environment whose parts can be replaced by invalid ones."""
 
     def __init__(self, observation_space=None, action_space=None, reward=1.0, seen=0.0):
         self.observation_space = observation_space or spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -156,7 +156,7 @@ class Odd(gymnasium.Env):
         ({"action_space": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
     ],
 )
-def test_unsupported_spaces_are_named(kwargs, message):
+def test_unsupported_spaces_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         GymnasiumGroups(Odd, env_kwargs=kwargs)
 
@@ -170,10 +170,10 @@ def test_unsupported_spaces_are_named(kwargs, message):
         ({"seen": float("nan")}, r"observation must be finite.*\[nan, nan\] after 1 steps from reset"),
     ],
 )
-def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
+def test_non_finite_values_are_reported_with_their_seed(kwargs, message):
     changing = {}
     env = GymnasiumGroups(lambda: Odd(**changing))
-    changing.update(kwargs)  # only now, as such an environment is refused at once
+    changing.update(kwargs)  # changed after construction, which checks a few steps
     with env, pytest.raises(ValueError, match=message) as raised:
         env.play(Rule(lambda seen: np.zeros(len(seen), int)), [4], [0], [0])
     assert f"seed={env.reset_seed('train', 4)}" in str(raised.value)
@@ -181,18 +181,18 @@ def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
         GymnasiumGroups(Odd, env_kwargs=kwargs)
 
 
-def test_observations_of_another_shape_than_the_space_says_are_refused():
+def test_observations_of_a_wrong_shape_are_refused():
     with pytest.raises(ValueError, match=r"shape \(3,\) .*got \(2,\)"):
         GymnasiumGroups(Odd, env_kwargs={"observation_space": spaces.Box(-1.0, 1.0, (3,), np.float32)})
 
 
 @pytest.mark.parametrize("actions", [np.array([2]), np.array([-1])])
-def test_actions_that_do_not_exist_are_refused(actions):
+def test_actions_outside_the_space_are_refused(actions):
     with pytest.raises(ValueError, match="actions must lie in \\[0, 2\\)"):
         GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: actions), [0], [0], [0])
 
 
-def test_actions_of_another_shape_are_refused():
+def test_actions_of_a_wrong_shape_are_refused():
     with pytest.raises(ValueError, match=r"shape \(2,\) for Discrete\(2\), got \(2, 1\)"):
         GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: np.zeros((2, 1), int)), [0, 1], [0, 1], [0, 0])
 
@@ -203,7 +203,7 @@ class Endless(Odd):
 
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
-def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
+def test_endless_episodes_are_truncated_with_one_warning(vectorization):
     env = GymnasiumGroups(Endless, vectorization=vectorization, num_envs=2)
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with env:
@@ -216,7 +216,7 @@ def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
             env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
 
 
-def test_an_environment_without_a_limit_that_nobody_reaches_is_not_warned_of():
+def test_no_warning_if_episodes_end_before_the_default_limit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         played = GymnasiumGroups(Odd).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
@@ -224,7 +224,7 @@ def test_an_environment_without_a_limit_that_nobody_reaches_is_not_warned_of():
 
 
 @pytest.mark.parametrize(("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 5000)])
-def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, declared):
+def test_a_declared_limit_is_respected(name, declared):
     class Declares(Endless):
         def __init__(self):
             super().__init__()
@@ -233,7 +233,7 @@ def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, 
     env = GymnasiumGroups(Declares)
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
     played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
-    assert played.lengths.tolist() == [max(1000, declared)]  # it does not do as it says
+    assert played.lengths.tolist() == [max(1000, declared)]  # its declared limit is not kept
 
 
 @pytest.mark.parametrize(
@@ -245,22 +245,22 @@ def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, 
         ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
     ],
 )
-def test_unfit_options_are_refused(kwargs, message):
+def test_invalid_options_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         GymnasiumGroups("CartPole-v1", **kwargs)
 
 
-def test_native_where_there_is_none_is_refused():
+def test_native_is_refused_for_other_environments():
     with pytest.raises(ValueError, match="vectorization"):
         GymnasiumGroups(Odd, vectorization="native")
 
 
-def test_a_factory_of_something_else_is_refused():
+def test_factories_must_return_environments():
     with pytest.raises(ValueError, match="got int"):
         GymnasiumGroups(lambda: 3)
 
 
-def test_unfit_rows_are_refused():
+def test_invalid_rows_are_refused():
     env = GymnasiumGroups("CartPole-v1", validation_size=2)
     actor = Rule(lambda seen: np.zeros(len(seen), int))
     with pytest.raises(ValueError, match=r"member_ids .* got 1 for 2 rows"):

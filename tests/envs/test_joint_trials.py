@@ -1,4 +1,4 @@
-"""What is found of joint environments before anybody learns: limits, starts that fix all, agents that are opposed."""
+"""Checks of multi-agent environments before training: time limits, fixed starts, opposed agents."""
 
 import warnings
 
@@ -25,7 +25,7 @@ OPPOSED = {
 }
 
 
-def said_of(env, **options):
+def warnings_of(env, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         env.warn_opposed_rewards(**{"team_credit": True} | options)
@@ -38,29 +38,26 @@ def lengths(env):
     return env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).lengths.tolist()
 
 
-# ---- opposed agents
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("make", OPPOSED.values(), ids=OPPOSED)
-def test_opposed_agents_are_named_with_both_remedies(make, seed):
+def test_opposed_agents_are_reported(make, seed):
     env = PettingZooGroups(make, seed=seed)
-    (said,) = said_of(env)
+    (said,) = warnings_of(env)
     assert "credit='agent'" in said
     assert "score='" in said
-    assert said_of(env) == []  # once
+    assert warnings_of(env) == []  # reported once
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("make", COOPERATIVE.values(), ids=COOPERATIVE)
-def test_agents_that_share_or_have_nothing_to_do_with_each_other_are_not(make, seed):
-    assert said_of(PettingZooGroups(make, seed=seed)) == []
+def test_cooperating_and_independent_agents_are_not_reported(make, seed):
+    assert warnings_of(PettingZooGroups(make, seed=seed)) == []
 
 
 @pytest.mark.parametrize(("game", "opposed"), [("simple_spread_v3", False), ("simple_push_v3", True)])
-def test_published_games_are_told_apart(game, opposed):
+def test_opposed_agents_of_published_games_are_reported(game, opposed):
     make = pytest.importorskip(f"mpe2.{game}").parallel_env
-    assert bool(said_of(PettingZooGroups(make))) == opposed
+    assert bool(warnings_of(PettingZooGroups(make))) == opposed
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_published_games_are_told_apart(game, opposed):
 )
 def test_warning_depends_on_credit_and_score(score, team_credit, said):
     env = PettingZooGroups(joint_probes.Hunt, **({} if score is None else {"score": score}))
-    found = "".join(said_of(env, team_credit=team_credit))
+    found = "".join(warnings_of(env, team_credit=team_credit))
     for words in ("credit='agent'", "score='hunter'"):
         assert (words in found) == (words in said)
     assert bool(found) == bool(said)
@@ -90,9 +87,6 @@ def test_warning_comes_before_learning():
         agent.collect(env)
 
 
-# ---- scores
-
-
 @pytest.mark.parametrize(
     ("score", "worth"),
     [
@@ -102,14 +96,14 @@ def test_warning_comes_before_learning():
         ("red", 3.0),
         ("blue_0", 3.0),
         (["red_1", "blue"], 5.0),
-        (("red", "red_1"), 3.0),  # nobody counts twice
+        (("red", "red_1"), 3.0),  # each agent counts once
         (joint_probes.first_earns, 1.0),
     ],
 )
-def test_scores_are_named_by_agents_and_groups(score, worth):
+def test_score_groups_are_named_by_agents_and_groups(score, worth):
     env = PettingZooGroups(joint_probes.Favours, score=score)
     assert env.scoring.function({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == worth
-    # Agents of a group that nobody knew beforehand count with it.
+    # Agents that were unknown beforehand count with their group.
     assert PettingZooGroups(joint_probes.Favours, score="red").scoring.function({"red_7": 4.0, "blue_1": 1.0}) == 4.0
 
 
@@ -119,14 +113,11 @@ def test_invalid_scores_raise(score):
         PettingZooGroups(joint_probes.Favours, score=score)
 
 
-def test_a_run_knows_that_its_score_was_changed():
+def test_a_changed_score_is_detected_on_resume():
     prints = [PettingZooGroups(joint_probes.Favours, score=score).fingerprint()["score"] for score in ("red", "min")]
     plain = PettingZooGroups(joint_probes.Favours).fingerprint()["score"]
     assert len({*prints, plain}) == 3
     assert PettingZooGroups(joint_probes.Favours, score="sum").fingerprint()["score"] == plain
-
-
-# ---- limits
 
 
 class Endless(joint_probes.Favours):
@@ -135,34 +126,31 @@ class Endless(joint_probes.Favours):
         vars(self).update(declared)
 
 
-def test_an_endless_game_is_cut_off_and_said_to_be():
+def test_endless_games_are_truncated_with_one_warning():
     env = PettingZooGroups(Endless)
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with pytest.warns(UserWarning, match="max_episode_steps"):
         assert lengths(env) == [1000, 1000]
-    assert lengths(env) == [1000, 1000]  # said once
+    assert lengths(env) == [1000, 1000]  # warned once
 
 
-def test_a_limit_that_a_game_names_is_believed_and_made_sure_of():
+def test_a_declared_max_cycles_is_used_and_enforced():
     env = PettingZooGroups(Endless, env_kwargs={"max_cycles": 20})
     assert (env.max_episode_steps, env.uses_default_limit) == (20, False)
     with pytest.warns(UserWarning, match="max_episode_steps"):
         assert lengths(env) == [1000, 1000]
     assert PettingZooGroups(Endless, env_kwargs={"max_cycles": 3000}).max_episode_steps == 3000
-    inner = PettingZooGroups(Endless, env_kwargs={"env": Endless(max_cycles=30)})  # as SISL's games have it
+    inner = PettingZooGroups(Endless, env_kwargs={"env": Endless(max_cycles=30)})  # as in SISL's games
     assert inner.max_episode_steps == 30
 
 
-def test_what_ends_by_itself_is_not_touched():
+def test_games_that_end_by_themselves_get_no_limit():
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=3))
     assert lengths(env) == [3, 3]
     assert lengths(PettingZooGroups(Endless, max_episode_steps=7)) == [7, 7]
 
 
-# ---- starts that fix all
-
-
-def test_what_is_carried_over_is_seen_and_mended():
+def test_state_carried_over_is_detected_and_environments_recreated():
     with pytest.warns(UserWarning, match="reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
         env = PettingZooGroups(joint_probes.Remembering)
     assert env.recreate_env
@@ -183,7 +171,7 @@ def test_warning_if_recreating_does_not_help_or_is_off(make, options):
 
 
 @pytest.mark.parametrize("make", [joint_probes.Lives, joint_probes.Masked, joint_probes.Generated, joint_probes.Hunt])
-def test_games_that_starts_fix_are_left_as_they_are(make):
+def test_games_without_carried_state_are_not_recreated(make):
     env = PettingZooGroups(make)
     assert not env.recreate_env
     assert np.array_equal(lengths(env), lengths(env))

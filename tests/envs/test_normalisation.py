@@ -1,4 +1,4 @@
-"""Running observation statistics per member, and their use while episodes are played."""
+"""Running observation statistics per member."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def seen_by(played, raw, member, members=2):
     return raw[rows][played.present[rows]]
 
 
-def test_the_first_iteration_sees_observations_as_they_are_and_counts_them():
+def test_the_first_iteration_counts_observations_without_normalising():
     env = GymnasiumGroups("CartPole-v1")
     empty = ObservationStatistics.empty(2, env.observation_space)
     played, plain = play(env, empty), play(env, None)
@@ -37,7 +37,7 @@ def test_the_first_iteration_sees_observations_as_they_are_and_counts_them():
         assert played.observed.m2[member] == pytest.approx(raw.var(0) * len(raw))
 
 
-def test_later_iterations_see_deviations_from_the_frozen_mean():
+def test_later_iterations_normalise_by_the_frozen_statistics():
     env = GymnasiumGroups(probes.NoisyWalk)
     empty = ObservationStatistics.empty(2, env.observation_space)
     statistics = empty.merged(play(env, empty).observed)
@@ -54,7 +54,7 @@ def test_later_iterations_see_deviations_from_the_frozen_mean():
     assert (played.observations[~played.present] == 0).all()
 
 
-def test_the_policy_is_shown_what_is_recorded():
+def test_the_policy_sees_the_recorded_observations():
     env = GymnasiumGroups("CartPole-v1", num_envs=5)
     empty = ObservationStatistics.empty(2, env.observation_space)
     statistics = empty.merged(play(env, empty).observed)
@@ -69,7 +69,7 @@ def test_the_policy_is_shown_what_is_recorded():
     assert sorted(shown) == sorted(map(bytes, played.observations[played.present]))
 
 
-def test_members_never_see_each_others_statistics():
+def test_members_have_separate_statistics():
     env = GymnasiumGroups("CartPole-v1", num_envs=7)
     empty = ObservationStatistics.empty(4, env.observation_space)
     statistics = empty.merged(play(env, empty, members=(1, 3)).observed)
@@ -101,7 +101,7 @@ def test_merging_equals_gymnasiums_running_statistics():
     assert running.mean[0] == pytest.approx(np.concatenate(everything).mean(0))
 
 
-def test_only_floating_leaves_of_composite_observations_change():
+def test_only_float_leaves_of_composite_observations_change():
     env = GymnasiumGroups(probes.MatchTuple)
     empty = ObservationStatistics.empty(2, env.observation_space)
     assert empty.mean.shape == (2, 1)

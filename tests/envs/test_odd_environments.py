@@ -1,4 +1,4 @@
-"""Environments as users write them: what can be understood is played alike everywhere, the rest is refused by name."""
+"""Unusual user environments: supported ones play alike on all backends, others are refused by name."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from evogrpo.training.configuration.environment_tasks import reward_threshold
 from tests.envs.actors import Rule
 
 EVERYWHERE = ("serial", "processes")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # what a worker process died of
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # stderr of worker processes that die
 
 
 class Odd(gymnasium.Env):
-    """Three steps of reward 1 each; arguments make it odd."""
+    """Three steps of reward 1 each; arguments change one property."""
 
     action_space = spaces.Discrete(2)
 
@@ -57,12 +57,9 @@ def play(env, rows=4, rule=lambda seen: np.zeros(len(seen), np.int64)):
         return env.play(Rule(rule), range(rows), range(rows), [0] * rows)
 
 
-# ---- ids
-
-
 @pytest.mark.parametrize("name", ["CartPole", "CartPole-v1", "evogrpo_test_module:Mine-v0", "evogrpo_test_module:Mine"])
 @pytest.mark.parametrize("vectorization", ["auto", "serial"])
-def test_ids_are_understood_as_gymnasium_understands_them(monkeypatch, name, vectorization):
+def test_ids_resolve_as_in_gymnasium(monkeypatch, name, vectorization):
     module = types.ModuleType("evogrpo_test_module")
     monkeypatch.setitem(sys.modules, "evogrpo_test_module", module)
     spec = gymnasium.envs.registration.EnvSpec("Mine-v0", entry_point=Odd, reward_threshold=3.0, max_episode_steps=9)
@@ -75,11 +72,8 @@ def test_ids_are_understood_as_gymnasium_understands_them(monkeypatch, name, vec
     assert play(env).lengths.min() >= 3
 
 
-# ---- environments that carry something over
-
-
 class Remembers(gymnasium.Wrapper):
-    """Lasts as many steps as it has had episodes."""
+    """Episode n has n steps."""
 
     def __init__(self):
         super().__init__(Odd(ends=lambda over: False))
@@ -110,7 +104,7 @@ def test_recreated_environments_are_closed():
     env = GymnasiumGroups(
         lambda: made.append(Closes()) or made[-1], recreate_env=True, vectorization="serial", num_envs=2
     )
-    assert set(closed) == set(made)  # those that were tried
+    assert set(closed) == set(made)  # including those of the trial
     tried = len(made)
     play(env, rows=5)
     assert len(closed) == len(set(closed)) == len(made) == tried + 5
@@ -129,16 +123,13 @@ def test_bipedal_walker_is_recreated_by_default():
     assert len(set(returns(2)[:3])) == 1
 
 
-def test_one_environment_handed_out_again_and_again_is_refused():
+def test_a_factory_that_returns_one_environment_repeatedly_is_refused():
     one = gymnasium.make("CartPole-v1")
     with pytest.raises(ValueError, match="env must create a new environment"):
         play(GymnasiumGroups(lambda: one))
 
 
-# ---- limits
-
-
-def test_a_limit_that_cannot_hold_is_refused():
+def test_impossible_limits_are_refused():
     def short():
         return gymnasium.make("CartPole-v1", max_episode_steps=20)
 
@@ -150,19 +141,16 @@ def test_a_limit_that_cannot_hold_is_refused():
 
 
 @pytest.mark.parametrize("steps", [30, 31])
-def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
+def test_limits_beyond_the_default_are_played_to_their_end(monkeypatch, steps):
     monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", 30)
     endless = GymnasiumGroups(lambda: Odd(ends=lambda over: False), max_episode_steps=steps)
     assert play(endless, rows=1).lengths.tolist() == [steps]
 
 
-# ---- what a step brings
-
-
 @pytest.mark.parametrize("vectorization", EVERYWHERE)
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.array(1.0), np.array([1.0]), np.array([[1]])])
 @pytest.mark.parametrize("ends", [bool, np.bool_, lambda over: np.array([over])])
-def test_arrays_of_one_number_are_numbers(vectorization, reward, ends):
+def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, ends):
     played = play(GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2))
     assert played.rewards.tolist() == [3.0] * 4
     assert played.step_rewards.shape == (4, 3)
@@ -185,10 +173,10 @@ def test_rewards_of_several_numbers_are_refused():
         (spaces.Discrete(5), np.float64(1.9), "float64.*1.9"),
     ],
 )
-def test_observations_that_do_not_fit_their_space_are_refused(vectorization, space, sees, message):
+def test_observations_outside_their_space_are_refused(vectorization, space, sees, message):
     given = [np.zeros(space.shape, space.dtype)]
     env = GymnasiumGroups(lambda: Odd(space, given[0]), vectorization=vectorization, num_envs=2)
-    given[0] = sees  # only now, as such an environment is refused at once
+    given[0] = sees  # changed after construction, which checks a few steps
     with pytest.raises(ValueError, match=message):
         play(env)
     with pytest.raises(ValueError, match=message):
@@ -205,7 +193,7 @@ def test_observations_that_do_not_fit_their_space_are_refused(vectorization, spa
         (spaces.MultiBinary(3), True),
     ],
 )
-def test_observations_of_another_type_with_the_same_numbers_are_taken(vectorization, space, sees):
+def test_observations_of_another_dtype_are_converted(vectorization, space, sees):
     played = play(GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, num_envs=2))
     assert played.observations.dtype == space.dtype
     assert (played.observations == np.asarray(sees, dtype=space.dtype)).all()
@@ -220,7 +208,7 @@ def test_observations_of_another_type_with_the_same_numbers_are_taken(vectorizat
         ({"action_mask": np.array([1, 0])}, {"action_mask": None}, {}),
     ],
 )
-def test_nothing_in_the_infos_but_the_mask_is_read(vectorization, infos):
+def test_only_the_mask_is_read_from_infos(vectorization, infos):
     played = play(GymnasiumGroups(lambda: Odd(infos=infos), vectorization=vectorization, num_envs=2), rows=8)
     assert played.rewards.tolist() == [3.0] * 8
     if "action_mask" in infos[0]:
@@ -230,10 +218,7 @@ def test_nothing_in_the_infos_but_the_mask_is_read(vectorization, infos):
         assert played.action_masks is None
 
 
-# ---- failures
-
-
-def test_what_broke_an_episode_is_told_even_if_closing_fails_too():
+def test_an_error_in_an_episode_is_raised_even_if_close_fails():
     broken = []
     env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="serial")
     broken += ["step", "close"]
@@ -243,7 +228,7 @@ def test_what_broke_an_episode_is_told_even_if_closing_fails_too():
     assert play(env).lengths.tolist() == [3] * 4
 
 
-def test_every_environment_is_closed_whatever_one_of_them_raises():
+def test_all_environments_are_closed_even_if_one_close_raises():
     closed = []
 
     class Closes(Odd):
@@ -254,20 +239,20 @@ def test_every_environment_is_closed_whatever_one_of_them_raises():
 
     second = None
     env = GymnasiumGroups(Closes, vectorization="serial")
-    closed.clear()  # those that were tried
+    closed.clear()  # those of the trial
     second = 2
     env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
     with pytest.raises(RuntimeError, match="a close failed"):
         env.close()
     assert len(set(closed)) == 4
-    env.close()  # there is nothing left
+    env.close()  # a second close does nothing
     assert len(closed) == 4
 
 
-def test_a_process_that_dies_is_named_and_leaves_nothing_behind():
+def test_a_dead_worker_process_is_reported_and_others_end():
     broken = []
     env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="processes", num_envs=2)
-    broken.append("die")  # only now, as a few steps are tried in this process
+    broken.append("die")  # changed after construction, which tries a few steps in this process
     for _ in range(2):
         with pytest.raises(RuntimeError, match="num_envs"):
             env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(2), range(2), [0] * 2)
@@ -275,22 +260,19 @@ def test_a_process_that_dies_is_named_and_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("env", [Odd(), 3])
-def test_what_makes_no_environments_is_refused(env):
+def test_invalid_env_arguments_are_refused(env):
     with pytest.raises(ValueError, match="env must"):
         GymnasiumGroups(env)
 
 
-# ---- actions
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_actions_that_are_not_finite_become_neutral(bad):
+def test_non_finite_actions_become_neutral(bad):
     free, shifted = spaces.Box(-np.inf, np.inf, (1,)), spaces.Box(np.float32(2), np.float32(3), (1,))
     assert to_environment(free, np.array([[bad], [7.0]], np.float32)).tolist() == [[0.0], [7.0]]
     assert to_environment(shifted, np.array([[bad]], np.float32)).tolist() == [[2.0]]
 
 
-def test_an_environment_that_writes_into_its_action_changes_no_record():
+def test_environments_that_modify_their_action_change_no_record():
     class Writes(Odd):
         action_space = spaces.MultiBinary(3)
 
@@ -302,11 +284,8 @@ def test_an_environment_that_writes_into_its_action_changes_no_record():
     assert not played.actions.any()
 
 
-# ---- seeds
-
-
-class Deaf(Odd):
-    """Starts anywhere, whatever the seed."""
+class IgnoresSeed(Odd):
+    """Ignores the seed."""
 
     def __init__(self):
         super().__init__(sees=0.0)
@@ -315,9 +294,9 @@ class Deaf(Odd):
         return np.random.default_rng().standard_normal(1).astype(np.float32), {}
 
 
-def test_an_environment_that_does_not_heed_its_seed_is_warned_of():
-    with pytest.warns(UserWarning, match="Deaf .* right after reset"):
-        GymnasiumGroups(Deaf)
+def test_environments_that_ignore_their_seed_cause_a_warning():
+    with pytest.warns(UserWarning, match="IgnoresSeed .* right after reset"):
+        GymnasiumGroups(IgnoresSeed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GymnasiumGroups(Odd)

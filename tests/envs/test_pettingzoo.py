@@ -1,4 +1,4 @@
-"""PettingZooGroups: the same joint episodes in whatever company, and each agent's part of them as one row."""
+"""PettingZooGroups: joint episodes do not depend on other rows; each agent's part of an episode is one row."""
 
 import gymnasium
 import numpy as np
@@ -31,7 +31,7 @@ def mapping_of(env, policies="shared", **options):
 
 
 def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1), greedy=False):
-    """Play groups of every member; rows are [member, start, replica]."""
+    """Play groups for every member; rows are ordered by member, start and replica."""
     mapping = mapping_of(env, policies)
     actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
     rows = starts * group_size
@@ -63,7 +63,7 @@ def parts(played, first=0):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_environments_of_these_tests_keep_to_the_parallel_api(make):
+def test_environments_pass_pettingzoos_parallel_api_test(make):
     parallel_api_test(make(), num_cycles=50)
 
 
@@ -88,10 +88,10 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
         }
 
 
-def test_draws_are_named_by_agent_row_and_step():
+def test_action_noise_is_named_by_agent_row_and_step():
     one, other = draws([3, 2], streams=[(0,), (1,)]), draws([2], streams=[(1,)])
     rows, steps = np.array([3, 4, 3]), np.array([0, 70, 1])
-    assert np.array_equal(one("a", rows, steps), other("a", rows - 3, steps))  # whoever else draws
+    assert np.array_equal(one("a", rows, steps), other("a", rows - 3, steps))  # independent of other rows
     assert np.array_equal(one("a", rows[::-1], steps[::-1]), other("a", rows - 3, steps)[::-1])
     both = np.concatenate([one("a", rows, steps), one("b", rows, steps)])
     assert len(np.unique(both)) == 6
@@ -99,7 +99,7 @@ def test_draws_are_named_by_agent_row_and_step():
 
 
 @pytest.mark.parametrize("policies", ["shared", "independent"])
-def test_an_episode_is_what_pettingzoo_plays_from_its_seed(policies):
+def test_episodes_equal_pettingzoos_for_the_same_seed(policies):
     groups = PettingZooGroups(joint_probes.Lives, seed=4)
     played = play(groups, policies, starts=2, group_size=3, members=(0,))
     table = {
@@ -134,7 +134,7 @@ def test_an_episode_is_what_pettingzoo_plays_from_its_seed(policies):
         assert played.returns[row] == totals
 
 
-def test_births_ends_and_whose_rewards_an_action_answers_for():
+def test_rewards_belong_to_the_last_action_before_them():
     env = PettingZooGroups(joint_probes.Lives)
     parity = [env.reset_seed("train", start) % 2 for start in range(20)]
     odd, even = parity.index(1), parity.index(0)
@@ -145,7 +145,7 @@ def test_births_ends_and_whose_rewards_an_action_answers_for():
     own = played.episodes["shared"]
     rows = dict(zip(zip(own.rows.tolist(), own.agents, strict=True), range(len(own.agents)), strict=True))
     assert list(rows)[:3] == [(0, "late_0"), (0, "old_0"), (0, "short_0")]  # in the environment's own order
-    assert (1, "late_0") not in rows  # nobody of that start is ever born
+    assert (1, "late_0") not in rows  # late_0 is not born on even seeds
     present = {key: np.flatnonzero(own.present[number]).tolist() for key, number in rows.items()}
     assert present[0, "old_0"] == present[1, "old_0"] == [0, 1, 2, 3, 4]
     assert present[0, "short_0"] == [0, 1]
@@ -155,7 +155,7 @@ def test_births_ends_and_whose_rewards_an_action_answers_for():
     assert flags[0, "short_0"] == flags[0, "late_0"] == (True, False)
     assert own.own_rewards[rows[0, "short_0"]].tolist() == [1, 1, 0, 0, 0]
     assert own.team_rewards[rows[0, "old_0"]].tolist() == [2, 2, 2, 2, 2]
-    # What others earn after an agent's end counts for its last action; what they earned before its birth, for none.
+    # Rewards of others after an agent's end count for its last action; those before its birth count for none.
     assert own.team_rewards[rows[0, "short_0"]].tolist() == [2, 8, 0, 0, 0]
     assert own.team_rewards[rows[0, "late_0"]].tolist() == [0, 0, 2, 2, 2]
     assert own.team_rewards[rows[1, "short_0"]].tolist() == [2, 32, 0, 0, 0]
@@ -166,7 +166,7 @@ def test_births_ends_and_whose_rewards_an_action_answers_for():
 def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
     def born_by_choice(max_cycles=3):
         class Choice(joint_probes.Probe):
-            """green_0 is born where red_0 chooses 1 first."""
+            """green_0 is born if red_0 chooses 1 first."""
 
             def reset(self, seed=None, options=None):
                 seen, infos = super().reset(seed, options)
@@ -190,14 +190,14 @@ def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
     assert own.agents == ("red_0", "green_0") * 8
     assert own.group_ids.tolist() == [0, 1] * 8
     lived = own.present[1::2].any(1)
-    assert 0 < lived.sum() < 8  # or this test would show nothing
+    assert 0 < lived.sum() < 8  # both cases must occur
     assert (lived == (own.actions[::2, 0] == 1)).all()
     assert not own.present[1::2, 0].any()
     assert (own.own_rewards[1::2].sum(1) == 2 * lived).all()
 
 
 @pytest.mark.parametrize("name", ["generated", "other ids"])
-def test_agents_born_by_chance_live_once_and_without_gaps(name):
+def test_agents_born_at_random_live_once_and_without_gaps(name):
     env = PettingZooGroups(MAKERS[name])
     played = play(env, starts=2, group_size=2, members=(0,))
     own = played.episodes["shared"]
@@ -210,13 +210,13 @@ def test_agents_born_by_chance_live_once_and_without_gaps(name):
     assert (own.terminated | own.truncated)[own.present.any(1)].all()
     assert own.terminated.any()
     assert own.truncated.any()
-    assert set(env.agents) < set(own.agents)  # more than were known
-    # One agent is paid at each step: over all agents of an episode the rewards of the team are the steps.
+    assert set(env.agents) < set(own.agents)  # more agents than those of the first reset
+    # One agent is paid at each step, so the team rewards of an episode sum to its steps.
     assert env.scores(played).tolist() == played.lengths.tolist() == [30] * 4
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_action_masks_are_found_where_pettingzoo_has_them(beside):
+def test_action_masks_are_read_from_infos_and_observations(beside):
     env = PettingZooGroups(lambda: joint_probes.Masked(beside=beside))
     assert mapping_of(env).specs["shared"].observation_space.shape == (3,)
     own = play(env).episodes["shared"]
@@ -225,7 +225,7 @@ def test_action_masks_are_found_where_pettingzoo_has_them(beside):
     assert own.present.all()
 
 
-def test_who_is_not_to_move_is_not_asked():
+def test_agents_without_a_turn_are_not_asked_for_actions():
     pytest.importorskip("pygame")
     from pettingzoo.classic import tictactoe_v3
     from pettingzoo.utils.conversions import turn_based_aec_to_parallel
@@ -237,14 +237,14 @@ def test_who_is_not_to_move_is_not_asked():
     for row, length in enumerate(played.lengths.tolist()):
         assert first[row, :length].tolist() == [t % 2 == 0 for t in range(length)]
         assert second[row, :length].tolist() == [t % 2 == 1 for t in range(length)]
-    # A game is lost while the other side moves: that counts for the loser's own last move.
+    # A game lost during the opponent's move counts for the loser's last move.
     own_totals = own.own_rewards.sum(1).reshape(-1, 2)
     assert (np.abs(own_totals).sum(1) > 0).any()
     assert (own_totals.sum(1) == 0).all()
     assert (own.own_rewards[~own.present] == 0).all()
 
 
-def test_a_time_limit_truncates_whoever_is_alive():
+def test_a_time_limit_truncates_all_live_agents():
     env = PettingZooGroups(joint_probes.Lives, max_episode_steps=2)
     still = Rule(lambda seen: np.zeros(len(seen), np.int64))
     played = env.open("train", [0]).play({"shared": still}, mapping_of(env), [0], [0])
@@ -255,7 +255,7 @@ def test_a_time_limit_truncates_whoever_is_alive():
     assert played.lengths.tolist() == [2]
 
 
-def test_policies_are_shared_out_by_name():
+def test_policies_are_assigned_by_agent_name():
     env = PettingZooGroups(joint_probes.Favours)
     names = {policies: list(mapping_of(env, policies).specs) for policies in ("shared", "prefix", "independent")}
     assert names == {"shared": ["shared"], "prefix": ["red", "blue"], "independent": ["red_0", "red_1", "blue_0"]}
@@ -268,7 +268,7 @@ def test_agent_ids_are_appended_to_observations():
     env = PettingZooGroups(joint_probes.Favours)
     mapping = mapping_of(env, "prefix", agent_ids=True)
     assert mapping.specs["red"].observation_space.shape == (5,)
-    assert mapping.specs["blue"].observation_space.shape == (3,)  # one agent needs no number
+    assert mapping.specs["blue"].observation_space.shape == (3,)  # a single agent needs no id
     actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
     own = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
     assert own.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
@@ -295,7 +295,7 @@ def test_starts_are_disjoint_and_stay_when_splits_grow():
         small.open("holdout", [0])
 
 
-def test_groups_share_their_start_and_differ_in_their_draws():
+def test_groups_share_their_start_and_differ_in_action_noise():
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=3))
     own = play(env, members=(0,)).episodes["shared"]
     first = own.observations[:, 0].reshape(3, 4, 3, 3)
@@ -305,7 +305,7 @@ def test_groups_share_their_start_and_differ_in_their_draws():
     assert len(np.unique(greedy.actions.reshape(12, -1), axis=0)) <= 3
 
 
-def test_a_failure_leaves_nothing_behind():
+def test_a_failure_in_act_leaves_no_state_behind():
     env = PettingZooGroups(joint_probes.Lives)
     expected = parts(play(env))
 
@@ -323,7 +323,7 @@ def test_a_failure_leaves_nothing_behind():
 
 
 class Faulty(joint_probes.Favours):
-    """Goes wrong at its second step in the way it is told."""
+    """Raises or returns something invalid at its second step."""
 
     def __init__(self, fault="", **options):
         super().__init__(steps=3, **options)
@@ -362,7 +362,7 @@ def test_faults_of_an_environment_are_named(fault, message):
 
 
 class Misshapen(joint_probes.Favours):
-    """Returns what a function makes of what it should, from reset or step."""
+    """Applies a function to the results of reset or step."""
 
     def __init__(self, made=None, of="", **options):
         super().__init__(steps=3, **options)
@@ -393,12 +393,12 @@ class Misshapen(joint_probes.Favours):
         ("step", lambda given: (given[0], {}, *given[2:]), r"reward.* agents that acted: \['red_0', "),
     ],
 )
-def test_tables_of_another_form_are_named(of, made, message):
+def test_malformed_results_of_reset_and_step_are_refused(of, made, message):
     with pytest.raises(ValueError, match=message):
         play(PettingZooGroups(Misshapen, env_kwargs={"of": of, "made": made}))
 
 
-def test_a_parallel_environment_takes_its_seed():
+def test_environments_of_the_aec_and_parallel_api_get_their_seed():
     class Seedless(joint_probes.Favours):
         def reset(self, options=None):
             return super().reset(seed=1, options=options)
@@ -414,20 +414,20 @@ def test_a_parallel_environment_takes_its_seed():
 
 
 @pytest.mark.parametrize("steps", [50, 51])
-def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
+def test_limits_beyond_the_default_are_played_to_their_end(monkeypatch, steps):
     monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9), max_episode_steps=steps)
     played = play(env, starts=1, group_size=1, members=(0,))
     assert {part.present.sum(1).tolist()[0] for part in played.episodes.values()} == {steps}
 
 
-def test_one_environment_handed_out_again_and_again_is_refused():
+def test_a_factory_that_returns_one_environment_repeatedly_is_refused():
     one = joint_probes.Favours()
     with pytest.raises(ValueError, match="env must create a new environment"):
         play(PettingZooGroups(lambda: one))
 
 
-def test_arrays_of_one_number_are_rewards():
+def test_arrays_of_one_number_are_accepted_as_rewards():
     class Arrays(joint_probes.Favours):
         def step(self, actions):
             seen, rewards, *rest = super().step(actions)
@@ -446,9 +446,9 @@ def test_arrays_of_one_number_are_rewards():
 
 
 @pytest.mark.parametrize("form", [np.array, list, tuple])
-def test_whoever_has_no_legal_action_is_not_asked_whatever_the_mask_is_written_as(form):
+def test_agents_without_a_legal_action_are_not_asked_for_actions(form):
     class Turns(joint_probes.Favours):
-        """Only the first agent may ever move."""
+        """Only the first agent has legal actions."""
 
         def _masked(self, infos):
             sizes = {agent: int(self.action_space(agent).n) for agent in infos}
@@ -471,7 +471,7 @@ def test_whoever_has_no_legal_action_is_not_asked_whatever_the_mask_is_written_a
     assert asked == {first}
 
 
-def test_arguments_are_checked():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="num_envs must"):
         PettingZooGroups(joint_probes.Favours, num_envs=None)
     with pytest.raises(ValueError, match=r"env must .* got CartPoleEnv"):
@@ -509,7 +509,7 @@ def test_invalid_policy_mappings_raise():
     assert map_policies(bounded, choices).specs["shared"].agents == (
         "a_0",
         "a_1",
-    )  # what bounds an observation matters not
+    )  # bounds of observations are ignored
     with pytest.raises(ValueError, match=r"a_0 has .* Discrete\(2\), a_1 has .*Discrete\(3\)"):
         map_policies(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):
@@ -534,7 +534,7 @@ def test_invalid_policy_mappings_raise():
     ],
 )
 @pytest.mark.parametrize("acting", [False, True])
-def test_agents_with_different_spaces_need_finer_policies(sizes, policies, fits, acting):
+def test_agents_with_different_spaces_cannot_share_a_policy(sizes, policies, fits, acting):
     vectors = {agent: gymnasium.spaces.Box(0, 1, (1 if acting else size,)) for agent, size in sizes.items()}
     choices = {agent: gymnasium.spaces.Discrete(size if acting else 2) for agent, size in sizes.items()}
     with pytest.raises(ValueError, match=f"policies='{fits}'"):
@@ -542,7 +542,7 @@ def test_agents_with_different_spaces_need_finer_policies(sizes, policies, fits,
     assert len(map_policies(vectors, choices, fits).specs) > 1
 
 
-def test_scores_are_what_the_caller_says():
+def test_a_score_function_defines_the_fitness():
     env = PettingZooGroups(joint_probes.Contest, score=lambda returns: returns["red_0"])
     played = play(env)
     assert env.scores(played).tolist() == [returns["red_0"] for returns in played.returns]
@@ -551,7 +551,7 @@ def test_scores_are_what_the_caller_says():
         PettingZooGroups(joint_probes.Contest, score=lambda returns: np.nan).scores(played)
 
 
-def test_simple_spread_is_played_as_published():
+def test_simple_spread_equals_the_published_environment():
     make = pytest.importorskip("mpe2.simple_spread_v3").parallel_env
     kwargs = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False}
     parallel_api_test(make(**kwargs), num_cycles=30)

@@ -77,7 +77,7 @@ def test_prints_do_not_break_a_live_display(tokenizer):
     assert shown.count("out \\x1b[2J") == 1
     assert "\x1b[2J" not in shown
     assert "\x1b]0" not in shown
-    assert shown.rindex("BAR") > shown.index("out \\x1b")  # the display stands below what was printed
+    assert shown.rindex("BAR") > shown.index("out \\x1b")  # printed text stays above the display
 
 
 def test_prints_of_reply_are_escaped(capsys):

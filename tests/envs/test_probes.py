@@ -1,4 +1,4 @@
-"""The probe environments: valid Gymnasium environments with the best and chance returns they claim."""
+"""The probe environments are valid and have the best and chance returns they claim."""
 
 import warnings
 
@@ -44,19 +44,19 @@ def mean_return(env, choose, episodes):
 @pytest.mark.parametrize(
     "probe", [*(probe for probe in probes.PROBES if probe is not probes.Masked), probes.Slow, probes.Endless]
 )
-def test_gymnasiums_own_checker_accepts(probe, wrap):
+def test_probes_pass_gymnasiums_checker(probe, wrap):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice on unbounded or unsymmetrical boxes
+        warnings.simplefilter("ignore")  # advice on unbounded or asymmetric boxes
         check_env(wrap(probe()), skip_render_check=True)
 
 
-def test_gymnasiums_passive_checker_accepts_legal_play_of_the_masked_probe():
+def test_the_masked_probe_passes_gymnasiums_passive_checker():
     # `check_env` would play illegal actions.
     assert mean_return(PassiveEnvChecker(probes.Masked()), BEST[probes.Masked], 50) == 3
 
 
 @pytest.mark.parametrize("probe", BEST)
-def test_the_best_policy_earns_what_is_claimed(probe):
+def test_the_best_policy_earns_the_claimed_return(probe):
     env = probe()
     choose = BEST[probe]
     if isinstance(env.action_space, spaces.Box):
@@ -66,16 +66,16 @@ def test_the_best_policy_earns_what_is_claimed(probe):
 
 
 @pytest.mark.parametrize("probe", CHANCE)
-def test_chance_earns_what_is_claimed(probe):
+def test_the_random_policy_earns_the_claimed_return(probe):
     env = probe()
     env.action_space.seed(0)
-    # 3000 episodes of returns within [-1, 1]: five standard errors are below 0.05 for all of them.
+    # 3000 episodes with returns in [-1, 1]: five standard errors are below 0.05 for all of them.
     assert mean_return(env, lambda seen: env.action_space.sample(), 3000) == pytest.approx(probe.chance, abs=0.05)
 
 
-def test_the_masked_probe_shows_its_mask_and_refuses_other_actions():
+def test_the_masked_probe_returns_its_mask_and_refuses_illegal_actions():
     env = probes.Masked()
-    seen, given = env.reset(seed=1)
-    assert np.array_equal(seen, given["action_mask"])
+    seen, infos = env.reset(seed=1)
+    assert np.array_equal(seen, infos["action_mask"])
     with pytest.raises(ValueError, match="illegal"):
-        env.step(int(np.flatnonzero(given["action_mask"] == 0)[0]))
+        env.step(int(np.flatnonzero(infos["action_mask"] == 0)[0]))

@@ -1,4 +1,4 @@
-"""What is found out about an environment before it is used: whether its episodes are functions of seed and actions."""
+"""Determinism check: whether episodes of an environment are functions of seed and actions."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ def lake(**options):
 
 
 class Remembers(probes.NoisyWalk):
-    """One of its parts differs from the second episode on, and only that."""
+    """One of its parts differs from the second episode on."""
 
     def __init__(self, part):
         super().__init__()
@@ -67,7 +67,7 @@ def test_state_carried_over_is_detected_and_environments_are_recreated(what, vec
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
     with env:
-        assert len(set(still(env, 3).rewards)) == 1  # members meet the same
+        assert len(set(still(env, 3).rewards)) == 1  # members meet the same episodes
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_state_carried_over_is_detected_and_environments_are_recreated(what, vec
         ("mask", r"action mask\[1\] right after reset was 1 and then 0"),
     ],
 )
-def test_the_warning_says_what_differs_when_and_by_how_much(part, said):
+def test_the_warning_names_the_difference_the_step_and_its_size(part, said):
     with pytest.warns(UserWarning, match=said):
         GymnasiumGroups(Remembers, env_kwargs={"part": part})
 
@@ -97,7 +97,7 @@ def test_explicit_recreate_env_is_kept():
 
 @pytest.mark.parametrize("source", ["numpy", "python"])
 @pytest.mark.parametrize("recreate_env", [None, True, False])
-def test_global_generators_are_found_out_and_left_as_they_were(source, recreate_env):
+def test_use_of_global_generators_is_detected_and_their_state_restored(source, recreate_env):
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in range(2):
         with pytest.warns(UserWarning, match="reward after 1 step was .*self.np_random"):
@@ -106,7 +106,7 @@ def test_global_generators_are_found_out_and_left_as_they_were(source, recreate_
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
 
 
-def test_environments_that_disturb_each_other_are_told_apart_from_those_that_carry_over():
+def test_interference_between_environments_differs_from_carried_state():
     with pytest.warns(UserWarning, match='vectorization="processes"'):
         assert not GymnasiumGroups(probes.SeededGlobals).recreate_env
     with warnings.catch_warnings():
@@ -115,11 +115,8 @@ def test_environments_that_disturb_each_other_are_told_apart_from_those_that_car
         GymnasiumGroups(probes.SeededGlobals, num_envs=1)
 
 
-# ---- noise
-
-
 class Lottery(probes.DelayedCredit):
-    """Pays at its end what is drawn only then."""
+    """Pays a reward at its end that is drawn only then."""
 
     def step(self, action):
         seen, reward, over, cut, given = super().step(action)
@@ -145,7 +142,7 @@ class Lottery(probes.DelayedCredit):
         ("CartPole-v1", False),
     ],
 )
-def test_groups_get_their_own_noise_where_there_is_any(make, random_after_reset):
+def test_reseed_noise_is_detected(make, random_after_reset):
     env = GymnasiumGroups(make)
     assert env.reseed_noise is random_after_reset
     assert env.fingerprint()["reseed_noise"] == str(random_after_reset)
@@ -154,14 +151,14 @@ def test_groups_get_their_own_noise_where_there_is_any(make, random_after_reset)
     assert GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise is not random_after_reset
 
 
-def test_noise_is_seen_behind_what_is_carried_over():
+def test_noise_is_detected_beside_carried_state():
     with pytest.warns(UserWarning, match="recreate_env=True"):
         env = GymnasiumGroups(lambda: NormalizeReward(probes.NoisyWalk()))
     assert env.recreate_env
     assert env.reseed_noise
 
 
-def test_what_was_chosen_is_what_is_played():
+def test_explicit_options_are_kept():
     own = still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=None), 1)
     assert np.array_equal(own.observations, still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=True), 1).observations)
     groups = GymnasiumGroups(probes.NoisyWalk)
@@ -169,17 +166,14 @@ def test_what_was_chosen_is_what_is_played():
     assert played.rewards[0] != played.rewards[1]
 
 
-def test_the_answer_is_the_same_for_every_seed():
+def test_the_result_is_the_same_for_every_seed():
     assert len({GymnasiumGroups(lake, seed=seed).reseed_noise for seed in range(4)}) == 1
-
-
-# ---- cost
 
 
 @pytest.mark.parametrize(
     ("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212 + 64)]
 )
-def test_few_steps_are_tried_whatever_a_clock_says(make, most, monkeypatch):
+def test_the_check_plays_few_steps_independent_of_time(make, most, monkeypatch):
     steps, tried = [], []
     monkeypatch.setattr(make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action))
     for pace in (0.0, 1000.0):
@@ -194,9 +188,6 @@ def test_few_steps_are_tried_whatever_a_clock_says(make, most, monkeypatch):
     assert tried[0] == tried[1]
 
 
-# ---- actions
-
-
 @pytest.mark.parametrize(
     "space",
     [
@@ -209,7 +200,7 @@ def test_few_steps_are_tried_whatever_a_clock_says(make, most, monkeypatch):
         spaces.Box(-3.4e38, 3.4e38, (2,), np.float32),
     ],
 )
-def test_drawn_actions_are_the_spaces_own(space):
+def test_sampled_actions_equal_those_of_the_space(space):
     rng, drawn = np.random.default_rng(0), []
     for _ in range(40):
         action = random_action(space, None, rng)
@@ -219,7 +210,7 @@ def test_drawn_actions_are_the_spaces_own(space):
     assert len(set(drawn)) > 2
 
 
-def test_drawn_actions_are_legal():
+def test_sampled_actions_are_legal():
     rng = np.random.default_rng(0)
     pair = spaces.MultiDiscrete([3, 2])
     mask = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])
@@ -228,7 +219,7 @@ def test_drawn_actions_are_legal():
     assert {int(random_action(spaces.Discrete(4), mask, rng)[0]) for _ in range(40)} == {1, 2}
 
 
-def test_a_slow_environment_says_what_is_waited_for(monkeypatch):
+def test_a_slow_check_shows_a_message(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GymnasiumGroups(probes.ConstantReward)

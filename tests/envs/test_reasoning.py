@@ -90,5 +90,5 @@ def test_a_folder_of_this_name_is_not_the_package(tmp_path):
     code = f"{behind}; from evogrpo.cli import main; sys.exit(main(['tasks']))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    if not is_installed():  # else the package itself is found first
+    if not is_installed():  # else the installed package is found first
         assert not (tmp_path / "ran").exists()

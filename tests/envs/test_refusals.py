@@ -1,4 +1,4 @@
-"""What is given as an environment and is none: refused with what to give instead, before anything is played."""
+"""Invalid environments are refused with a suggestion before anything is played."""
 
 import gymnasium
 import numpy as np
@@ -31,12 +31,12 @@ VECTORS = {
 
 @pytest.mark.parametrize("given", ["made", "callable"])
 @pytest.mark.parametrize("kind", VECTORS)
-def test_vectors_of_environments_are_refused_with_the_id_of_one(kind, given):
+def test_vector_environments_are_refused_with_the_id_of_a_single_one(kind, given):
     with pytest.raises(ValueError, match=REMEDY):
         GymnasiumGroups(VECTORS[kind]() if given == "made" else VECTORS[kind])
 
 
-def test_an_environment_that_steps_several_episodes_is_refused():
+def test_environments_that_step_several_episodes_are_refused():
     class Batched(probes.ConstantReward):
         num_envs = 8
 
@@ -55,13 +55,13 @@ def test_an_environment_that_steps_several_episodes_is_refused():
         (lambda: None, "got NoneType"),
     ],
 )
-def test_environments_instead_of_callables_raise(given, said):
+def test_environment_instances_instead_of_callables_are_refused(given, said):
     with pytest.raises(ValueError, match=f"env must .*{said}"):
         GymnasiumGroups(given())
 
 
 class OldGym:
-    """An environment of the old Gym, which knows nothing of gymnasium.Env."""
+    """An environment of the old Gym, which does not derive from gymnasium.Env."""
 
     action_space, observation_space = spaces.Discrete(2), spaces.Discrete(2)
 
@@ -72,7 +72,7 @@ class OldGym:
         return 0, 0.0, True, {}
 
 
-def test_what_a_callable_returns_is_refused_with_what_it_is():
+def test_invalid_results_of_a_factory_are_refused():
     with pytest.raises(ValueError, match=r"got OldGym.*GymV21Environment-v0"):
         GymnasiumGroups(OldGym)
     with pytest.raises(ValueError, match=r"got Lives.*PettingZooGroups"):
@@ -86,7 +86,7 @@ def test_what_a_callable_returns_is_refused_with_what_it_is():
 
 
 class Form(probes.ConstantReward):
-    """Returns from reset and step what it is told to, and takes a seed if it is told to."""
+    """Returns the configured values from reset and step, and takes a seed if configured to."""
 
     def __init__(self, reset=None, step=None, seeded=True):
         super().__init__()
@@ -139,7 +139,7 @@ PARTS = {
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
-def test_returns_of_another_form_are_named_whatever_wraps_them(kind, wrapped, monkeypatch):
+def test_malformed_results_of_reset_and_step_are_refused(kind, wrapped, monkeypatch):
     options, said = FORMS[kind]
     with pytest.raises(ValueError, match=f"must .*{said}"):
         GymnasiumGroups(lambda: TimeLimit(Form(**options), 5) if wrapped else Form(**options))
@@ -150,13 +150,13 @@ def test_returns_of_another_form_are_named_whatever_wraps_them(kind, wrapped, mo
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_what_is_shown_and_given_is_checked_before_anything_is_played(kind):
+def test_observations_and_rewards_are_checked_before_training(kind):
     options, said = PARTS[kind]
     with pytest.raises(ValueError, match=said):
         GymnasiumGroups(Form, env_kwargs=options)
 
 
-def test_an_observation_without_a_part_of_its_space_is_refused():
+def test_observations_that_lack_a_part_of_their_space_are_refused():
     class Partial(probes.ConstantReward):
         def __init__(self):
             super().__init__()
@@ -170,7 +170,7 @@ def test_an_observation_without_a_part_of_its_space_is_refused():
         GymnasiumGroups(Partial)
 
 
-def test_numbers_beyond_what_members_compute_in_are_refused():
+def test_numbers_beyond_float32_are_refused():
     class Wide(probes.ConstantReward):
         def __init__(self):
             super().__init__()
@@ -184,7 +184,7 @@ def test_numbers_beyond_what_members_compute_in_are_refused():
         GymnasiumGroups(Wide)
 
 
-def test_an_error_of_the_environments_own_stays_what_it_is():
+def test_errors_of_an_environment_are_raised_unchanged():
     class Broken(probes.ConstantReward):
         def step(self, action):
             raise KeyError("a part of mine")

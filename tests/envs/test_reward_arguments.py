@@ -145,9 +145,6 @@ def test_invalid_metrics_are_refused(plain_tokenizer, name, value):
         env.preflight()
 
 
-# ---- preflight
-
-
 def preflight(tokenizer, function, **options):
     return HuggingFaceGym(QA, None, tokenizer, reward_fn=function, **options).preflight()
 

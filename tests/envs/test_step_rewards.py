@@ -29,9 +29,6 @@ def returning(*values):
     return steps
 
 
-# ---- StepRewards
-
-
 def test_all_list_types_are_accepted():
     for make in (list, tuple, np.array, torch.tensor):
         rewards = StepRewards(make([1.0, -0.25]), make([3, 0]))
@@ -59,9 +56,6 @@ def test_all_list_types_are_accepted():
 def test_invalid_step_rewards_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         StepRewards(*arguments)
-
-
-# ---- token positions
 
 
 def test_positions_count_from_the_start_of_the_completion(plain_tokenizer):
@@ -125,9 +119,6 @@ def test_special_tokens_have_no_characters(plain_tokenizer):
         return plain_tokenizer.decode(ids, skip_special_tokens=True)
 
     assert token_positions(StepRewards([1.0], [1], "character"), ids, "ab", decode) == [1]
-
-
-# ---- several functions
 
 
 def test_weights_apply_to_steps_and_scalars_go_to_the_last_token(plain_tokenizer):

@@ -9,7 +9,7 @@ from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs import verifier_functions as functions
-from tests.envs.test_verifiers import gone
+from tests.envs.test_verifiers import has_ended
 
 STARTS = [0, 0, 0, 1, 1, 2, 2]
 TEXTS = ["a", "bb", "ccc", "d", "ee", "fff", "g"]
@@ -165,7 +165,7 @@ def test_cancel_clears_the_queue_and_kills_busy_workers(open_batch):
     while worker.job is None:
         batch.poll()  # until it has loaded the functions
     batch.cancel()
-    assert gone(worker._process.pid)
+    assert has_ended(worker._process.pid)
     other = single_turn_conversations(STARTS, [each.completions[0][:1] for each in transcripts])
     assert batch.score(other).rewards.tolist() == [1.0] * 7
     assert ("d", "ee") not in calls_of(place)

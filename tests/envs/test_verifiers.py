@@ -30,24 +30,26 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and process gro
 class Verified:
     """Reward functions with their own pool."""
 
-    def __init__(self, *given, form="trl", timeout=None, workers=2):
-        self.rewards = make_rewards(None, list(given), None) if form == "trl" else make_rewards(*given, None, None)
+    def __init__(self, *functions, form="trl", timeout=None, workers=2):
+        self.rewards = (
+            make_rewards(None, list(functions), None) if form == "trl" else make_rewards(*functions, None, None)
+        )
         self.runner = make_reward_runner(self.rewards, timeout, workers)
         assert isinstance(self.runner, VerifierPool)
         self.runner.check()
 
     def __call__(self, *texts, on_error="raise", columns=None):
         rows = [{"prompt": "p", "question": "q", "answer": "a", **(columns or {})}] * len(texts)
-        given = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
-        return compute_rewards(self.rewards, given, on_error, self.runner)
+        inputs = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
+        return compute_rewards(self.rewards, inputs, on_error, self.runner)
 
 
 @pytest.fixture
 def verified():
     made = []
 
-    def make(*given, **options):
-        made.append(Verified(*given, **options))
+    def make(*functions, **options):
+        made.append(Verified(*functions, **options))
         return made[-1]
 
     yield make
@@ -55,8 +57,8 @@ def verified():
         each.runner.close()
 
 
-def gone(pid, within=5.0):
-    """Return True if a process ends in time; zombies count as ended."""
+def has_ended(pid, within=5.0):
+    """Return True if a process ends within these seconds; zombies count as ended."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         try:
@@ -69,21 +71,18 @@ def gone(pid, within=5.0):
     return False
 
 
-# ---- results equal those in process
-
-
 def test_results_equal_those_in_process(verified):
     texts = [str(number) for number in range(len(functions.KINDS))]
-    earned = verified(functions.kinds)(*texts)
+    scores = verified(functions.kinds)(*texts)
     rows = [{"prompt": "p"}] * len(texts)
-    here = compute_rewards(
+    expected = compute_rewards(
         make_rewards(None, [functions.kinds], None),
         RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * 8),
         "raise",
     )
-    np.testing.assert_array_equal(earned.rewards, here.rewards)
-    assert earned.steps == here.steps
-    assert earned.steps["kinds"][6] == functions.KINDS[6]
+    np.testing.assert_array_equal(scores.rewards, expected.rewards)
+    assert scores.steps == expected.steps
+    assert scores.steps["kinds"][6] == functions.KINDS[6]
     assert verified(functions.arrays, workers=1)("a", "b", "c").rewards.tolist() == [0.0, 1.0, 2.0]
 
 
@@ -109,16 +108,16 @@ def test_completions_are_split_and_returned_in_order(verified):
     texts = ["x" * number for number in range(11)]
     both = verified(functions.batched, functions.sizes, workers=3)
     for _ in range(2):
-        earned = both(*texts)
-        assert earned.components["batched"].tolist() == list(range(11))
-        assert set(earned.components["sizes"]) == {4.0, 3.0}
+        scores = both(*texts)
+        assert scores.components["batched"].tolist() == list(range(11))
+        assert set(scores.components["sizes"]) == {4.0, 3.0}
     assert verified(functions.single, form="agilerl")(*texts).rewards.tolist() == list(range(11))
 
 
 def test_workers_run_in_parallel(verified):
-    earned = verified(functions.processes, workers=4)("a", "b", "c", "d")  # calls are slower than starts
-    assert len(set(earned.rewards)) > 1
-    assert os.getpid() not in earned.rewards
+    scores = verified(functions.processes)("a", "b")  # a call takes longer than the start of a worker
+    assert len(set(scores.rewards)) == 2
+    assert os.getpid() not in scores.rewards
 
 
 def test_workers_do_not_import_torch(verified):
@@ -138,11 +137,9 @@ def test_printed_text_is_not_a_reply(verified, capfd):
     assert errors.count("more") == 2
 
 
-# ---- time limits
-
-
-@pytest.mark.parametrize("text", ["hang", "spin"])
-@pytest.mark.parametrize(("function", "form"), [(functions.batched, "trl"), (functions.single, "agilerl")])
+@pytest.mark.parametrize(
+    ("function", "form", "text"), [(functions.batched, "trl", "hang"), (functions.single, "agilerl", "spin")]
+)
 def test_hanging_calls_are_killed(verified, function, form, text):
     began = time.monotonic()
     slow = verified(function, form=form, timeout=0.5)
@@ -155,20 +152,20 @@ def test_hanging_calls_are_killed(verified, function, form, text):
 def test_hanging_calls_can_be_excluded(verified):
     slow = verified(functions.batched, timeout=0.5)
     with pytest.warns(UserWarning, match=r"2 of 5 completions excluded; the first: .*took longer than 0.5 s"):
-        earned = slow("a", "hang", "bb", "hang", "ccc", on_error="exclude")
-    np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2, np.nan, 3])
+        scores = slow("a", "hang", "bb", "hang", "ccc", on_error="exclude")
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2, np.nan, 3])
 
 
 def test_child_processes_are_killed_too(verified, tmp_path):
     place = tmp_path / "pids"
     with pytest.raises(RewardError, match="took longer than 1 s"):
         verified(functions.batched, timeout=1.0)(f"child {place}")
-    assert all(gone(int(pid)) for pid in place.read_text().split())
+    assert all(has_ended(int(pid)) for pid in place.read_text().split())
 
 
 def test_messages_show_completions_escaped(verified):
     with pytest.raises(RewardError) as caught:
-        verified(functions.batched, timeout=0.5)("\x1b[31m\u202ex" * 100, "raise")
+        verified(functions.batched, workers=1)("\x1b[31m\u202ex" * 100, "raise")
     message = str(caught.value)
     assert message.isprintable()
     assert re.search(r"raised RuntimeError: 'no \\x1b\[31m' \(.*verifier_functions.py, line \d+\) .* 'raise'", message)
@@ -191,20 +188,17 @@ def test_calls_slow_only_with_several_completions_are_raised(verified, tmp_path)
         verified(load_named(f"{path}:slow", "reward function"), timeout=0.3, workers=1)("a", "b")
 
 
-# ---- workers that die
-
-
 @pytest.mark.parametrize(
     ("text", "ending"),
-    [("exit", "exit code 3"), ("segfault", "SIGSEGV"), ("killed", "SIGKILL, perhaps out of memory")],
+    [("exit", "exit code 3"), ("killed", "SIGKILL, perhaps out of memory")],
 )
 def test_dead_workers_are_reported_and_replaced(verified, text, ending):
     frail = verified(functions.batched)
     with pytest.raises(RewardError, match=rf"'batched' ended its worker process \({ending}\) .* completion '{text}'"):
         frail("a", text)
     with pytest.warns(UserWarning, match="1 of 3 completions excluded"):
-        earned = frail("a", text, "bb", on_error="exclude")
-    np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2])
+        scores = frail("a", text, "bb", on_error="exclude")
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
     assert frail("a", "bb").rewards.tolist() == [1.0, 2.0]
 
 
@@ -225,27 +219,22 @@ def test_workers_that_close_their_pipe_are_killed(verified):
         verified(functions.batched)("close")
 
 
-# ---- async functions
-
-
 def test_async_functions_run_concurrently_in_a_worker(verified):
     began = time.monotonic()
     assert verified(functions.patient)("a", "bb").rewards.tolist() == [1.0, 2.0]
     single = verified(functions.patient_single, form="agilerl")
-    assert single(*["abc"] * 40).rewards.tolist() == [3.0] * 40
+    assert single(*["abc"] * 120).rewards.tolist() == [3.0] * 120
     assert time.monotonic() - began < 6  # 12 s sequentially
 
 
-@pytest.mark.parametrize("text", ["wait", "hang"])
-@pytest.mark.parametrize(("function", "form"), [(functions.patient, "trl"), (functions.patient_single, "agilerl")])
+@pytest.mark.parametrize(
+    ("function", "form", "text"), [(functions.patient, "trl", "hang"), (functions.patient_single, "agilerl", "wait")]
+)
 def test_hanging_async_functions_are_excluded(verified, function, form, text):
     slow = verified(function, form=form, timeout=0.6)
     with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than 0.6 s"):
-        earned = slow("a", text, "bb", on_error="exclude")
-    np.testing.assert_array_equal(earned.rewards, [1, np.nan, 2])
-
-
-# ---- functions and arguments that can be pickled
+        scores = slow("a", text, "bb", on_error="exclude")
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
 
 def test_functions_that_cannot_be_pickled_are_refused():
@@ -265,10 +254,10 @@ def test_functions_in_files_are_loaded(verified, tmp_path):
         "        return [VALUE] * len(completions)\njudge = Judge()\ndef other(completions, **_):\n"
         "    return [VALUE + 1] * len(completions)\n"
     )
-    earned = verified(load_named(f"{path}:judge", "reward function"), load_named(f"{path}:other", "reward function"))(
+    scores = verified(load_named(f"{path}:judge", "reward function"), load_named(f"{path}:other", "reward function"))(
         "x"
     )
-    assert earned.rewards.tolist() == [15.0]
+    assert scores.rewards.tolist() == [15.0]
 
 
 def test_import_errors_in_workers_are_reported(tmp_path):
@@ -319,9 +308,6 @@ def test_a_timeout_uses_workers_for_synchronous_functions():
         runner.close()
 
 
-# ---- environments
-
-
 def test_environments_score_in_workers(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
     with pytest.raises(ValueError, match="'<lambda>' cannot be sent"):
@@ -335,7 +321,7 @@ def test_environments_score_in_workers(tokenizer, encode):
     workers = [each._process.pid for each in env._runner._workers]
     assert workers
     env.close()
-    assert all(gone(pid) for pid in workers)
+    assert all(has_ended(pid) for pid in workers)
 
 
 def test_workers_end_with_the_environment(tokenizer):
@@ -344,10 +330,8 @@ def test_workers_end_with_the_environment(tokenizer):
     (worker,) = env._runner._workers
     del env
     gc.collect()
-    assert gone(worker._process.pid)
+    assert has_ended(worker._process.pid)
 
-
-# ---- programs
 
 PROGRAM = """
 import os, signal, sys, time, warnings
@@ -366,8 +350,8 @@ def main(text, timeout):
     rewards = make_rewards(None, [reward], None)
     runner = make_reward_runner(rewards, timeout, 1)
     runner.check()
-    given = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
-    print(compute_rewards(rewards, given, "raise", runner).rewards.tolist(), flush=True)
+    inputs = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
+    print(compute_rewards(rewards, inputs, "raise", runner).rewards.tolist(), flush=True)
 """
 
 
@@ -381,12 +365,6 @@ def program(tmp_path, ending):
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-
-
-def test_scripts_may_define_reward_functions(tmp_path):
-    output, errors = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0)').communicate(timeout=120)
-    assert output == "[3.0]\n", errors
-    assert errors == ""
 
 
 def test_scripts_without_main_guard_are_refused(tmp_path):
@@ -404,13 +382,14 @@ def hanging(process):
     return int(line.split()[1])
 
 
-def test_ctrl_c_ends_a_program_with_a_hanging_reward(tmp_path):
-    process = program(tmp_path, 'if __name__ == "__main__": main("hang", None)')
+def test_ctrl_c_ends_a_script_with_a_hanging_reward(tmp_path):
+    process = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0); main("hang", None)')
+    assert process.stdout.readline() == "[3.0]\n"
     worker = hanging(process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
     assert errors.strip().endswith("KeyboardInterrupt")
-    assert gone(worker)
+    assert has_ended(worker)
 
 
 def test_workers_end_with_a_killed_program(tmp_path):
@@ -418,4 +397,4 @@ def test_workers_end_with_a_killed_program(tmp_path):
     worker = hanging(process)
     process.kill()
     process.communicate(timeout=15)
-    assert gone(worker)
+    assert has_ended(worker)

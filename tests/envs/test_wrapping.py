@@ -1,4 +1,4 @@
-"""Wrappers: put on in order wherever an environment runs, part of what it is, and refused before anything is made."""
+"""Wrappers are applied in order on every backend and are part of the fingerprint."""
 
 import functools
 
@@ -32,7 +32,7 @@ class Plus(gymnasium.RewardWrapper):
 
 
 class Needs(Times):
-    """Has to be told its factor."""
+    """Requires a factor."""
 
     def __init__(self, env, factor, also):
         super().__init__(env, factor)
@@ -55,11 +55,11 @@ def returns(**options):
         ([lambda env: Plus(Plus(env))], 3.0),
     ],
 )
-def test_wrappers_are_put_on_in_order_wherever_it_runs(wrappers, earned, vectorization):
+def test_wrappers_are_applied_in_order_on_every_backend(wrappers, earned, vectorization):
     assert returns(wrappers=wrappers, vectorization=vectorization, num_envs=2) == [earned] * 3
 
 
-def test_spaces_are_those_of_the_outermost_and_nothing_native_runs():
+def test_spaces_are_those_of_the_outermost_wrapper():
     env = GymnasiumGroups("CartPole-v1", wrappers=[TimeAwareObservation])
     assert env.observation_space.shape == (5,)
     assert not env.native
@@ -70,7 +70,7 @@ def test_spaces_are_those_of_the_outermost_and_nothing_native_runs():
         GymnasiumGroups("CartPole-v1", wrappers=[Times], vectorization="native")
 
 
-def test_wrappers_are_part_of_what_an_environment_is():
+def test_wrappers_are_part_of_the_fingerprint():
     def identity(*wrappers):
         return GymnasiumGroups(probes.ConstantReward, wrappers=wrappers).fingerprint()
 
@@ -86,7 +86,7 @@ def test_wrappers_are_part_of_what_an_environment_is():
     kinds = [(), (Times,), (Plus,), (Times, Plus), (Plus, Times), (functools.partial(Times, factor=3.0),)]
     kinds += [(functools.partial(Times, factor=4.0),), (Times3,), (Other,)]
     told = [identity(*wrappers) for wrappers in kinds]
-    assert "wrappers" not in told[0]  # as in runs of versions that knew none
+    assert "wrappers" not in told[0]  # absent without wrappers
     assert len({each.get("wrappers") for each in told}) == len(kinds)
     assert all({**each, "wrappers": ""} == {**told[0], "wrappers": ""} for each in told)
     assert identity(Times, Plus) == told[3]
@@ -112,7 +112,7 @@ def test_invalid_wrappers_raise(wrappers, said):
         GymnasiumGroups(probes.ConstantReward, wrappers=wrappers)
 
 
-def test_a_space_that_no_policy_can_act_in_names_the_remedy():
+def test_unsupported_spaces_of_a_wrapped_environment_are_refused():
     class Told(probes.ConstantReward):
         def __init__(self):
             super().__init__()

@@ -138,7 +138,7 @@ def test_torch_settings_are_restored_after_rewards():
 BOX, LEFT_RIGHT = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
 
 
-def test_a_network_that_ends_in_softmax_is_warned_of():
+def test_a_network_that_ends_in_softmax_causes_a_warning():
     network = nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1))
     with pytest.warns(UserWarning, match="logits"):
         GRPO(BOX, LEFT_RIGHT, network)
@@ -159,13 +159,13 @@ def test_a_network_that_returns_a_tuple_is_refused():
 
 
 @pytest.mark.parametrize("wrap", [torch.jit.script, nn.DataParallel])
-def test_a_wrapped_network_is_refused_with_what_to_pass(wrap):
+def test_a_wrapped_network_is_refused(wrap):
     with pytest.raises(ValueError, match="plain module"):
         GRPO(BOX, LEFT_RIGHT, wrap(nn.Linear(4, 2)))
 
 
 @pytest.mark.parametrize("network", ["MlpPolicy", lambda x: x, [64, 64]])
-def test_what_is_no_network_is_answered_with_the_default_one(network):
+def test_arguments_that_are_no_network_are_refused(network):
     with pytest.raises(ValueError, match=r"actor_network.*NetworkConfig"):
         GRPO(BOX, LEFT_RIGHT, network)
 
@@ -178,51 +178,48 @@ def test_an_observation_with_info_is_refused(act):
 
 
 @pytest.mark.parametrize("observation", [None, "left", {"observation": [0.0] * 4}])
-def test_what_is_no_observation_is_named(observation):
+def test_invalid_observations_are_refused(observation):
     with pytest.raises(ValueError, match=re.escape(repr(observation))):
         step_agent().predict(observation)
 
 
 @pytest.mark.parametrize("prompts", [None, 3])
-def test_prompts_that_are_no_list_are_refused(prompts):
+def test_prompts_must_be_a_list(prompts):
     with pytest.raises(ValueError, match="prompts"):
         tiny_agent().generate(prompts)
 
 
 @pytest.mark.parametrize("ids", [["1"], [1.5], [None]])
-def test_token_ids_that_are_no_whole_numbers_are_refused(ids):
+def test_token_ids_must_be_integers(ids):
     with pytest.raises(ValueError, match="eos_token_ids must be an integer"):
         tiny_agent(eos_token_ids=ids)
 
 
-def test_a_run_directory_comes_first():
+def test_run_directory_is_checked_first():
     with pytest.raises(ValueError, match=r"resume\(run_dir, env\)"):
         resume(cart_pole(), "run")
 
 
-def test_several_agents_are_sent_to_their_class():
+def test_multi_agent_environments_are_refused():
     with pytest.raises(ValueError, match="MultiAgentGRPO"):
         GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT, "b": LEFT_RIGHT}))
 
 
-# ---- files and configurations
-
-
 @pytest.mark.parametrize("text", ['[{"prompt": "1"}, {"prompt": "2"}]', '\n[\n{"prompt": "1"},\n{"prompt": "2"}]'])
-def test_a_json_array_is_read_from_a_file_of_json_lines(text, tmp_path):
+def test_json_arrays_are_read_from_json_lines_files(text, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(text.lstrip("\n"))
     assert read_rows(path) == [{"prompt": "1"}, {"prompt": "2"}]
 
 
-def test_a_csv_file_without_a_header_is_told_of_its_first_line(tmp_path):
+def test_a_csv_file_without_a_header_is_refused(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("".join(f"{number}+1,{number + 1}\n" for number in range(40)))
     with pytest.raises(ValueError, match="first line"):
         HuggingFaceGym(read_rows(path), tokenizer=tiny_tokenizer(), reward_fn=variety)
 
 
-def test_a_configuration_in_utf_16_is_refused_by_its_encoding(tmp_path):
+def test_a_configuration_in_utf_16_is_refused(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text("seed: 1", encoding="utf-16")
     with pytest.raises(ValueError, match="UTF-8"):
@@ -245,12 +242,12 @@ def test_swapped_arguments_of_evolve_are_refused():
         evolve(tiny_env(), tiny_population(1), generations=1)
 
 
-def test_a_dataset_of_which_nothing_is_left_says_why():
+def test_a_dataset_without_usable_rows_is_refused():
     with pytest.raises(ValueError, match="too long"):
         tiny_env(max_prompt_length=1)
 
 
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
+def test_an_invalid_parquet_file_is_refused(tmp_path):
     (tmp_path / "rows.parquet").write_text("question,answer")
     with pytest.raises(ValueError, match=r"rows\.parquet"):
         read_rows(tmp_path / "rows.parquet")
@@ -266,6 +263,6 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
         ("agent", {"network": [64, 64]}, "hidden"),
     ],
 )
-def test_a_section_that_is_no_mapping_is_refused_with_its_keys(section, value, keys):
+def test_a_section_that_is_no_mapping_is_refused(section, value, keys):
     with pytest.raises(ValueError, match=f"{section}.* must be a mapping of .*{keys}"):
         parse_config({"task": {"env": "CartPole-v1"}, section: value})
