@@ -155,8 +155,8 @@ class Lives(ParallelEnv):
     """Agents are born and end at known steps and earn 1 + action at each of their steps, the last included.
 
     old_0 lives through all five steps and is then truncated. short_0 terminates at its second step, or at its third if
-    it chose 1 first. late_0 is born after the second step, on odd seeds only, and terminates at the fifth. At every step
-    at which only old_0 acts, old_0 is paid ten times.
+    it chose 1 first. late_0 is born after the second step, on odd seeds only, and terminates at the fifth. At
+    every step at which only old_0 acts, old_0 is paid ten times.
     """
 
     metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
