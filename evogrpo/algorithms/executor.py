@@ -18,6 +18,7 @@ from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import Batch, Experience, LearnReport
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.interruption import Stop
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
@@ -46,9 +47,12 @@ class Executor:
         samples_per_step: int,
         block: int,
         samples: Mapping[int, int] | None,
+        stop: Stop,
     ) -> RolloutBatch:
         """Sample and reward one learning step; see `rollout.collect.collect`."""
-        return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=samples)
+        return collect(
+            self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=samples, stop=stop
+        )
 
     def learn(
         self, algorithm: "type[Agent]", learners: Sequence[Learner], experience: Experience
@@ -118,6 +122,7 @@ class DistributedExecutor(Executor):
         samples_per_step: int,
         block: int,
         samples: Mapping[int, int] | None,
+        stop: Stop,
     ) -> RolloutBatch:
         """Sample on each rank, and merge."""
         here, slots = self._local_learners(learners), self._places.own
@@ -128,7 +133,9 @@ class DistributedExecutor(Executor):
             nonlocal own
             if not here:
                 return None
-            own = collect(self.members, here, env, samples_per_step=samples_per_step, block=block, samples=counts)
+            own = collect(
+                self.members, here, env, samples_per_step=samples_per_step, block=block, samples=counts, stop=stop
+            )
             if not self._reports:
                 return None
             return replace(

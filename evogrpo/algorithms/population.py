@@ -22,6 +22,7 @@ from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
 
@@ -209,6 +210,7 @@ class Population(Sequence[Any]):
         samples_per_step: int,
         block: int,
         samples: Sequence[int] | None = None,
+        stop: Stop = NEVER,
     ) -> RolloutBatch:
         """Sample and reward one learning step of the healthy members; see `rollout.collect.collect`.
 
@@ -218,13 +220,16 @@ class Population(Sequence[Any]):
             samples_per_step: Samples per member.
             block: Largest number of starts that a member uses.
             samples: Number of samples by slot, instead of `samples_per_step`; members with 0 do not act.
+            stop: Checked between tokens or steps, and between reward calls.
         """
         counts = None if samples is None else dict(enumerate(samples))
         acting = [agent for agent in self.healthy if counts is None or counts[agent.slot]]
         if not acting:  # all members with samples have failed: let the others act instead
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
-        return self.executor.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
+        return self.executor.collect(
+            learners, env, samples_per_step=samples_per_step, block=block, samples=counts, stop=stop
+        )
 
     def learn(
         self,
@@ -233,6 +238,7 @@ class Population(Sequence[Any]):
         step: int,
         sources: Mapping[int, Sequence[int]] | None = None,
         shared: SharedExperience | None = None,
+        stop: Stop = NEVER,
     ) -> dict[int, LearnReport]:
         """Take one learning step of the healthy members, and mark those that fail.
 
@@ -242,6 +248,7 @@ class Population(Sequence[Any]):
             sources: For each slot that learns from other members' samples, the source slots. A member's own slot must
                 be listed to be included.
             shared: Filter for samples of other members; None = all count like the member's own.
+            stop: Checked before each forward pass. After an interruption, members may have learnt in part.
 
         Returns:
             One report per member, by slot.
@@ -264,6 +271,7 @@ class Population(Sequence[Any]):
             for agent in self.healthy
         ]
         self.members.banks.touch(healthy)
+        experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
         reports = self.executor.learn(self.algorithm, learners, experience)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
@@ -292,9 +300,12 @@ class Population(Sequence[Any]):
         questions: int | None = None,
         config: FitnessConfig = GREEDY_EVALUATION,
         rival: Fitness | None = None,
+        stop: Stop = NEVER,
     ) -> FitnessResult:
         """Return the fitness of members and change nothing; see `rollout.evaluation.measure_fitness`."""
-        return measure_fitness(self.members, slots, env, split, config=config, questions=questions, rival=rival)
+        return measure_fitness(
+            self.members, slots, env, split, config=config, questions=questions, rival=rival, stop=stop
+        )
 
     def baseline(
         self,
@@ -303,9 +314,10 @@ class Population(Sequence[Any]):
         *,
         questions: int | None = None,
         config: FitnessConfig = GREEDY_EVALUATION,
+        stop: Stop = NEVER,
     ) -> FitnessResult:
         """Return the fitness of the untrained base, under slot 0."""
-        return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True)
+        return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True, stop=stop)
 
     def compare(
         self,
@@ -315,6 +327,7 @@ class Population(Sequence[Any]):
         *,
         questions: int | None = None,
         config: FitnessConfig = GREEDY_EVALUATION,
+        stop: Stop = NEVER,
     ) -> tuple[Fitness, Fitness, int]:
         """Return the fitness of the untrained base and of a train state, and the tokens processed."""
         alone = self.executor.evaluation_member()
@@ -322,7 +335,9 @@ class Population(Sequence[Any]):
         count = env.size(split) if questions is None else min(questions, env.size(split))
         answers = config.answers if config.sampled else None
         asked = [
-            EvaluationRequest(split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers)
+            EvaluationRequest(
+                split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers, stop=stop
+            )
             for base in (True, False)
         ]
         both = [evaluate_questions(alone, env, each) for each in asked]
@@ -337,15 +352,15 @@ class Population(Sequence[Any]):
         *,
         questions: Sequence[int],
         config: FitnessConfig = GREEDY_EVALUATION,
+        stop: Stop = NEVER,
     ) -> tuple[list[Fitness], int]:
         """Return the fitness of train states on questions of a split, and the tokens processed."""
         alone, found, tokens = self.executor.evaluation_member(), [], 0
         for state in states:
             alone.banks.load_state(0, state)
             answers = config.answers if config.sampled else None
-            rewards, spent = evaluate_questions(
-                alone, env, EvaluationRequest(split=split, questions=tuple(questions), slots=(0,), answers=answers)
-            )
+            request = EvaluationRequest(split=split, questions=tuple(questions), slots=(0,), answers=answers, stop=stop)
+            rewards, spent = evaluate_questions(alone, env, request)
             found.append(rewards)
             tokens += sum(spent)
         scores = common_scores(np.concatenate(found), split).tolist()

@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides = [*args.overrides, *rest]
     # Imported here so that `--help` stays fast.
-    from evogrpo.interruption import ExitCalled, intercept_exits
     from evogrpo.training.display.console import (
         clean_warnings,
         enduring_output,
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if args.opens_run:
                 check_folder(args.run_dir)
-            with clean_warnings(), intercept_exits():
+            with clean_warnings():
                 return int(getattr(importlib.import_module(module), name)(args))
         except (ValueError, OSError, SystemExit) as error:
             if args.traceback:
@@ -75,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, OSError):
                 say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
             else:  # raised by user code only
-                call = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
-                say_error(f"User code ended the program: {call}")
+                say_error(f"User code ended the program: SystemExit({error.code!r:.80}) was raised")
             return FAILED
         except KeyboardInterrupt:
             say_error("interrupted")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
 
 R = TypeVar("R")
@@ -39,6 +40,7 @@ class Batch:
         component_weights: The `f` weights of the reward functions.
         component_names: Their `f` names, for metrics.
         truncated: `[n]` True if the episode was ended by a limit; None = unknown.
+        stop: Checked before each pass over rows of the batch.
     """
 
     inputs: Any
@@ -59,6 +61,7 @@ class Batch:
     component_weights: tuple[float, ...] = ()
     component_names: tuple[str, ...] = ()
     truncated: Tensor | None = None
+    stop: Stop = NEVER
 
     __repr__ = short_repr
 
@@ -150,7 +153,7 @@ class Batch:
         return replace(on_device(self), inputs=on_device(self.inputs))
 
 
-_NOT_ROWS = ("inputs", "exact", "component_weights", "component_names")
+_NOT_ROWS = ("inputs", "exact", "component_weights", "component_names", "stop")
 _WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
 
 Experience = Mapping[str, Batch]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
 
 
@@ -78,6 +79,7 @@ class SamplingBatch:
         keep: Return the state needed to continue these rows (their KV cache) as `Rollout.kept`.
         kept: State that an earlier rollout kept for these rows. Only saves work: a sampler may recompute it.
         kept_rows: `[n]` index of each row in the rollout that `kept` is from; None = the same rows in that order.
+        stop: Checked between tokens; a sampler may ignore it.
 
     Raises:
         ValueError: If the maximum number of tokens is unknown or contradicts `uniforms`, or lengths differ.
@@ -95,6 +97,7 @@ class SamplingBatch:
     keep: bool = False
     kept: object | None = None
     kept_rows: Tensor | None = None
+    stop: Stop = NEVER
 
     __repr__ = short_repr
 

@@ -155,7 +155,6 @@ class PolicyBank(Protocol):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
-        last: bool = False,
     ) -> Update:
         """Take one optimizer step for every slot in `hyperparameters`, even for slots without rows.
 
@@ -166,7 +165,6 @@ class PolicyBank(Protocol):
             loss_fn: Weighted losses of rows; their sum is minimised.
             hyperparameters: By slot.
             entropy_gradient: Make the entropies that `loss_fn` gets differentiable.
-            last: This is the last optimizer step of the learning step; see `evogrpo.interruption.before_changes`.
         """
         ...
 
@@ -221,7 +219,6 @@ class FullDistributionBank(Protocol):
         *,
         entropy_gradient: bool = False,
         reference_distributions: ReferenceDistributions | None = None,
-        last: bool = False,
     ) -> Update:
         """Take one optimizer step; with `reference_distributions`, the loss also gets the divergences from them."""
         ...

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evogrpo.algorithms.rollout.requests import SamplingRequest
-from evogrpo.interruption import Interrupted, interruptible
+from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.progress import progress_listener
 from tests.envs import verifier_functions
 from tests.tiny_training import finish, scatter, story, tiny_env, tiny_population, tiny_run
@@ -28,10 +28,10 @@ def variety_of(completions):
     return [verifier_functions.variety(text, "", "") for text in completions]
 
 
-def collected(function, **options):
+def collected(function, stop=NEVER, **options):
     env = tiny_env(reward_funcs=function, **options)
     try:
-        return writers().collect(env, step=0, samples_per_step=16, block=8)
+        return writers().collect(env, step=0, samples_per_step=16, block=8, stop=stop)
     finally:
         env.close()
 
@@ -94,18 +94,18 @@ def test_a_sampler_that_has_others_write_its_rows_in_parts_is_rewarded_alike():
 
 def test_what_is_abandoned_while_writing_leaves_no_call_behind():
     """The calls begun are cancelled, and the next step is rewarded as if nothing had been."""
-    begun, cancelled = [], threading.Event()
+    stop, cancelled = Stop(), threading.Event()
 
     async def waits(completions, **_):
-        begun.append(len(completions))
+        stop.request("stopped by the test")
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
-    with pytest.raises(Interrupted), interruptible(lambda: bool(begun)):
-        collected(waits)
+    with pytest.raises(Interrupted):
+        collected(waits, stop=stop)
     assert cancelled.wait(5)
 
 

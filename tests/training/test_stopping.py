@@ -1,5 +1,6 @@
 """Stopping in time: whatever a run is doing is abandoned, and what is saved is its state after the last full step."""
 
+import copy
 import io
 import os
 import signal
@@ -11,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from evogrpo import evolve
-from evogrpo.interruption import Interrupted, check_interrupted, interruptible
+from evogrpo.distributed import Processes
+from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop import stages, stopping
 from evogrpo.training.loop.run import Run
-from evogrpo.training.loop.stopping import Stopping
+from evogrpo.training.loop.stopping import RunStop
 from tests.forking import Forked
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import (
@@ -34,12 +36,12 @@ from tests.tiny_training import (
 )
 
 
-class After(Stopping):
+class After(RunStop):
     """Asks for a stop at the given look of the run, whatever it is doing then; counts the looks."""
 
     def __init__(self, looks: float) -> None:
         self.looks, self.left = 0, looks
-        super().__init__()
+        super().__init__(Processes())
 
     @property
     def reason(self):
@@ -64,7 +66,7 @@ def whole(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stages, "PATIENCE_SECONDS", 0.0)
         run = begin(folder)
-        run.stages.stopping = After(float("inf"))
+        run.stages.stop = After(float("inf"))
         finish(run)
     return begin, resume, folder, run.stopping.looks
 
@@ -74,28 +76,13 @@ def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_pa
     monkeypatch.setattr(stages, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
     begin, resume, folder, looks = whole
     run = begin(tmp_path / "run")
-    run.stages.stopping = After(int(share * looks))
+    run.stages.stop = After(int(share * looks))
     finish(run)
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
     assert not run.result.complete
     finish(resume(tmp_path / "run"))
     assert story(tmp_path / "run") == story(folder)
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
-
-
-def test_learning_that_is_short_is_not_abandoned(tmp_path):
-    stopped = []
-
-    class DuringLearning(Stopping):
-        def interruptible(self, deadline):
-            stopped.append(run.run_state.step)
-            return super().interruptible(deadline)
-
-    run = tiny_run(None)
-    run.stages.stopping = DuringLearning()
-    finish(run)
-    # The baseline, one collection in each of six steps, three validations and the test: never in learning.
-    assert stopped == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
 def test_a_run_is_stopped_from_another_thread(tmp_path):
@@ -108,13 +95,18 @@ def test_a_run_is_stopped_from_another_thread(tmp_path):
     assert not run.result.complete
 
 
-def test_work_is_only_interrupted_where_somebody_lets_it_be():
-    check_interrupted()
-    with interruptible(lambda: False):
-        check_interrupted()
-    with pytest.raises(Interrupted), interruptible(lambda: True):
-        check_interrupted()
-    check_interrupted()
+def test_a_stop_interrupts_once_it_is_requested_and_only_where_it_may():
+    inside = [False]
+    stop = Stop(lambda: inside[0])
+    stop.check()
+    stop.request("enough")
+    stop.request("too late")
+    stop.check()
+    inside[0] = True
+    with pytest.raises(Interrupted):
+        stop.check()
+    assert stop.reason == "enough"
+    copy.deepcopy(stop).check()  # a copy on another rank is never requested
 
 
 def train_slowly(seconds: float, patience: float = stopping.PATIENCE_SECONDS) -> None:

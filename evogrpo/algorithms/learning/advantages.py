@@ -19,7 +19,6 @@ from evogrpo.functional.rewards import (
     update_running_statistics,
     zero_variance_groups,
 )
-from evogrpo.interruption import before_changes
 from evogrpo.warnings import warn
 
 
@@ -136,7 +135,6 @@ def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tenso
     assert objective.reward_norm is not None
     running = None
     if objective.reward_norm == "running":
-        before_changes(last=False)
         running_stats[:, 1:] = update_running_statistics(
             running_stats[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu()
         )

@@ -77,7 +77,6 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
 
     # 2. Learn policy by policy.
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
-    last_policy = list(experience)[-1]
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
         own = {slot: each for slot, each in by_slot.items() if acting & set(each.source_slots)}
@@ -90,8 +89,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         counter = ProgressCounter("learning", sum(len(rows) for dealt in updates for rows in dealt.values()), noun)
         for number, dealt in enumerate(updates):
-            last = number == len(updates) - 1 and policy == last_policy
-            step.update(dealt, first=number == 0, last=last)
+            step.update(dealt, first=number == 0)
             counter.add(sum(map(len, dealt.values())))
         for slot, report in step.reports().items():
             reports[slot][policy] = report
@@ -214,13 +212,12 @@ class _LearningStep:
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
 
-    def update(self, steps: Mapping[int, Tensor], *, first: bool, last: bool) -> None:
+    def update(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`.
 
         Args:
             steps: Row indices, by slot.
             first: True for the first optimizer step of these members.
-            last: True if the learning step ends with this one.
         """
         # 1. Weights of all actions. Rows without gradient count too: skipping them must not change a denominator.
         rows = torch.cat(list(steps.values()))
@@ -244,7 +241,7 @@ class _LearningStep:
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
         bonus, distributions = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._cached.distributions
         if distributions is None:
-            update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, last=last)
+            update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
         else:
             assert isinstance(self._bank, FullDistributionBank)
             reverse = self._objective.kl_estimator == "full_reversed"
@@ -254,7 +251,6 @@ class _LearningStep:
                 hyperparameters,
                 entropy_gradient=bonus,
                 reference_distributions=ReferenceDistributions(outputs=distributions[run], reverse=reverse),
-                last=last,
             )
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.

@@ -218,6 +218,7 @@ class JointPolicySet:
             member_ids.tolist(),
             uniforms=lambda agent, rows, t: draws(agent, chosen[rows], t),
             temperature=temperature,
+            stop=wanted.stop,
         )
         # 3. Build one batch per policy.
         truncated = np.zeros(len(member_ids), dtype=np.bool_)
@@ -254,6 +255,7 @@ class JointPolicySet:
             uniforms=None if asked.answers is None else self._held_out_draws(asked),
             temperature=None if asked.answers is None else asked.temperature.numpy(),
             base=asked.base,
+            stop=asked.stop,
         )
         steps = np.zeros(len(member_ids), dtype=np.int64)
         for episodes in played.episodes.values():

@@ -43,6 +43,8 @@ from evogrpo.algorithms.rollout.requests import (
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.interruption import Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
@@ -229,8 +231,10 @@ class LanguagePolicySet:
             ]
             return torch.from_numpy(np.concatenate(parts))[wanted.chosen]
 
-        rows, rollout = self._generate(prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
-        scores = self._score(prompts, rollout)
+        rows, rollout = self._generate(
+            prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms, stop=request.stop
+        )
+        scores = self._score(prompts, rollout, request.stop)
         batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return RolloutBatch(
             experience={DEFAULT: batch},
@@ -261,10 +265,12 @@ class LanguagePolicySet:
             return torch.from_numpy(np.concatenate(parts)).repeat(len(request.slots), 1)
 
         start_ids, member_ids = request.start_ids, request.member_ids
-        rows, rollout = self._generate(prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base)
+        rows, rollout = self._generate(
+            prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base, stop=request.stop
+        )
         lengths = rollout.rollout.present.sum(1).tolist()
         costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, lengths)
-        rewards = self._score(prompts, rollout).rewards
+        rewards = self._score(prompts, rollout, request.stop).rewards
         return EvaluationResult(rewards=rewards, tokens=tuple(costs[slot] for slot in request.slots))
 
     def _generate(
@@ -276,6 +282,7 @@ class LanguagePolicySet:
         uniforms: Callable[[int], Tensor],
         *,
         base: bool = False,
+        stop: Stop,
     ) -> tuple[SamplingBatch, MultiTurnRollout]:
         """Sample completions or conversations within the settings' limits and the model's context."""
         rows = SamplingBatch(
@@ -286,6 +293,7 @@ class LanguagePolicySet:
             uniforms=uniforms(0),
             min_new_tokens=self.settings.min_output_tokens,
             options=self.settings.sampling_options,
+            stop=stop,
         )
         limits = [self.settings.max_episode_tokens]
         if self.bank.base.context is not None:
@@ -302,8 +310,10 @@ class LanguagePolicySet:
         )
         return rows, rollout
 
-    def _score(self, prompts: PromptBatch, rollout: MultiTurnRollout) -> Scores:
+    def _score(self, prompts: PromptBatch, rollout: MultiTurnRollout, stop: Stop) -> Scores:
         ProgressCounter("rewarding", len(rollout.transcripts), "completions")
+        if isinstance(prompts, SingleTurnBatch):  # and so every dataset of prompts
+            return prompts.score(rollout.transcripts, stop)
         return prompts.score(rollout.transcripts)
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:

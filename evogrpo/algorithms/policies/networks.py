@@ -193,6 +193,7 @@ class NetworkPolicySet:
             uniforms=lambda own, t: draws(chosen[own], t),
             temperature=rows.temperature.numpy(),
             statistics=self.networks.statistics,
+            stop=wanted.stop,
         )
         steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
         return RolloutBatch(
@@ -237,6 +238,7 @@ class NetworkPolicySet:
             temperature=None if asked.answers is None else asked.temperature.numpy(),
             statistics=self.networks.statistics,
             base=asked.base,
+            stop=asked.stop,
         )
         steps = played.lengths.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
         return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))

@@ -16,6 +16,7 @@ from evogrpo.data import Batch
 from evogrpo.envs.protocol import GroupEnvironment, Scores
 from evogrpo.functional.loss_types import STEP_ADVANTAGES
 from evogrpo.functional.rewards import consecutive_ids, place_on_last_action, zero_variance_groups
+from evogrpo.interruption import NEVER, Stop
 
 
 def collect(
@@ -26,6 +27,7 @@ def collect(
     samples_per_step: int,
     block: int,
     samples: Mapping[int, int] | None = None,
+    stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Sample and reward the groups of one learning step, all members in one batch.
 
@@ -40,6 +42,7 @@ def collect(
         samples_per_step: Completions (or episodes) per member; every group size divides it.
         block: Largest number of starts that a member uses at first, the same for all steps and members of a run.
         samples: By slot, the number of completions instead of `samples_per_step`.
+        stop: Checked between tokens or steps, and between reward calls.
 
     Raises:
         ValueError: If a group size does not divide the member's number of completions.
@@ -55,11 +58,11 @@ def collect(
     # 2. Sample and reward.
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
-    sampled = sample_groups(members, env, groups, block=whole, purpose="sample")
+    sampled = sample_groups(members, env, groups, block=whole, purpose="sample", stop=stop)
     group_rewards = sampled.by_start()
     # 3. Dynamic sampling.
     if refills:
-        sampled = resample_groups(members, env, learners, sampled, block=whole, most=refills)
+        sampled = resample_groups(members, env, learners, sampled, block=whole, most=refills, stop=stop)
     # 4. Observation statistics change only now: an interrupted rollout leaves them as they were.
     members.update_statistics(sampled.observed)
     return replace(sampled, earned=group_rewards)
@@ -88,6 +91,7 @@ def sample_groups(
     block: int,
     purpose: str,
     number: int = 0,
+    stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Sample and reward groups.
 
@@ -101,6 +105,7 @@ def sample_groups(
         block: Length of the step's block of starts.
         purpose: Name of the random stream.
         number: Distinguishes streams of one purpose within a step.
+        stop: See `collect`.
     """
     starts = env.deal(groups[0].learner.step, max(each.first + each.count for each in groups), block)
     counts = [each.count * each.learner.hyperparameters.group_size for each in groups]
@@ -119,6 +124,7 @@ def sample_groups(
         group_ids=owners * block + start_ids,
         purpose=purpose,
         number=number,
+        stop=stop,
     )
     return replace(members.sample(env, starts, request), starts=starts)
 
@@ -134,6 +140,7 @@ def resample_groups(
     *,
     block: int,
     most: int,
+    stop: Stop = NEVER,
 ) -> RolloutBatch:
     """Replace groups without learning signal, in at most `most` rounds.
 
@@ -147,6 +154,7 @@ def resample_groups(
         sampled: Their samples so far, on the first starts of the block.
         block: Length of the step's block: `1 + most` times the starts that a member uses at first.
         most: Maximum number of rounds, at least 1.
+        stop: See `collect`.
 
     Returns:
         As many rows as before; `tokens` includes discarded groups.
@@ -167,7 +175,7 @@ def resample_groups(
         ]
         if not requests:
             break
-        drawn = sample_groups(members, env, requests, block=block, purpose="refill", number=number)
+        drawn = sample_groups(members, env, requests, block=block, purpose="refill", number=number, stop=stop)
         # 2. Replace old groups by new ones with signal; `order` gives the row that takes each row's place.
         new_batch = drawn.experience[policy]
         useless = groups_without_signal(new_batch, kinds)

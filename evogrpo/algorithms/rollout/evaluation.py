@@ -19,6 +19,7 @@ from evogrpo.evolution.fitness import (
     rounds,
     still_racing,
 )
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
 
 
@@ -107,6 +108,7 @@ def measure_fitness(
     questions: int | None = None,
     rival: Fitness | None = None,
     base: bool = False,
+    stop: Stop = NEVER,
 ) -> FitnessResult:
     """Measure the fitness of members on the first questions of a split, in racing rounds if configured.
 
@@ -122,6 +124,7 @@ def measure_fitness(
         questions: Maximum number of questions; None = all.
         rival: Fitness of the best member so far, on the same split.
         base: Evaluate the untrained base, as one slot of any number.
+        stop: See `EvaluationRequest`.
 
     Raises:
         ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
@@ -141,6 +144,7 @@ def measure_fitness(
             slots=tuple(slots[row] for row in running),
             base=base,
             answers=config.answers if config.sampled else None,
+            stop=stop,
         )
         scores[running, first:last], spent = evaluate_questions(members, env, request)
         evaluated[running, first:last] = True

@@ -104,6 +104,7 @@ def sample_conversations(
         continued = _reply(batch, rows, states, [row for row in active if not states[row].truncated], room)
         if not continued:
             break
+        rows.stop.check()
         place = {row: number for number, row in enumerate(active)}
         chosen, drawn = torch.tensor(continued), uniforms(turn)
         part = replace(

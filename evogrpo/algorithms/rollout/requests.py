@@ -13,6 +13,7 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.data import Experience
 from evogrpo.envs.control.observations import ObservationStatistics
 from evogrpo.envs.protocol import Scores, Split
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
 
 
@@ -27,6 +28,7 @@ class SamplingRequest:
         group_ids: `[n]` one number per member and start.
         purpose: Name of the random stream, with step and index.
         number: Distinguishes streams of one purpose within a step.
+        stop: Checked between tokens or steps, and between reward calls.
     """
 
     learners: tuple[Learner, ...]
@@ -35,6 +37,7 @@ class SamplingRequest:
     group_ids: Tensor
     purpose: str
     number: int = 0
+    stop: Stop = NEVER
 
     __repr__ = short_repr
 
@@ -152,6 +155,7 @@ class EvaluationRequest:
         slots: Slots to evaluate; for the untrained base one entry, of any value.
         base: Evaluate the untrained base.
         answers: Number of answers per question, sampled at temperature 1; None = one greedy answer.
+        stop: As in `SamplingRequest`.
     """
 
     split: Split
@@ -159,6 +163,7 @@ class EvaluationRequest:
     slots: tuple[int, ...]
     base: bool = False
     answers: int | None = None
+    stop: Stop = NEVER
 
     @property
     def each(self) -> int:

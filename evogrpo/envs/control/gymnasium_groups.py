@@ -39,6 +39,7 @@ from evogrpo.envs.control.vector_env import (
 )
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
+from evogrpo.interruption import NEVER, Stop
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -79,6 +80,7 @@ class StartBatch:
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
         base: bool = False,
+        stop: Stop = NEVER,
     ) -> Episodes:
         """Play one whole episode per row; the actor acts for all running rows at once.
 
@@ -95,6 +97,7 @@ class StartBatch:
             statistics: Normalise observations with these, one row per slot. They are not changed; merge the result's
                 `observed` into them afterwards. None = raw observations.
             base: Use the untrained base policy.
+            stop: Checked before each step.
 
         Returns:
             The episodes, in the order of the rows.
@@ -112,6 +115,7 @@ class StartBatch:
             statistics=statistics,
             base=base,
             max_episode_steps=self.env.max_episode_steps,
+            stop=stop,
         )
         return self.env.play_request(actor, request)
 

@@ -25,6 +25,7 @@ from evogrpo.envs.control.rollout import EpisodeRequest, episode_request, play_e
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, SeededGroups
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
+from evogrpo.interruption import NEVER, Stop
 
 ScoreFunction = Callable[[Mapping[str, float]], float]
 """(return of each agent in a joint episode) -> fitness of the episode."""
@@ -131,6 +132,7 @@ class JointStartBatch:
         uniforms: AgentUniforms | None = None,
         temperature: ArrayLike | None = None,
         base: bool = False,
+        stop: Stop = NEVER,
     ) -> JointEpisodes:
         """Play one whole joint episode per row; each policy acts for all its active agents at once.
 
@@ -146,6 +148,7 @@ class JointStartBatch:
                 actions.
             temperature: `[n]` sampling temperatures; None = 1.
             base: Use the untrained base policy.
+            stop: Checked before each step.
 
         Returns:
             The agents' episodes by policy.
@@ -166,6 +169,7 @@ class JointStartBatch:
             statistics=None,
             base=base,
             max_episode_steps=self.env.max_episode_steps,
+            stop=stop,
         )
         groups = list(zip(request.member_ids.tolist(), map(int, start_of_row), strict=True))
         return self.env.play_request(actors, request, JointRecorder(groups, mapping), mapping)

@@ -14,7 +14,7 @@ from evogrpo.data import Actor
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.observations import ObservationStatistics, fits_float32, normalised_leaves, unflatten
 from evogrpo.envs.control.vector_env import PolicyInput, StepResult, VectorEnv
-from evogrpo.interruption import check_interrupted
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.progress import ProgressCounter
 
 EntryUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
@@ -74,6 +74,7 @@ class EpisodeRequest:
         statistics: Normalises observations, one row per slot; None = raw observations.
         base: Use the untrained base policy.
         max_episode_steps: Limit that the environment enforces; None = unknown.
+        stop: Checked before each step of all environments.
     """
 
     seeds: NDArray[np.int64]
@@ -84,6 +85,7 @@ class EpisodeRequest:
     statistics: ObservationStatistics | None
     base: bool
     max_episode_steps: int | None
+    stop: Stop = NEVER
 
 
 def episode_request(
@@ -96,6 +98,7 @@ def episode_request(
     statistics: ObservationStatistics | None,
     base: bool,
     max_episode_steps: int | None,
+    stop: Stop,
 ) -> EpisodeRequest:
     """Check the arguments of a `play` method and return them as an `EpisodeRequest`.
 
@@ -108,6 +111,7 @@ def episode_request(
         statistics: As above.
         base: As above.
         max_episode_steps: As above.
+        stop: As above.
 
     Raises:
         ValueError: If the arguments do not fit each other.
@@ -139,6 +143,7 @@ def episode_request(
         statistics=statistics,
         base=base,
         max_episode_steps=max_episode_steps,
+        stop=stop,
     )
 
 
@@ -189,7 +194,7 @@ def play_episodes(
         progress.set(total - len(queue) - len(rows) + int(t.sum()) / (limit or math.inf))
         if not len(rows):
             return recorder.finish()
-        check_interrupted()
+        request.stop.check()
         most = max(limit or 0, MOST_STEPS)
         if t.max() >= most:
             raise ValueError(f"An episode has not ended after {most} steps. Set max_episode_steps.")

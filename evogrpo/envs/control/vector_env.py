@@ -17,7 +17,6 @@ from evogrpo.envs.control.actions import legal_actions, mask_from_info, policy_a
 from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.making import MakeEnv, PauseAtEnd, seeds_with_replicas
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack
-from evogrpo.interruption import check_interrupted
 
 DEFAULT_POLICY = "default"
 """Name of the policy of single-agent environments."""
@@ -218,7 +217,6 @@ class SerialVectorEnv(SingleAgentVectorEnv):
     def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
         opened = []
         for seed in seeds_with_replicas(seeds, replicas, self._reseed):
-            check_interrupted()
             env = self._idle.pop() if self._idle else self._make()
             self._running.append(env)
             opened.append(env.reset(seed=seed))
@@ -235,10 +233,7 @@ class SerialVectorEnv(SingleAgentVectorEnv):
             self._idle += free
 
     def _step(self, actions: NDArray[Any]) -> VectorStep:
-        steps = []
-        for env, action in zip(self._running, actions, strict=True):
-            check_interrupted()  # all steps together may take long
-            steps.append(env.step(action))
+        steps = [env.step(action) for env, action in zip(self._running, actions, strict=True)]
         masks = [mask_from_info(step[4]) for step in steps]
         acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
         return VectorStep(

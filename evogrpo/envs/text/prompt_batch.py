@@ -17,6 +17,7 @@ from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInpu
 from evogrpo.envs.text.scoring import RewardResult, compute_rewards
 from evogrpo.envs.text.step_rewards import token_positions
 from evogrpo.envs.text.templates import Tokenizer, check_messages
+from evogrpo.interruption import NEVER, Stop
 
 RESERVED_NAMES = ("slot", "index")
 """Keys beside the metrics in a journal."""
@@ -192,8 +193,8 @@ class SingleTurnBatch:
         self._started.clear()
         return started
 
-    def score(self, transcripts: Sequence[Conversation]) -> Scores:
-        """Compute the rewards of conversations; see `PromptBatch.score`.
+    def score(self, transcripts: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
+        """Compute the rewards of conversations; see `PromptBatch.score`. `stop` is checked between calls.
 
         Raises:
             ValueError: If there is no conversation, one has an invalid prompt index, or one has changed since
@@ -210,7 +211,7 @@ class SingleTurnBatch:
         inputs = self._reward_inputs(transcripts, log)
         pending = [each for group in started for each in group.pending]
         result = compute_rewards(
-            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending
+            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending, stop=stop
         )
         # 3. Merge the values that were logged for each group and for all.
         count = len(transcripts)

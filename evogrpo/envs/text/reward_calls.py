@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, TextIO
 
-from evogrpo.interruption import Interrupted, check_interrupted, intercept_exits, intercept_exits_in_thread
+from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.text import printable
 
 MAX_LINE_LENGTH = 2**16  # characters kept while a line is incomplete
@@ -191,8 +191,11 @@ class RewardRunner(Protocol):
     def poll(self) -> None:
         """Start queued jobs where workers have become free, without blocking."""
 
-    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
-        """Return the results of jobs. With `stop_at_first`, the others may not run once one has failed."""
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool, stop: Stop = NEVER) -> list[Outcome]:
+        """Return the results of jobs. With `stop_at_first`, the others may not run once one has failed.
+
+        `stop` is checked before each call in this process and a few times a second.
+        """
 
     def cancel(self, pending: Sequence[PendingJob]) -> None:
         """Cancel the unfinished ones of these jobs."""
@@ -206,11 +209,13 @@ def is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
+def call_sync(
+    function: Function, calls: Sequence[Call], *, stop_at_first: bool = False, stop: Stop = NEVER
+) -> list[Any]:
     """Make calls one after another; return a value or exception for each."""
     values: list[Any] = []
     for args, keywords in calls:
-        check_interrupted()
+        stop.check()
         try:
             values.append(function(*args, **keywords))
         except (KeyboardInterrupt, Interrupted):
@@ -281,21 +286,15 @@ class BackgroundLoop:
         if self._loop is None:
             self._loop = loop = asyncio.new_event_loop()
 
-            def run() -> None:
-                with (
-                    intercept_exits_in_thread()
-                ):  # for the thread's lifetime: calls may outlast the run that started them
-                    loop.run_forever()
-
-            threading.Thread(target=run, name="evogrpo async rewards", daemon=True).start()
+            threading.Thread(target=loop.run_forever, name="evogrpo async rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None) -> Outcome:
+    def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None, stop: Stop) -> Outcome:
         """Wait for a coroutine. If blocking code in the loop makes it late, abandon the loop."""
         remaining = math.inf if timeout is None else timeout + GRACE_SECONDS
         # Short waits, so that Ctrl-C works on every system.
         while not concurrent.futures.wait([future], timeout=0.2).done:
-            check_interrupted()
+            stop.check()
             remaining -= 0.2
             if self._loop is None or remaining < 0:
                 self.close()
@@ -354,16 +353,16 @@ class InProcessRunner:
     def poll(self) -> None:
         """Do nothing: async functions are started at once."""
 
-    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool, stop: Stop = NEVER) -> list[Outcome]:
         """Call functions that are not async, then wait for the others; see `RewardRunner.wait`."""
         try:
-            with intercept_exits(), restored_torch_settings():
+            with restored_torch_settings():
                 for each in sorted(pending, key=lambda each: each.future is not None):
                     if each.future is not None:
-                        each.finish(self._loop.result(each.future, self._timeout))
+                        each.finish(self._loop.result(each.future, self._timeout, stop))
                     else:
                         function = self._functions[each.job.name]
-                        each.finish(call_sync(function, each.job.calls, stop_at_first=stop_at_first))
+                        each.finish(call_sync(function, each.job.calls, stop_at_first=stop_at_first, stop=stop))
                     if stop_at_first and each.failed:
                         break
             return [each.outcome for each in pending]

@@ -21,6 +21,7 @@ from evogrpo.envs.text.reward_calls import (
 )
 from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs
 from evogrpo.envs.text.step_rewards import MAX_REWARD, StepRewards, fits_float32
+from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
 
 
@@ -47,6 +48,7 @@ def compute_rewards(
     *,
     retry: bool = False,
     pending: Sequence[PendingJob] = (),
+    stop: Stop = NEVER,
 ) -> RewardResult:
     """Compute the rewards of completions.
 
@@ -57,6 +59,7 @@ def compute_rewards(
         runner: Calls the functions; None = in this process.
         retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
         pending: Jobs for some of the completions that the runner has already started.
+        stop: Checked between calls.
 
     Raises:
         RewardError: If a function returns the wrong number of values. With on_error "raise" also if it raises, exceeds
@@ -65,7 +68,7 @@ def compute_rewards(
     """
     # 1. Call all functions.
     runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
-    outcomes = _call_rewards(rewards, inputs, runner, pending, stop_at_first=on_error == "raise")
+    outcomes = _call_rewards(rewards, inputs, runner, pending, stop, stop_at_first=on_error == "raise")
     if retry and on_error == "exclude":
         failed = [
             job
@@ -74,7 +77,7 @@ def compute_rewards(
             if isinstance(value, BaseException)
             for job in reward.jobs(inputs, [row], 1)
         ]
-        _run_jobs(failed, {reward.name: reward for reward in rewards}, runner, outcomes, stop_at_first=False)
+        _run_jobs(failed, {reward.name: reward for reward in rewards}, runner, outcomes, stop, stop_at_first=False)
     # 2. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
@@ -114,6 +117,7 @@ def _call_rewards(
     inputs: RewardInputs,
     runner: RewardRunner,
     pending: Sequence[PendingJob],
+    stop: Stop,
     *,
     stop_at_first: bool,
 ) -> dict[str, dict[int, Any]]:
@@ -127,14 +131,14 @@ def _call_rewards(
     # 2. Collect the results.
     values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
     failed_jobs: list[tuple[Job, Exception]] = []
-    for each, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first), strict=True):
+    for each, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first, stop=stop), strict=True):
         error = _store(each.job, outcome, values[each.job.name], batched=by_name[each.job.name].batched)
         if error is not None:
             failed_jobs.append((each.job, error))
     # 3. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
     for job, error in failed_jobs:
         single_jobs = [each for row in job.rows for each in by_name[job.name].jobs(inputs, [row], 1)]
-        _run_jobs(single_jobs, by_name, runner, values, stop_at_first=stop_at_first)
+        _run_jobs(single_jobs, by_name, runner, values, stop, stop_at_first=stop_at_first)
         if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
             note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
             raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
@@ -146,11 +150,13 @@ def _run_jobs(
     by_name: Mapping[str, Reward],
     runner: RewardRunner,
     values: Mapping[str, dict[int, Any]],
+    stop: Stop,
     *,
     stop_at_first: bool,
 ) -> None:
     """Run jobs of one completion each and store their results."""
-    for job, outcome in zip(jobs, runner.wait(runner.submit(jobs), stop_at_first=stop_at_first), strict=True):
+    outcomes = runner.wait(runner.submit(jobs), stop_at_first=stop_at_first, stop=stop)
+    for job, outcome in zip(jobs, outcomes, strict=True):
         _store(job, outcome, values[job.name], batched=by_name[job.name].batched)
 
 

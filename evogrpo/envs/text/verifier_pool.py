@@ -32,7 +32,7 @@ from evogrpo.envs.text.reward_calls import (
     is_async,
 )
 from evogrpo.envs.text.step_rewards import StepRewards
-from evogrpo.interruption import check_interrupted
+from evogrpo.interruption import NEVER, Stop
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
 WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes
@@ -335,7 +335,7 @@ class VerifierPool:
             pass
         self._dispatch()
 
-    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool, stop: Stop = NEVER) -> list[Outcome]:
         """Wait until jobs are done; see `RewardRunner.wait`.
 
         Raises:
@@ -344,7 +344,7 @@ class VerifierPool:
         unfinished = list(pending)
         try:
             while unfinished:
-                check_interrupted()
+                stop.check()
                 self._dispatch()
                 if stop_at_first and any(each.done and each.failed for each in unfinished):
                     break

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
-from evogrpo.interruption import before_changes
 from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
@@ -173,7 +172,6 @@ class LanguageBank(Generic[W]):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
-        last: bool = False,
     ) -> Update:
         """Take one AdamW step for every slot in `hyperparameters`.
 
@@ -185,33 +183,20 @@ class LanguageBank(Generic[W]):
             loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
             hyperparameters: By slot; `lr` and `max_grad_norm` are used.
             entropy_gradient: Make entropies differentiable; costs a second product with the vocabulary.
-            last: This is the last optimizer step of the learning step. All gradients are then computed before the first
-                weight changes, so an interruption needs no copy of the train states (three times as large).
         """
-        # 1. Gradients of each member. Step at once, or keep the gradient if this is the last step.
         reports: dict[int, UpdateReport] = {}
-        kept: dict[int, tuple[Tensor, float]] = {}
         log_probs, entropies = (torch.zeros(batch.actions.shape, device=batch.actions.device) for _ in range(2))
-        settle = before_changes(last=last)
         with self.base.working():
-            while len(reports) + len(kept) < len(hyperparameters):
-                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports and slot not in kept]
+            while len(reports) < len(hyperparameters):
+                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
                 steps = self.passes.gradients(
                     batch, waiting, loss_fn, (log_probs, entropies), entropy_gradient=entropy_gradient
                 )
                 try:
                     for slot, gradient, loss in steps:
-                        if settle is None:
-                            reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
-                        else:
-                            kept[slot] = gradient.clone(), loss
+                        reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
                 except torch.OutOfMemoryError:  # a single row never raises, so the loop ends
                     self.passes.halve()
-        # 2. Last step: pass the point of no return, then change the weights.
-        if settle is not None:
-            settle()
-            for slot, (gradient, loss) in kept.items():
-                reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.data import Batch, TokenInputs
-from evogrpo.interruption import check_interrupted
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.causal_model import CausalModel
@@ -282,7 +281,7 @@ class ForwardPasses:
         self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
-        check_interrupted()
+        whole.stop.check()
         # 1. Drop columns after the last action.
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs

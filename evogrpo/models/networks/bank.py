@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, SampledActions, map_tensors
-from evogrpo.interruption import before_changes, check_interrupted
 from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.distributions import distribution_for
@@ -229,7 +228,7 @@ class StackedBank(StackedTrainStates):
 
         def run() -> list[Tensor]:
             for part in self._parts(batch):
-                check_interrupted()
+                batch.stop.check()
                 for values, own in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
                     values[part] = own
             return found
@@ -253,17 +252,15 @@ class StackedBank(StackedTrainStates):
         *,
         entropy_gradient: bool = False,
         reference_distributions: ReferenceDistributions | None = None,
-        last: bool = False,
     ) -> Update:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
-        settle = before_changes(last=last)
 
         def add_gradients() -> tuple[list[float], list[Tensor]]:
             losses, scores = torch.zeros(self.size), list[Tensor]()
             for stack in self.stacks:
                 stack.gradient.zero_()
             for part in self._parts(batch, hyperparameters):
-                check_interrupted()
+                batch.stop.check()
                 # 1. Forward pass of some rows.
                 rows = batch if len(part) == len(batch) else batch.select(part)
                 reference = None if reference_distributions is None else reference_distributions.select(part)
@@ -286,8 +283,7 @@ class StackedBank(StackedTrainStates):
             return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
 
         losses, (log_probs, entropies, *divergences) = self._halve_memory_and_retry(add_gradients)
-        if settle is not None:
-            settle()
+        batch.stop.check()  # the last time before weights change
         return Update(
             reports=self.step(hyperparameters, losses),
             log_probs=log_probs,

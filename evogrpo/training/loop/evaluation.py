@@ -11,6 +11,7 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.interruption import Stop
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.text import number_text, pluralize, score_text
 from evogrpo.training.loop.run_state import RunState
@@ -91,7 +92,13 @@ class Measured:
 
 
 def measure(
-    population: Population, env: GroupEnvironment, config: FitnessConfig, run_state: RunState, *, questions: int
+    population: Population,
+    env: GroupEnvironment,
+    config: FitnessConfig,
+    run_state: RunState,
+    *,
+    questions: int,
+    stop: Stop,
 ) -> dict[int, Measured]:
     """Measure every healthy member, by slot, and set what selection goes by as its fitness.
 
@@ -101,6 +108,7 @@ def measure(
         config: Measure of fitness.
         run_state: State of the run; the cost of the evaluation is added.
         questions: Largest number of validation questions per member.
+        stop: Checked while members answer.
 
     Raises:
         TooFewStartsError: If selection uses training rewards and a member has too few of them.
@@ -119,7 +127,7 @@ def measure(
     if slots:
         rival = None if run_state.best is None else run_state.best.fitness
         assessed = population.measure_fitness(
-            env, "validation", slots=slots, questions=questions, config=config, rival=rival
+            env, "validation", slots=slots, questions=questions, config=config, rival=rival, stop=stop
         )
     # 3. Each member's share of the time goes by its tokens.
     seconds, total = population.executor.processes.now() - began, max(1, sum(assessed.tokens.values()))

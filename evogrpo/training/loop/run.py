@@ -11,7 +11,6 @@ from typing import Any, Self
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
 from evogrpo.distributed import is_rank_zero
-from evogrpo.interruption import intercept_exits
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
@@ -121,7 +120,7 @@ class Run(Iterator[GenerationReport]):
             SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128 + signal.
         """
         # Outermost, as a signal may arrive while the display starts or stops.
-        with intercept_exits(), stopping_on_signals(self.trainer.stopping) as received:
+        with stopping_on_signals(self.trainer.stopping) as received:
             report = self._advance()
             if received:  # the signal may have arrived after the generation ended
                 self._advance()

@@ -9,20 +9,18 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from evogrpo.algorithms.multi_agent import own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.interruption import Interrupted, Undo, undoing_with
-from evogrpo.models.bank import TrainState
+from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.best_tracker import second_set
 from evogrpo.training.loop.evaluation import Measured, measure, rollouts_of
 from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
+from evogrpo.training.loop.stopping import PATIENCE_SECONDS, RunStop
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
 
@@ -147,7 +145,7 @@ class Stages:
         run_state: As given.
         fitness: As given.
         schedule: As given, with fewer validation questions if all of them would take too much of `max_seconds`.
-        stopping: Stop requests.
+        stop: Stop request.
         clock: Time limit.
         evaluation_seconds: Duration of the latest evaluation of all members.
     """
@@ -165,7 +163,7 @@ class Stages:
         self.schedule, self._experience = schedule, experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         processes = population.executor.processes
-        self.stopping, self.clock = Stopping(processes), Clock(schedule.max_seconds, run_state, processes.now)
+        self.stop, self.clock = RunStop(processes), Clock(schedule.max_seconds, run_state, processes.now)
 
     def baseline(self) -> Fitness:
         """Return the fitness of the untrained base on the validation split.
@@ -201,6 +199,7 @@ class Stages:
                 samples_per_step=run_state.samples_per_step,
                 block=run_state.block,
                 samples=run_state.samples,
+                stop=self.stop,
             )
         self.clock.record_samples(self.clock.now() - began, len(collected.member_ids))
         return collected
@@ -213,15 +212,12 @@ class Stages:
             collecting: Seconds that collecting it took.
         """
         if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
-            return self._learn(collected)  # short enough to finish after a stop request, so no snapshot
-        banks, before = self.population.members.banks, dict[int, TrainState]()
-        slots = [agent.slot for agent in self.population.healthy]
-        undo = Undo(lambda: before.update(banks.snapshot(slots)), self.stopping.settle)
-        if own_algorithm(self.population.algorithm) is not None or self.population.executor.processes.size > 1:
-            undo.keep()  # user code does not announce its changes, nor do other ranks
+            return self._learn(collected, NEVER)  # short enough to finish after a stop request, so no snapshot
+        banks = self.population.members.banks
+        before = banks.snapshot([agent.slot for agent in self.population.healthy])
         try:
-            with undoing_with(undo), self._interruptible(reserve=self.reserved_seconds()):
-                return self._learn(collected)
+            with self._interruptible(reserve=self.reserved_seconds()):
+                return self._learn(collected, self.stop)
         except Interrupted:
             for slot, state in before.items():
                 banks.load_state(slot, state)
@@ -264,7 +260,7 @@ class Stages:
         began = self.clock.now()
         with self._interruptible(reserve=0.0):
             before, after, tokens = self.population.compare(
-                state, self._env, "test", questions=questions, config=self.fitness
+                state, self._env, "test", questions=questions, config=self.fitness, stop=self.stop
             )
         return before, after, self._count_evaluation(tokens, began)
 
@@ -274,7 +270,7 @@ class Stages:
         began, questions = self.clock.now(), second_set(self._env, self.fitness)
         with self._interruptible(reserve=self._test_seconds()):
             fitness, tokens = self.population.earned_by(
-                states, self._env, "validation", questions=questions, config=self.fitness
+                states, self._env, "validation", questions=questions, config=self.fitness, stop=self.stop
             )
         return fitness, self._count_evaluation(tokens, began)
 
@@ -304,7 +300,9 @@ class Stages:
     def _evaluate_base(self, questions: int) -> Fitness:
         began = self.clock.now()
         with self._interruptible(reserve=0.0):
-            found = self.population.baseline(self._env, "validation", questions=questions, config=self.fitness)
+            found = self.population.baseline(
+                self._env, "validation", questions=questions, config=self.fitness, stop=self.stop
+            )
         cost = self._count_evaluation(found.tokens[0], began)
         self.clock.record_answers(cost.seconds, questions, base=True)
         return found.fitness[0]
@@ -317,7 +315,9 @@ class Stages:
     def _evaluate(self) -> dict[int, Measured]:
         began, questions = self.clock.now(), self.questions("validation")
         with self._interruptible(reserve=self._test_seconds()):
-            measured = measure(self.population, self._env, self.fitness, self.run_state, questions=questions)
+            measured = measure(
+                self.population, self._env, self.fitness, self.run_state, questions=questions, stop=self.stop
+            )
         self.evaluation_seconds = self.clock.now() - began
         answers = sum(each.questions for each in measured.values())
         if answers:
@@ -331,19 +331,24 @@ class Stages:
     @contextmanager
     def _interruptible(self, *, reserve: float) -> Iterator[None]:
         """Make the block interruptible by a stop request, or once only `reserve` seconds of the run are left."""
-        deadline = time.monotonic() + self.clock.left() - reserve
+        self.stop.check_all_ranks()
+        self.stop.deadline = time.monotonic() + self.clock.left() - reserve
         try:
-            with self.stopping.interruptible(deadline):
+            with self.stop.interruptible():
                 yield
         except Interrupted:
-            if self.stopping.agreed() is None:
+            if self.stop.agreed() is None:
                 raise OutOfTime from None
             raise
+        finally:
+            self.stop.deadline = math.inf
 
-    def _learn(self, collected: RolloutBatch) -> dict[int, LearnReport]:
+    def _learn(self, collected: RolloutBatch, stop: Stop) -> dict[int, LearnReport]:
         began, shared = self.clock.now(), self._experience
         sources = None if shared is None else sample_sources(shared, self.population, collected)
-        reports = self.population.learn(collected.experience, step=self.run_state.step, sources=sources, shared=shared)
+        reports = self.population.learn(
+            collected.experience, step=self.run_state.step, sources=sources, shared=shared, stop=stop
+        )
         self._learning_seconds = self.clock.now() - began
         return reports
 

@@ -40,7 +40,7 @@ from evogrpo.training.loop.run_records import (
 )
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stages import OutOfTime, Stages
-from evogrpo.training.loop.stopping import STOPPED, Stopping
+from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
@@ -146,16 +146,16 @@ class Trainer:
         return self.stages.schedule
 
     @property
-    def stopping(self) -> Stopping:
-        """Stop requests."""
-        return self.stages.stopping
+    def stopping(self) -> RunStop:
+        """Stop request."""
+        return self.stages.stop
 
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: abandon the work under way and keep the state after the last learning step.
 
         With a run directory this state is saved, and the run resumes exactly. May be called from another thread.
         """
-        self.stopping.ask(reason)
+        self.stopping.request(reason)
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
@@ -180,7 +180,7 @@ class Trainer:
         self._open()
         # 2. Train generation by generation.
         while not self.finished():
-            self.stopping.check()
+            self.stopping.check_all_ranks()
             if self.run_state.unplanned:  # stopped between an evaluation and its plan
                 self._apply(self._plan())
             yield from self._steps()
@@ -188,7 +188,7 @@ class Trainer:
                 yield from self._evaluation()
         if self.stages.clock.left() <= 0:  # the limit may have passed since the last checkpoint
             self.stages.clock.expire()
-        self.stopping.check()
+        self.stopping.check_all_ranks()
         # 3. Choose the best member among the finalists, then test it.
         if self.run_state.finalists and self.run_state.finalists_generation < self.run_state.generation:
             self._finals()
@@ -233,7 +233,7 @@ class Trainer:
             every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
             if every is not None and state.step_in_generation % every == 0:
                 self._logger.save()  # 4. A checkpoint within the generation, if set.
-            self.stopping.check()
+            self.stopping.check_all_ranks()
 
     def _collect(self) -> RolloutBatch:
         """Sample one training batch; on an error, save what was learnt so far."""

@@ -11,7 +11,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import drop_single_group_size
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.interruption import Interrupted, interruptible
+from evogrpo.interruption import Interrupted, Stop
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
@@ -145,11 +145,15 @@ def _measured_step(
         if work.activity == "playing" and work.part > played[-1][0]:
             played.append((work.part, time.monotonic() - began))
 
-    with suppress(Interrupted), progress_listener(hear), interruptible(lambda: time.monotonic() - began > at_most):
-        collected = population.collect(env, step=0, samples_per_step=samples, block=config.schedule.block(population))
+    stop = Stop()
+    stop.deadline = began + at_most
+    with suppress(Interrupted), progress_listener(hear):
+        collected = population.collect(
+            env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
+        )
         shared = config.experience if len(population) > 1 else None
         sources = None if shared is None else sample_sources(shared, population, collected)
-        population.learn(collected.experience, step=0, sources=sources, shared=shared)
+        population.learn(collected.experience, step=0, sources=sources, shared=shared, stop=stop)
         taken = time.monotonic() - began
         length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
         return taken * math.sqrt((longest or length) / length)
