@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from evogrpo.cli import main
 from tests.cli.project import write_project
 
 
@@ -16,16 +17,25 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(project, tmp_path_factory) -> Path:
+    """Train one generation in the run directory `run`; tests copy the folder that this returns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
+        return Path("run").absolute()
+
+
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """Work in an empty folder."""
+def workdir(tmp_path, monkeypatch) -> Path:
+    """Change to an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(autouse=True)
 def on_the_path(tmp_path_factory, monkeypatch) -> None:
-    """Let the command be found, as in an activated environment: what is printed to be copied depends on it."""
+    """Put the command on PATH, as in an activated environment; printed commands depend on it."""
     folder = tmp_path_factory.mktemp("bin")
     program = folder / "evogrpo"
     program.write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""A project small enough to be trained in a test: a model on disk, a dataset, a reward function, a configuration."""
+"""A small project: a model on disk, a dataset, a reward function and a configuration."""
 
 import json
 import os
@@ -39,7 +39,7 @@ CONFIG = {
 
 
 def write_project(folder: Path) -> Path:
-    """Write everything a configuration names into a folder; returns the configuration's path."""
+    """Write all files that the configuration names; return the configuration's path."""
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
@@ -50,17 +50,17 @@ def write_project(folder: Path) -> Path:
 
 
 def prepare(config):
-    """Check a configuration as the commands do."""
+    """Validate a configuration as the commands do."""
     return task_type_of(config.task).prepare(config)
 
 
 def command(*arguments: str | Path, cwd: Path, file_bytes: int | None = None, **environment: str) -> Forked:
-    """Start `evogrpo` in a process of its own, which has imported everything."""
+    """Fork `evogrpo` off a process that has imported everything."""
     return Forked(evogrpo, *map(str, arguments), cwd=cwd, environment=environment, file_bytes=file_bytes)
 
 
 def program(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
-    """Start `evogrpo` in a Python of its own, as a user does."""
+    """Start `evogrpo` in a new Python process."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "evogrpo", *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""The face of the command line: fast help, clean errors, exit codes."""
+"""Arguments of the command line: fast help, errors, exit codes."""
 
 import subprocess
 import sys
@@ -18,32 +18,32 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
-def test_help_loads_nothing_heavy(arguments):
+def test_help_imports_nothing_heavy(arguments):
     loaded = loaded_by(f"from evogrpo.cli import main; main({arguments})")
     assert "evogrpo.cli.main" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "yaml", "rich", "matplotlib"}
 
 
-def test_help_is_a_command_too(capsys):
-    said = []
+def test_help_is_also_a_command(capsys):
+    output = []
     for arguments in (["help"], ["--help"], ["help", "train"], ["train", "--help"]):
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
         assert exit_.value.code == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2] == said[3]
-    assert "143" in said[0]  # exit codes are listed once
-    assert "SIGTERM." not in said[2]
+        output.append(capsys.readouterr().out)
+    assert output[0] == output[1] != output[2] == output[3]
+    assert "143" in output[0]  # exit codes are listed once
+    assert "SIGTERM." not in output[2]
 
 
-def test_reports_are_drawn_without_torch(tmp_path):
+def test_reports_do_not_import_torch(tmp_path):
     loaded = loaded_by(f"from evogrpo.cli import main; main(['report', {str(tmp_path)!r}])")
     assert "evogrpo.reporting.report" in loaded
     assert "torch" not in loaded
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "there is no command 'trian'; did you mean train?"),
@@ -71,13 +71,13 @@ def test_reports_are_drawn_without_torch(tmp_path):
         (["lineage", "run", "two\x1b[31m"], r"unexpected argument 'two\x1b[31m'"),
     ],
 )
-def test_a_malformed_command_line_is_a_usage_error_that_says_what_was_meant(arguments, said, capsys):
+def test_usage_errors_exit_with_2_and_suggest_the_nearest_name(arguments, output, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert "usage: evogrpo" in error
-    assert said in error
+    assert output in error
 
 
 def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
@@ -102,30 +102,30 @@ def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
         (["export", ".", "folder"], ". has no best member yet"),
     ],
 )
-def test_a_refused_request_is_one_clean_line_and_exit_code_2(here, arguments, message, capsys):
+def test_a_refused_request_is_one_line_with_exit_code_2(workdir, arguments, message, capsys):
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
     assert message in printed.err
     assert "Traceback" not in printed.err
     assert len(printed.err.splitlines()) == 1
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_traceback_is_there_for_the_asking(here):
+def test_traceback_option_raises_the_error(workdir):
     with pytest.raises(ValueError, match="cannot read"):
         main(["train", "missing.yaml", "--traceback"])
 
 
-def test_commands_to_copy_work_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+def test_printed_commands_work_without_an_activated_environment(monkeypatch, tmp_path):
     assert command("resume", "a run") == "evogrpo resume 'a run'"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command("resume", "run") == f"{sys.executable} -m evogrpo resume run"
 
 
 @pytest.mark.parametrize("name", ["resume", "report", "export", "video"])
-def test_a_run_that_is_not_there_is_said_to_be_missing(here, capsys, name):
-    (here / "runs" / "demo-2").mkdir(parents=True)
+def test_a_missing_run_is_reported(workdir, capsys, name):
+    (workdir / "runs" / "demo-2").mkdir(parents=True)
     rest = ["out"] if name == "export" else []
     for folder, words in (
         ("runs/dem-2", f"runs/dem-2 is not a folder: did you mean {Path('runs/demo-2')}?"),
@@ -139,7 +139,7 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(here, capsys, name):
     assert "KEY=VALUE" not in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_no_usage_is_wider_than_a_small_terminal(capsys, monkeypatch):
+def test_usage_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("demo", "train", "resume", "video", "report", "tasks", "doctor", "export"):
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The completions table in the terminal: questions alone, both ends of long answers, nothing that a terminal obeys."""
+"""The completions table in the terminal."""
 
 import io
 import re
@@ -27,7 +27,7 @@ def drawn(examples, best=0, width=120):
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_the_best_comes_first_then_those_with_other_rewards():
+def test_the_best_completion_comes_first_then_those_with_other_rewards():
     examples = [
         example(0, completion="a", reward=0.0, advantage=0.0, step=5),
         example(1, completion="b", reward=1.0, advantage=0.87, step=5),
@@ -43,7 +43,7 @@ def test_the_best_comes_first_then_those_with_other_rewards():
     ]
 
 
-def test_each_reward_function_has_a_column_where_there_are_several():
+def test_several_reward_functions_have_a_column_each():
     one = example(rewards={"exact": 1.0}, reward=1.0)
     assert "exact" not in drawn([one])[0]
     several = example(rewards={"exact": 1.0, "brief": None}, reward=2.0, advantage=None)
@@ -53,7 +53,7 @@ def test_each_reward_function_has_a_column_where_there_are_several():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_long_texts_are_cut_in_the_middle_and_rows_stay_lines(width):
+def test_long_texts_are_cut_in_the_middle(width):
     question = "Say " + "please " * 60 + "now?"
     answer = "First " + "blah " * 100 + "so 42"
     lines = drawn([example(0, question, answer, advantage=1.0), example(1, question, "no")], width=width)
@@ -65,7 +65,7 @@ def test_long_texts_are_cut_in_the_middle_and_rows_stay_lines(width):
     assert "3+4=" in short[1]
 
 
-def test_untrusted_text_is_escaped_and_never_markup():
+def test_untrusted_text_is_escaped():
     text = "[bold]x[/bold]\x1b[31m\u202e\n\n\ty\r"
     assert one_line(text) == r"[bold]x[/bold]\x1b[31m\u202e ⏎ y\r"
     lines = drawn([example(prompt=text, completion=text, rewards={"\x1b[2J": 1.0, "g": 0.0})], width=200)
@@ -74,13 +74,13 @@ def test_untrusted_text_is_escaped_and_never_markup():
     assert lines[1].count("[bold]x[/bold]") == 2
 
 
-def test_an_empty_completion_is_named_and_nothing_is_no_table():
+def test_empty_completions_are_marked_and_no_completions_give_no_table():
     assert "(nothing)" in drawn([example(completion="")])[1]
     assert completions_table([], 0, 100) is None
 
 
 @pytest.mark.parametrize("most", [12, 13, 30])
-def test_what_is_cut_keeps_both_ends(most):
+def test_cut_texts_keep_both_ends(most):
     text = "".join(chr(97 + number % 26) for number in range(100))
     cut = shortened(text, most)
     assert len(cut) == most

@@ -1,4 +1,4 @@
-"""A dry run makes every check that the run makes: what it lets pass begins, and what a run refuses it refuses alike."""
+"""A dry run makes the same checks as the run."""
 
 import re
 from pathlib import Path
@@ -84,8 +84,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def called(folder, monkeypatch, capsys):
-    """Return what calls the command: its exit status, and what it says on stdout and stderr."""
+def run_command(folder, monkeypatch, capsys):
+    """Return a function that runs the command and returns its exit status, stdout and stderr."""
     monkeypatch.chdir(folder)
 
     def call(*words):
@@ -96,48 +96,48 @@ def called(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("kind", "wrong"), CASES)
-def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(called, kind, wrong):
-    status, _, error = called(*KINDS[kind], wrong)
+def test_a_dry_run_refuses_what_a_run_refuses(run_command, kind, wrong):
+    status, _, error = run_command(*KINDS[kind], wrong)
     assert status == 2
     assert error.startswith("error: ")
-    dry_status, _, dry_error = called(*KINDS[kind], wrong, "--dry-run")
+    dry_status, _, dry_error = run_command(*KINDS[kind], wrong, "--dry-run")
     assert (dry_status, dry_error) == (status, error)
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dry_run_without_fault_trains_and_writes_nothing(called, kind):
+def test_a_valid_dry_run_trains_and_writes_nothing(run_command, kind):
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    status, said, error = called(*KINDS[kind], "--dry-run")
+    status, output, error = run_command(*KINDS[kind], "--dry-run")
     assert (status, error) == (0, "")
-    assert "nothing was trained" in said
+    assert "nothing was trained" in output
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*") if "pycache" not in str(path)} == {
         path: time for path, time in before.items() if "pycache" not in str(path)
     }
 
 
 @pytest.mark.parametrize("kind", ["language", "networks"])
-def test_a_dry_run_warns_as_the_run_would(called, kind):
+def test_a_dry_run_warns_as_the_run_does(run_command, kind):
     evolving = {
         "language": ["search_space.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.update_epochs=1"],
         "networks": ["search_space.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.clip_low=0.1"],
     }[kind]
     evolving.append("hyperparameters.batch_size=512" if kind == "language" else "hyperparameters.clip_high=0.1")
-    status, _, error = called(*KINDS[kind], *evolving, "--dry-run")
+    status, _, error = run_command(*KINDS[kind], *evolving, "--dry-run")
     assert status == 0
     assert "warning: clip_coef evolves without effect" in error
 
 
-def test_prompts_beyond_the_models_context_are_refused_before_anything_is_loaded(called, folder):
-    """Where the caller sets the longest prompt nothing is filtered by the model's own context."""
+def test_prompts_beyond_the_context_are_refused(run_command, folder):
+    """An explicit max_prompt_length disables the filter by the model's context."""
     (folder / "long.jsonl").write_text(
         "".join(f'{{"question": "{"1+" * 70}{number}=", "answer": "2"}}\n' for number in range(40))
     )
     words = ["task.dataset={train: long.jsonl}", "task.max_prompt_length=500", "task.test_size=8"]
-    status, _, error = called(*KINDS["language"], *words, "--dry-run")
+    status, _, error = run_command(*KINDS["language"], *words, "--dry-run")
     assert status == 2
     assert re.search(r"row \d+ .* the model's context is 128", " ".join(error.split()))
-    assert called(*KINDS["language"], *words)[::2] == (2, error)
+    assert run_command(*KINDS["language"], *words)[::2] == (2, error)
 
 
 IMAGES = """
@@ -165,25 +165,25 @@ gymnasium.register("Looking-v0", Looking, max_episode_steps=10)
 """
 
 
-def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeypatch):
+def test_a_dry_run_shows_the_network(run_command, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.syspath_prepend(str(folder))
     (folder / "looking.py").write_text(IMAGES)
-    status, said, _ = called("train", "--env", "looking:Looking-v0", "--dry-run")
+    status, output, _ = run_command("train", "--env", "looking:Looking-v0", "--dry-run")
     assert status == 0
     assert (
         "each a network (convolutions of camera (32 of 8×8 stride 4, 64 of 4×4 stride 2, 64 of 3×3 stride 1), joined "
         "with 2 numbers, then 64 tanh, "
-    ) in said
-    assert "camera: an image of 40 × 44 with 3 channels; speed: 2 numbers; side by side" in said
-    assert "2 real numbers, a Gaussian each" in said
-    status, said, _ = called(*KINDS["team"], "--dry-run", "agent.normalise_observations=true")
-    assert "3 numbers, normalised" in said
-    assert "one of 3, by a categorical distribution" in said
+    ) in output
+    assert "camera: an image of 40 × 44 with 3 channels; speed: 2 numbers; side by side" in output
+    assert "2 real numbers, a Gaussian each" in output
+    status, output, _ = run_command(*KINDS["team"], "--dry-run", "agent.normalise_observations=true")
+    assert "3 numbers, normalised" in output
+    assert "one of 3, by a categorical distribution" in output
 
 
 @pytest.mark.parametrize(
-    ("members", "count", "said"),
+    ("members", "count", "output"),
     [
         (4, 2, "2, with 2 members each"),
         (3, 2, "2, 1 with 2 members and 1 with 1 member"),
@@ -199,7 +199,7 @@ def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeyp
         ),
     ],
 )
-def test_the_plan_says_who_has_which_members(members: int, count: int, said: str) -> None:
+def test_the_plan_says_who_has_which_members(members: int, count: int, output: str) -> None:
     """More processes than members share their work, by groups."""
-    assert process_layout(members, count, groups=4) == {"processes": said}
+    assert process_layout(members, count, groups=4) == {"processes": output}
     assert process_layout(members, 1, groups=4) == {}

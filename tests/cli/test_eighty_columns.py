@@ -1,4 +1,4 @@
-"""What is said fits into 80 columns, with and without colour, and nothing of it is cut off; a pipe gets whole lines."""
+"""Output fits into 80 columns with and without colour; pipes get unwrapped lines."""
 
 import io
 import re
@@ -17,7 +17,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -30,7 +30,7 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-def said(monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout") -> str:
+def output_of(monkeypatch, arguments, *, colour: bool, terminal: bool = True, to: str = "stdout") -> str:
     streams = {name: Terminal() if terminal else io.StringIO() for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
@@ -48,39 +48,39 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [["lineage"], ["lineage", "--all"], ["best"]])
-def test_records_fit_and_lose_nothing(monkeypatch, run_dir, command):
+def test_records_fit_and_keep_all_words(monkeypatch, run_dir, command):
     monkeypatch.chdir(run_dir.parent)
     arguments = [*command, "run"]
-    coloured = said(monkeypatch, arguments, colour=True)
-    plain = said(monkeypatch, arguments, colour=False)
-    piped = said(monkeypatch, arguments, colour=True, terminal=False)
+    coloured = output_of(monkeypatch, arguments, colour=True)
+    plain = output_of(monkeypatch, arguments, colour=False)
+    piped = output_of(monkeypatch, arguments, colour=True, terminal=False)
     for text in (coloured, plain):
         lines = CONTROL.sub("", text).splitlines()
         assert max(map(len, lines)) <= 80, max(lines, key=len)
         assert words(text) == words(piped)
         assert "…" not in text
     assert "\x1b[3" in coloured or "\x1b[2m" in coloured
-    assert not re.search(r"\x1b\[(3[0-7]|9[0-7])m", plain)  # bold and dim may stay
+    assert not re.search(r"\x1b\[(3[0-7]|9[0-7])m", plain)  # bold and dim are allowed
     assert "\x1b" not in piped
 
 
-def test_the_tasks_fit_and_further_lines_of_an_entry_are_indented(monkeypatch):
-    lines = CONTROL.sub("", said(monkeypatch, ["tasks"], colour=True)).splitlines()
-    told = [line for line in lines if "pip install" not in line and "reasoning-gym" not in line]
-    assert max(map(len, told)) <= 80, max(told, key=len)
+def test_tasks_fit_and_continuation_lines_are_indented(monkeypatch):
+    lines = CONTROL.sub("", output_of(monkeypatch, ["tasks"], colour=True)).splitlines()
+    lines_of_text = [line for line in lines if "pip install" not in line and "reasoning-gym" not in line]
+    assert max(map(len, lines_of_text)) <= 80, max(lines_of_text, key=len)
     heads = ("Built in", "Gymnasium", "PettingZoo", "Your own")
-    assert [line for line in told if line.strip() and not line.startswith((*heads, "  "))] == []
-    assert any(line.startswith("    ") for line in told)
+    assert [line for line in lines_of_text if line.strip() and not line.startswith((*heads, "  "))] == []
+    assert any(line.startswith("    ") for line in lines_of_text)
 
 
 @pytest.mark.parametrize("indent", [2, 12])
 @pytest.mark.parametrize("width", [14, 33])
-def test_a_hung_text_loses_nothing_and_stands_clear_of_what_follows(width, indent):
+def test_hanging_indents_keep_all_words(width, indent):
     stream = io.StringIO()
-    told = "selection: #1 is retired, since nobody was ever further behind than this member"
-    Console(file=stream, width=width).print(Hung(Text(told), indent))
+    lines_of_text = "selection: #1 is retired, since nobody was ever further behind than this member"
+    Console(file=stream, width=width).print(Hung(Text(lines_of_text), indent))
     first, *rest = stream.getvalue().splitlines()
-    assert " ".join(stream.getvalue().split()).replace(" ", "") == told.replace(" ", "")
+    assert " ".join(stream.getvalue().split()).replace(" ", "") == lines_of_text.replace(" ", "")
     assert not first.startswith(" ")
     assert rest
     assert all(line.startswith(" " * indent) and len(line) <= width for line in rest)
@@ -97,9 +97,9 @@ def test_a_hung_text_loses_nothing_and_stands_clear_of_what_follows(width, inden
 )
 def test_errors_are_wrapped_on_a_terminal_and_one_line_in_a_pipe(monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
-    shown = said(monkeypatch, arguments, colour=True, to="stderr")
-    piped = said(monkeypatch, arguments, colour=True, terminal=False, to="stderr")
-    assert CONTROL.sub("", shown).startswith("error: ")
-    assert words(shown) == words(piped) or "-" in arguments[1]  # a name without spaces is broken within
-    assert max(map(len, CONTROL.sub("", shown).splitlines())) <= 80
+    wrapped = output_of(monkeypatch, arguments, colour=True, to="stderr")
+    piped = output_of(monkeypatch, arguments, colour=True, terminal=False, to="stderr")
+    assert CONTROL.sub("", wrapped).startswith("error: ")
+    assert words(wrapped) == words(piped) or "-" in arguments[1]  # a name without spaces is broken inside
+    assert max(map(len, CONTROL.sub("", wrapped).splitlines())) <= 80
     assert piped.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Training small networks on a Gymnasium environment from the command line: the same command, records and ending."""
+"""Training small networks on Gymnasium environments from the command line."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train once; returns the run's folder and what was printed."""
+    """Train once; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("finished")
     process = command("train", "--env", "CartPole-v1", *SHORT, cwd=folder)
     output, errors = process.communicate(timeout=120)
@@ -42,9 +42,9 @@ def finished(tmp_path_factory):
     return folder / "runs" / "CartPole-v1", output
 
 
-def test_a_run_tells_its_story_in_the_words_of_environments(finished):
+def test_output_of_a_run_uses_the_terms_of_environments(finished):
     run_dir, output = finished
-    output = " ".join(output.split())  # however wide the terminal was
+    output = " ".join(output.split())  # independent of the terminal's width
     for text in (
         "CartPole-v1, vectorised natively: train 100,000, validation 4, test 6 starts",
         "3 members, each a network (64 tanh, 450 parameters) on cpu",  # 4·64 + 64 + 64·2 + 2
@@ -67,11 +67,11 @@ def test_a_run_tells_its_story_in_the_words_of_environments(finished):
     assert "untrained network, test" in page
 
 
-@pytest.mark.parametrize(("given", "during"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_small_networks_compute_in_one_thread_unless_told_otherwise(tmp_path, monkeypatch, given, during):
+@pytest.mark.parametrize(("variables", "during"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_small_networks_use_one_thread_unless_omp_num_threads_is_set(tmp_path, monkeypatch, variables, during):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before, seen = torch.get_num_threads(), []
     learn = Population.learn
@@ -91,7 +91,7 @@ def test_small_networks_compute_in_one_thread_unless_told_otherwise(tmp_path, mo
 
 
 class Picture(gymnasium.Env):
-    """Shows a grey square."""
+    """Returns a grey image."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (16, 16, 1), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -107,7 +107,7 @@ class Picture(gymnasium.Env):
     ("env", "hidden", "one"),
     [("CartPole-v1", [64], True), ("CartPole-v1", [512, 512], False), ("Picture-v0", [64], False)],
 )
-def test_large_networks_and_images_take_all_threads(monkeypatch, env, hidden, one):
+def test_large_networks_and_images_use_all_threads(monkeypatch, env, hidden, one):
     spec = gymnasium.envs.registration.EnvSpec("Picture-v0", entry_point=Picture, max_episode_steps=5)
     monkeypatch.setitem(gymnasium.registry, "Picture-v0", spec)
     agent = {"network": {"hidden": hidden}}
@@ -116,7 +116,7 @@ def test_large_networks_and_images_take_all_threads(monkeypatch, env, hidden, on
     assert prepare(config).one_thread is one
 
 
-def test_the_best_member_is_an_agent_that_acts(finished):
+def test_the_best_member_loads_as_an_agent(finished):
     agent = GRPO.load(finished[0] / "best")
     env = GymnasiumGroups("CartPole-v1")
     action, _ = agent.predict(env.observation_space.sample(), deterministic=True)
@@ -125,14 +125,14 @@ def test_the_best_member_is_an_agent_that_acts(finished):
 
 @pytest.fixture
 def one_thread():
-    """Compute in one thread, as the command does with small networks: more of them round otherwise."""
+    """Compute in one thread, as the command does for small networks: other numbers of threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_the_command_trains_what_the_same_settings_train_in_python(finished, one_thread, tmp_path):
+def test_command_and_python_api_train_the_same_members(finished, one_thread, tmp_path):
     config = load_config(finished[0] / "config.yaml")
     env = GymnasiumGroups("CartPole-v1", validation_size=4, test_size=6, seed=0)
     population = GRPO.population(
@@ -155,11 +155,11 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, one
         target_fitness=475.0,
     ):
         pass
-    ours, theirs = open_run(finished[0]), open_run(tmp_path / "run")
-    assert equal_states(ours.tensors, theirs.tensors)
+    command_run, python_run = open_run(finished[0]), open_run(tmp_path / "run")
+    assert equal_states(command_run.tensors, python_run.tensors)
 
 
-def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
+def test_a_finished_run_resumes_with_more_generations(finished, tmp_path, monkeypatch, capsys):
     assert main(["resume", str(finished[0])]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "This run is finished" in printed
@@ -169,7 +169,7 @@ def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     assert kinds[-2:] == ["test", "stopped"]
 
 
-def test_a_configuration_file_does_the_same(here):
+def test_a_configuration_file_trains(workdir):
     values = {
         "task": {"env": "Pendulum-v1", "max_episode_steps": 20, "validation_size": 4, "test_size": 4},
         "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
@@ -181,12 +181,12 @@ def test_a_configuration_file_does_the_same(here):
     assert main(["report", "runs/pendulum"]) == 0
     stored = yaml.safe_load(Path("runs/pendulum/config.yaml").read_text())
     assert stored["model"] is None
-    assert stored["hyperparameters"]["lr"] == 5e-3  # the networks' own defaults, written out
+    assert stored["hyperparameters"]["lr"] == 5e-3  # the defaults of networks are written out
     assert stored["agent"]["objective"]["advantage"] == "return_to_go_timestep"
     assert parse_config(stored) == load_config(Path("runs/pendulum/config.yaml"))
 
 
-def test_a_run_that_reaches_its_target_before_training_trains_nothing(here, capsys):
+def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
     reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1"]
     assert main(reached) == 0
     printed = capsys.readouterr().out
@@ -200,14 +200,14 @@ def test_a_run_that_reaches_its_target_before_training_trains_nothing(here, caps
     assert "generation" in events
 
 
-def test_common_settings_are_options_as_well(here, capsys):
+def test_common_settings_are_options(workdir, capsys):
     common = ["--generations", "1", "--seed", "7", "--run-dir", "options"]
     assert main(["train", "--env", "CartPole-v1", *SHORT, *common]) == 0
     stored = yaml.safe_load(Path("options/config.yaml").read_text())
     assert (stored["seed"], stored["schedule"]["generations"]) == (7, 1)
 
 
-def test_an_objective_given_in_part_keeps_the_rest_of_the_networks_own():
+def test_a_partial_objective_keeps_the_other_defaults():
     config = parse_config(
         {
             "task": {"env": "CartPole-v1"},
@@ -220,10 +220,7 @@ def test_an_objective_given_in_part_keeps_the_rest_of_the_networks_own():
     assert config.agent.objective.dynamic_sampling == 1
 
 
-# ---- forecasts
-
-
-def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(here, capsys, monkeypatch):
+def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--env", "CartPole-v1", "--dry-run", *SHORT]) == 0
     output = capsys.readouterr().out
@@ -232,10 +229,10 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(here, capsys, monke
     assert "at most 12,000 steps a learning step, all members, for episodes of 500" in output  # 3 × 8 × 500
     assert "at most 64 steps per member and learning step" in output  # 4 epochs × ceil(8 × 500 / 256)
     assert "4 = 2 generations × 2, and 40 episodes from held-out starts" in output  # 4 (1 + 3 × 2) + 2 × 6
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_the_estimate_is_an_upper_bound_of_what_is_spent():
+def test_the_forecast_is_an_upper_bound():
     values = {
         "task": {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2},
         "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
@@ -251,22 +248,22 @@ def test_the_estimate_is_an_upper_bound_of_what_is_spent():
             assert 0 < learned.metrics["optimizer_steps"] <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)
 
 
-def test_an_environment_without_a_limit_is_forecast_with_the_one_it_gets(here, capsys):
+def test_the_forecast_uses_the_default_time_limit(workdir, capsys):
     import gymnasium
     from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
     gymnasium.register("Endless-v0", entry_point=CartPoleEnv)
     try:
         assert main(["train", "--env", "Endless-v0", "--dry-run"]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert "episodes have no limit and are cut off after 1,000 steps (task.max_episode_steps)" in said
-        assert "for episodes of 1000" in said
+        message = " ".join(capsys.readouterr().out.split())
+        assert "episodes have no limit and are cut off after 1,000 steps (task.max_episode_steps)" in message
+        assert "for episodes of 1000" in message
     finally:
         del gymnasium.registry["Endless-v0"]
 
 
 @pytest.mark.parametrize("recreate_env", [None, True, False])
-def test_remaking_reaches_the_environment(recreate_env):
+def test_recreate_env_reaches_the_environment(recreate_env):
     values = {
         "task": {"env": "FrozenLake-v1", "recreate_env": recreate_env},
         "schedule": {"generations": 1, "samples_per_step": 8},
@@ -275,28 +272,28 @@ def test_remaking_reaches_the_environment(recreate_env):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], {"noise random after reset", "one environment per parallel episode"}),
         (["task.env_kwargs={is_slippery: false}"], {"one environment per parallel episode"}),
         (["task.reseed_noise=false", "task.recreate_env=true"], {"one environment per episode"}),
     ],
 )
-def test_the_plan_says_how_noise_and_memory_of_an_environment_are_met(here, capsys, monkeypatch, words, said):
+def test_the_plan_shows_noise_and_recreation_of_environments(workdir, capsys, monkeypatch, words, message):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--env", "FrozenLake-v1", "--dry-run", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     every = ["noise random after reset", "one environment per parallel episode", "one environment per episode"]
-    assert {each for each in every if each in printed} == said
+    assert {each for each in every if each in printed} == message
 
 
-def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monkeypatch):
+def test_environments_in_a_module_of_the_working_directory_are_found(workdir, monkeypatch):
     Path("my_environments.py").write_text(
         "import gymnasium\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
         "gymnasium.register('Own-v0', entry_point=CartPoleEnv, max_episode_steps=30)\n"
     )
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(workdir))])
     try:
         assert main(["train", "--env", "my_environments:Own-v0", "--dry-run"]) == 0
     finally:
@@ -305,22 +302,22 @@ def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monk
 
 
 def printed_command(label, output):
-    """Return the words of the `evogrpo` command that was printed under a label."""
+    """Return the arguments of the `evogrpo` command printed after a label."""
     (line,) = [line for line in output.splitlines() if line.startswith(label)]
     words = shlex.split(line)
     return words[words.index("resume") :]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
-def test_the_command_that_is_printed_after_a_faulty_environment_goes_on_once_it_is_mended(here, capsys, error):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_the_printed_command_resumes_after_a_faulty_environment_is_fixed(workdir, capsys, error):
     from gymnasium.envs.classic_control import CartPoleEnv
 
     class Faulty(CartPoleEnv):
-        left = 1000
+        steps_left = 1000
 
         def step(self, action):
-            Faulty.left -= 1
-            if Faulty.left < 0:
+            Faulty.steps_left -= 1
+            if Faulty.steps_left < 0:
                 raise error("out of order")
             return super().step(action)
 
@@ -342,8 +339,12 @@ def test_the_command_that_is_printed_after_a_faulty_environment_goes_on_once_it_
     assert "Finished: " in capsys.readouterr().out
 
 
-def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(here, capsys):
-    brief = ["schedule.max_seconds=1", "schedule.test_questions=0", "task.max_episode_steps=20"]  # a test may not fit
+def test_the_printed_command_continues_a_run_that_max_seconds_ended(workdir, capsys):
+    brief = [
+        "schedule.max_seconds=1",
+        "schedule.test_questions=0",
+        "task.max_episode_steps=20",
+    ]
     assert main(["train", "--env", "CartPole-v1", *brief]) == 0
     output = capsys.readouterr().out
     assert "Finished: max_seconds 1 is reached" in output
@@ -353,16 +354,13 @@ def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(
     assert "Finished: " in capsys.readouterr().out
 
 
-def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
+def test_a_run_directory_is_refused_as_an_agent(finished):
     with pytest.raises(ValueError, match=r"run directory.*best"):
         GRPO.load(finished[0])
 
 
-# ---- refusals
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "--env ID"),
         (["schedule.generations=1"], "YAML file"),
@@ -380,14 +378,14 @@ def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
         (["--env", "Blackjack-v1", "task.vectorization=native"], "vectorization"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):
+def test_invalid_settings_are_refused_before_anything_is_written(workdir, capsys, words, message):
     assert main(["train", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert list(here.iterdir()) == []
+    assert message in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "message"),
     [
         ("my_maze:Maze-v0", "gymnasium.register(id='Maze-v0'"),
         ("my_maze:Hall", "gymnasium.register(id='Hall'"),
@@ -395,25 +393,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, w
         ("my_maaze:Maze-v0", "No module named 'my_maaze'"),
     ],
 )
-def test_a_module_that_registers_nothing_of_that_name_is_told_how(here, capsys, monkeypatch, env, said):
-    (here / "my_maze.py").write_text("")
-    monkeypatch.syspath_prepend(here)
+def test_a_module_without_the_environment_is_refused(workdir, capsys, monkeypatch, env, message):
+    (workdir / "my_maze.py").write_text("")
+    monkeypatch.syspath_prepend(workdir)
     assert main(["train", "--env", env]) == 2
-    told = capsys.readouterr().err
-    assert f"{env!r} is no environment that Gymnasium knows here" in told
-    assert said in told
+    output = capsys.readouterr().err
+    assert repr(env) in output
+    assert message in output
 
 
-def test_tasks_names_the_environments_that_are_fast(capsys):
+def test_tasks_lists_native_environments(capsys):
     assert main(["tasks"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in output
 
 
-# ---- videos
-
-
-def test_the_best_member_is_filmed_and_no_film_is_overwritten(finished, capsys, monkeypatch):
+def test_videos_of_the_best_member_are_never_overwritten(finished, capsys, monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     assert main(["video", str(finished[0]), "--episodes", "2"]) == 0
     films = sorted((finished[0] / "videos").iterdir())
@@ -423,8 +418,8 @@ def test_the_best_member_is_filmed_and_no_film_is_overwritten(finished, capsys, 
     assert "never overwritten" in capsys.readouterr().err
 
 
-def test_what_cannot_be_filmed_is_refused(here, capsys):
-    (here / "empty").mkdir()
+def test_video_refuses_invalid_arguments(workdir, capsys):
+    (workdir / "empty").mkdir()
     assert main(["video", "empty"]) == 2
     assert "config.yaml" in capsys.readouterr().err
     assert main(["video", "empty", "--episodes", "0"]) == 2

@@ -1,4 +1,4 @@
-"""Listing tasks and examining the machine."""
+"""The commands `tasks` and `doctor`."""
 
 import importlib.metadata
 import importlib.util
@@ -10,7 +10,7 @@ from evogrpo.envs.text.tasks import TASKS
 from evogrpo.text import extra_command
 
 
-def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
+def test_tasks_lists_every_built_in_task(capsys):
     assert main(["tasks"]) == 0
     output = " ".join(capsys.readouterr().out.split())  # a narrow terminal breaks lines
     for name, task in TASKS.items():
@@ -22,7 +22,7 @@ def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
         assert "chain_sum" in output
 
 
-def test_the_doctor_looks_at_everything_and_says_whether_the_demo_can_run(capsys):
+def test_doctor_checks_everything_and_says_if_the_demo_can_run(capsys):
     code = main(["doctor"])
     output = capsys.readouterr().out
     for what in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets", "moviepy"):
@@ -31,7 +31,7 @@ def test_the_doctor_looks_at_everything_and_says_whether_the_demo_can_run(capsys
     assert ("FAIL" in output) == (code == 1)
 
 
-def test_a_missing_model_wheel_is_a_problem_with_its_remedy(monkeypatch, capsys):
+def test_a_missing_model_package_is_a_problem(monkeypatch, capsys):
     real = importlib.metadata.version
 
     def without_wheel(name):
@@ -47,7 +47,7 @@ def test_a_missing_model_wheel_is_a_problem_with_its_remedy(monkeypatch, capsys)
     assert "The demo cannot run here" in output
 
 
-def test_an_old_or_missing_package_is_a_problem(monkeypatch):
+def test_a_missing_or_outdated_package_is_a_problem(monkeypatch):
     required = ["rich>=1", "numpy>=999", "surely-not-there>=1", "mypy>=999; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     found = [(finding.state, finding.detail.split(":")[0]) for finding in check_packages()]
@@ -65,7 +65,7 @@ def test_too_little_memory_is_a_problem(monkeypatch):
     assert finding.remedy
 
 
-def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "file"))
@@ -75,7 +75,7 @@ def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
     assert "EVOGRPO_CACHE" in states["model cache"].remedy
 
 
-def test_a_check_that_breaks_is_reported_and_the_others_go_on(monkeypatch, capsys):
+def test_a_failing_check_does_not_stop_the_others(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
     output = capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_a_check_that_breaks_is_reported_and_the_others_go_on(monkeypatch, capsy
     assert "memory" in output
 
 
-def test_every_finding_that_needs_doing_something_says_what():
+def test_every_problem_has_a_remedy():
     for check in CHECKS:
         for finding in check():
             assert isinstance(finding, Finding)

@@ -1,23 +1,24 @@
-"""What is shown may fail to be written: training goes on. What is saved may too: then the message says what is left."""
+"""Failing output does not stop training; failing checkpoints do, with a message about what is saved."""
 
-import subprocess
-import sys
+import os
 import warnings
 from pathlib import Path
 
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.run_dir import RunDir
-from tests.cli.project import ROOT, command, program
-from tests.forking import Forked
+from tests.cli.project import command, program
+from tests.forking import Forked, evogrpo
+
+SHORT = ("schedule.generations=1", "schedule.steps_per_generation=1", "population.size=2")
 
 
 def ended(run_dir: Path) -> bool:
     return read_journal(run_dir / "journal.jsonl")[-1].get("reason") == "1 generation"
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(project, here):
-    process = program("train", project / "tiny.yaml", "--run-dir", "run", "schedule.generations=1", cwd=here)
+def test_a_closed_pipe_does_not_end_the_run(project, workdir):
+    process = program("train", project / "tiny.yaml", "--run-dir", "run", *SHORT, cwd=workdir)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -27,42 +28,39 @@ def test_a_reader_that_goes_away_does_not_end_the_run(project, here):
     assert "cannot be written: Broken pipe" in errors
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
-    assert ended(here / "run")
+    assert ended(workdir / "run")
 
 
-def test_a_full_disk_behind_the_output_does_not_end_the_run(project, here):
-    arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]
-    with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "evogrpo", *arguments],
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            cwd=here,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert process.returncode == 0, process.stderr
-    assert "No space left on device" in process.stderr
-    assert ended(here / "run")
+def evogrpo_on_full_disk(*arguments: str) -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    evogrpo(*arguments)
 
 
-def test_a_checkpoint_that_cannot_be_written_says_what_is_left(project, here):
+def test_a_full_disk_for_stdout_does_not_end_the_run(project, workdir):
+    arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT]
+    process = Forked(evogrpo_on_full_disk, *arguments, cwd=workdir)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "No space left on device" in errors
+    assert ended(workdir / "run")
+
+
+def test_an_unwritable_checkpoint_stops_the_run_and_names_what_is_saved(project, workdir):
     tiny = str(project / "tiny.yaml")
-    process = command("train", tiny, "--run-dir", "run", "schedule.generations=1", cwd=here, file_bytes=30_000)
+    process = command("train", tiny, "--run-dir", "run", *SHORT, cwd=workdir, file_bytes=30_000)
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
-    said = " ".join(errors.split())
-    assert "nothing of this run was saved yet: " in said
-    assert "run/checkpoints/generation-0000" in said
+    message = " ".join(errors.split())
+    assert "nothing of this run was saved yet: " in message
+    assert "run/checkpoints/generation-0000" in message
     assert "resume" not in output
 
-    assert main(["train", tiny, "--run-dir", "whole", "schedule.generations=1"]) == 0
-    process = command("resume", "whole", "--generations", "2", cwd=here, file_bytes=30_000)
+    assert main(["train", tiny, "--run-dir", "whole", *SHORT]) == 0
+    process = command("resume", "whole", "--generations", "2", cwd=workdir, file_bytes=30_000)
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
-    said = " ".join(errors.split())
-    assert "the run can be resumed from generation 1 once this is fixed" in said
+    message = " ".join(errors.split())
+    assert "the run can be resumed from generation 1 once this is fixed" in message
     assert "evogrpo" in output.splitlines()[-1]
     assert "resume whole" in output.splitlines()[-1]
     assert main(["resume", "whole", "--generations", "2"]) == 0
@@ -70,13 +68,13 @@ def test_a_checkpoint_that_cannot_be_written_says_what_is_left(project, here):
 
 def draw_curves() -> None:
     run_dir = RunDir(Path("run"))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for step in range(200):
             run_dir.log_scalars(step, {"reward/slot_0": 1.0})
-    print(len(said), said[0].message)
+    print(len(message), message[0].message)
 
 
-def test_curves_that_cannot_be_written_are_left_out(here):
-    output, errors = Forked(draw_curves, cwd=here, file_bytes=100).communicate(timeout=100)
+def test_unwritable_tensorboard_curves_are_left_out(workdir):
+    output, errors = Forked(draw_curves, cwd=workdir, file_bytes=100).communicate(timeout=100)
     assert "1 TensorBoard logging stopped: File too large" in output, errors

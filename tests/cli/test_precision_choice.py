@@ -1,4 +1,4 @@
-"""The precision of a run's base model: chosen when it begins, said, recorded, and kept when it goes on."""
+"""The precision of the base model: chosen at the start, printed, recorded and kept on resume."""
 
 import platform
 import shutil
@@ -18,14 +18,14 @@ from tests.tiny_models import COMMON, tiny_model
 WIDE = COMMON | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
 
 
-def outline(kind, **sizes):
+def empty_model(kind, **sizes):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(kind(**sizes))
 
 
 @pytest.fixture(scope="module")
-def trained_once(project, tmp_path_factory):
-    """Train one generation in bfloat16; returns the run's folder, which tests do not change."""
+def trained_in_bfloat16(project, tmp_path_factory):
+    """Train one generation in bfloat16; return the run directory, which tests do not change."""
     folder = tmp_path_factory.mktemp("precision") / "run"
     less = [
         "schedule.generations=1",
@@ -39,9 +39,9 @@ def trained_once(project, tmp_path_factory):
 
 
 @pytest.fixture
-def trained(trained_once, here):
-    """Return a copy of a run's folder."""
-    return Path(shutil.copytree(trained_once, "run"))
+def run_dir(trained_in_bfloat16, workdir):
+    """Return a copy of the run directory."""
+    return Path(shutil.copytree(trained_in_bfloat16, "run"))
 
 
 def is_x86():
@@ -49,30 +49,30 @@ def is_x86():
 
 
 def precision_of(config):
-    """Return the type of the weights that a run of this configuration would load."""
+    """Return the dtype of the base model that a configuration loads."""
     population = prepare(config).population()
     return next(population.members.bank.base.model.parameters()).dtype
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
-def test_what_is_asked_for_is_taken(wanted, device):
-    assert choose_precision(wanted, tiny_model(), device) == wanted
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_explicit_precision_is_used(precision, device):
+    assert choose_precision(precision, tiny_model(), device) == precision
 
 
-def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lies_between(monkeypatch):
+def test_auto_is_bfloat16_on_cpus_where_matrix_products_are_faster(monkeypatch):
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
     gains = speed_up(512, 2048) >= MIN_SPEED_UP
-    assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
+    assert choose_precision("auto", empty_model(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
     assert gains <= (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() or not is_x86())
-    for other in (tiny_model(), outline(Gemma2Config, **WIDE)):  # small, or run by transformers
+    for other in (tiny_model(), empty_model(Gemma2Config, **WIDE)):  # small, or run by transformers
         assert choose_precision("auto", other, "cpu") == "float32"
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
-    assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == "float32"
+    assert choose_precision("auto", empty_model(LlamaConfig, **WIDE), "cpu") == "float32"
 
 
-def test_it_is_said_before_a_run_and_recorded_in_it(project, trained, capsys):
-    stored = yaml.safe_load((trained / "config.yaml").read_text())
+def test_precision_is_printed_and_recorded(project, run_dir, capsys):
+    stored = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert stored["precision"] == "bfloat16"
     for chosen in ("auto", "float32", "bfloat16"):
         capsys.readouterr()
@@ -80,37 +80,37 @@ def test_it_is_said_before_a_run_and_recorded_in_it(project, trained, capsys):
         assert f"on cpu in {'float32' if chosen == 'auto' else chosen}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_goes_on_as_it_began(trained, capsys):
-    path = trained / "config.yaml"
+def test_precision_is_kept_on_resume(run_dir, capsys):
+    path = run_dir / "config.yaml"
     stored = yaml.safe_load(path.read_text())
-    assert precision_of(read_resumable(trained, ["generations=2"]).config) == torch.bfloat16
+    assert precision_of(read_resumable(run_dir, ["generations=2"]).config) == torch.bfloat16
     path.write_text(yaml.safe_dump(stored | {"precision": "float32"}))
     assert main(["resume", "run", "--generations", "2"]) == 2
     assert "precision 'bfloat16' -> 'float32'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("value", ["float16", "bf16", "8"])
-def test_another_is_refused_with_those_that_there_are(project, here, value, capsys):
+def test_unknown_precisions_are_refused(project, workdir, value, capsys):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", f"precision={value}"]) == 2
     assert "value of precision" in capsys.readouterr().err
 
 
-def test_small_networks_have_none(here, capsys):
+def test_precision_is_refused_for_small_networks(workdir, capsys):
     assert main(["train", "--env", "CartPole-v1", "--dry-run", "precision=bfloat16"]) == 2
     assert "precision must be left out where task.env is given" in " ".join(capsys.readouterr().err.split())
 
 
-def test_fewer_bits_are_refused_where_they_cannot_be_had(project, here, capsys, monkeypatch):
+def test_quantised_precisions_are_refused_where_unsupported(project, workdir, capsys, monkeypatch):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=nf4"]) == 2
     assert "A base in nf4 requires the device cuda, got 'cpu'" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr("evogrpo.models.language.quantised.importlib.util.find_spec", lambda name: None)
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=int8"]) == 2
     assert "A base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_base_in_parts_is_asked_for_and_may_be_another_number_when_a_run_goes_on(project, trained, capsys):
-    assert read_resumable(trained, ["base_parts=4"]).config.base_parts == 4
+def test_base_parts_may_change_on_resume(project, run_dir, capsys):
+    assert read_resumable(run_dir, ["base_parts=4"]).config.base_parts == 4
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "base_parts=4"]) == 0
     assert "whole, as there is one process" in " ".join(capsys.readouterr().out.split())
     for words, refused in (

@@ -1,4 +1,4 @@
-"""What is wrong with rewards and prompts is found before the base model is loaded; a dry run shows what was tried."""
+"""Invalid rewards and prompts are reported before the base model is loaded."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("code", "message"), WRONG)
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_reward_that_cannot_serve_is_found_before_the_model_is_loaded(project, here, capsys, code, message, dry):
+def test_invalid_rewards_are_reported_before_the_model_is_loaded(project, workdir, capsys, code, message, dry):
     Path("mine.py").write_text(code)
     words = ["train", str(project / "tiny.yaml"), "--run-dir", "run", "task.reward=mine.py:score"]
     assert main([*words, *(["--dry-run"] if dry else [])]) == 2
@@ -34,14 +34,14 @@ def test_a_reward_that_cannot_serve_is_found_before_the_model_is_loaded(project,
         assert "mine.py, line 2" in printed
 
 
-def test_a_dry_run_shows_the_first_prompt_and_what_a_made_up_completion_earned(project, here, capsys):
+def test_a_dry_run_shows_the_first_prompt_and_a_sample_reward(project, workdir, capsys):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"first prompt 'u:0\+0=.*', 9 tokens: \d+( \d+){8} rewards", shown)
-    assert "score 0.5 for 'This is a made-up completion: 42.'" in shown  # two times "a"
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"first prompt 'u:0\+0=.*', 9 tokens: \d+( \d+){8} rewards", output)
+    assert "score 0.5 for 'This is a made-up completion: 42.'" in output  # two times "a"
 
 
-def test_a_forgotten_return_shows_in_a_dry_run(project, here, capsys):
+def test_a_reward_function_without_return_value_is_reported(project, workdir, capsys):
     Path("mine.py").write_text("def score(completion, answer, question):\n    float(len(completion))\n")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=mine.py:score"]) == 0
     assert "score none (right where it does not apply, else look for a forgotten return)" in " ".join(
@@ -49,7 +49,7 @@ def test_a_forgotten_return_shows_in_a_dry_run(project, here, capsys):
     )
 
 
-def test_the_tokens_of_another_tokenizer_are_refused(project, here, capsys):
+def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):
     tiny_model().save_pretrained("other")
     tokenizer = AutoTokenizer.from_pretrained(project / "model")
     tokenizer.add_tokens([*(f"<{n}>" for n in range(500)), "0+"])
@@ -58,7 +58,7 @@ def test_the_tokens_of_another_tokenizer_are_refused(project, here, capsys):
     assert "tokens of prompts must be in the vocabulary" in " ".join(capsys.readouterr().err.split())
 
 
-def test_in_python_it_is_found_before_the_baseline(tmp_path):
+def test_python_runs_are_checked_before_the_baseline(tmp_path):
     def wrong(completion, answer, question):
         return "good"
 

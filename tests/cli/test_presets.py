@@ -1,4 +1,4 @@
-"""Presets: what they are, where there is one, and that they are taken when asked for and never else."""
+"""Presets of tuned hyperparameters."""
 
 import gymnasium
 import pytest
@@ -22,44 +22,46 @@ def plan(capsys, *arguments):
 
 
 @pytest.mark.parametrize("name", preset_ids())
-def test_a_preset_is_a_configuration_of_its_environment_and_changes_it(name):
+def test_a_preset_changes_the_defaults_of_its_environment(name):
     if name == "Taxi-v4" and Version(gymnasium.__version__) < Version("1.3"):
         pytest.skip("Gymnasium has Taxi-v4 from 1.3 on")
-    usual, chosen = (packaged_values(name, with_preset=asked) for asked in (False, True))
+    usual, chosen = (packaged_values(name, with_preset=with_preset) for with_preset in (False, True))
     assert gymnasium.spec(name).id == name
     config = parse_config(chosen)
     assert config.task.env == name
     assert config != parse_config(usual)
-    given = preset(name)
-    for section, values in given.items():  # nothing in it is said in vain
+    preset_values = preset(name)
+    for section, values in preset_values.items():  # every value differs from the default
         assert {key for key, value in values.items() if usual.get(section, {}).get(key, "absent") == value} == set()
     assert override(chosen, ["population.size=3"])["population"]["size"] == 3
 
 
-def test_the_plan_says_that_there_is_one_and_what_is_given_besides_counts(capsys):
+def test_the_plan_names_the_preset_and_explicit_settings_win(capsys):
     usual = plan(capsys, "--env", "CartPole-v1")
     chosen = plan(capsys, "--env", "CartPole-v1", "--preset")
-    given = plan(capsys, "--env", "CartPole", "--preset", "population.size=7")
+    preset_values = plan(capsys, "--env", "CartPole", "--preset", "population.size=7")
     assert "preset" not in usual
     assert "preset tuned values for CartPole-v1" in chosen
     members = preset("CartPole-v1")["population"]["size"]
     assert f"population {members} members" in chosen
     assert "population 8 members" in usual
-    assert "population 7 members" in given
+    assert "population 7 members" in preset_values
 
 
-def test_python_and_the_command_line_begin_with_the_same(tmp_path, monkeypatch, capsys):
+def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--env", "CartPole-v1", "--preset", "--run-dir", "one", *TINY]) == 0
     train(
         "CartPole-v1", preset=True, run_dir="other", size=2, generations=1, steps_per_generation=1, validation_size=2,
         test_size=2, max_episode_steps=10, progress=False,
     )  # fmt: skip
-    one, other = (load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other"))
+    command_config, python_config = (
+        load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("command_config", "python_config")
+    )
     for name in ("run_dir", "run_id"):
-        assert one.pop(name) != other.pop(name)
-    assert one == other
-    assert one["hyperparameters"]["lr"] == preset("CartPole-v1")["hyperparameters"]["lr"]
+        assert command_config.pop(name) != python_config.pop(name)
+    assert command_config == python_config
+    assert command_config["hyperparameters"]["lr"] == preset("CartPole-v1")["hyperparameters"]["lr"]
     capsys.readouterr()
 
 
@@ -72,7 +74,7 @@ def test_python_and_the_command_line_begin_with_the_same(tmp_path, monkeypatch, 
         (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "--preset is not available"),
     ],
 )
-def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_path, monkeypatch, capsys):
+def test_unavailable_presets_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *arguments]) == 2
     printed = capsys.readouterr().err
@@ -82,16 +84,16 @@ def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tasks_lists_where_there_is_one(capsys):
+def test_tasks_lists_presets(capsys):
     assert main(["tasks"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"tuned hyperparameters with --preset: {', '.join(preset_ids())}" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"tuned hyperparameters with --preset: {', '.join(preset_ids())}" in output
 
 
-def test_sections_are_put_together_key_by_key():
+def test_sections_are_merged_key_by_key():
     values = {"a": {"x": 1, "y": {"deep": 1}}, "b": 2}
-    assert with_sections(values, {"a": {"y": {"other": 3}}, "c": {"z": 4}}) == {
-        "a": {"x": 1, "y": {"other": 3}},
+    assert with_sections(values, {"a": {"y": {"python_config": 3}}, "c": {"z": 4}}) == {
+        "a": {"x": 1, "y": {"python_config": 3}},
         "b": 2,
         "c": {"z": 4},
     }

@@ -1,4 +1,4 @@
-"""What runs have recorded, in the terminal: lineage, best, compare and the export of a schedule."""
+"""Records of runs in the terminal: lineage, best, compare and exported schedules."""
 
 import json
 
@@ -21,7 +21,7 @@ def run_dir(tmp_path_factory):
 
 
 def hostile_run(folder):
-    """Write a run whose journal says what a terminal would obey, wherever it may say anything."""
+    """Write a run whose journal has terminal control characters in every text."""
     named = member(0, 0, reason=HOSTILE), member(1, 1, fitness=None, failed=HOSTILE)
     with Journal(folder / "journal.jsonl") as journal:
         for event in (
@@ -37,7 +37,7 @@ def hostile_run(folder):
 
 @pytest.mark.parametrize("command", ["lineage", "best", "compare"])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_a_journal_says_is_shown_and_never_obeyed(tmp_path, capsys, command, as_json):
+def test_texts_of_a_journal_are_escaped(tmp_path, capsys, command, as_json):
     folders = [hostile_run(tmp_path / name) for name in ("one", "other")][: 2 if command == "compare" else 1]
     assert main([command, *map(str, folders), *(["--json"] if as_json else [])]) == 0
     output = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_what_a_journal_says_is_shown_and_never_obeyed(tmp_path, capsys, command
 
 
 @pytest.mark.parametrize("command", ["lineage", "best", "compare"])
-def test_json_is_one_object_that_says_what_the_words_say(run_dir, tmp_path, capsys, command):
+def test_json_output_is_one_object(run_dir, tmp_path, capsys, command):
     other = tmp_path / "other"
     finish(step_run(other, options={"evolve_network": None, "seed": 1}, generations=1))
     assert main([command, str(run_dir), *([str(other)] if command == "compare" else []), "--json"]) == 0
@@ -64,11 +64,11 @@ def test_json_is_one_object_that_says_what_the_words_say(run_dir, tmp_path, caps
         assert first["best"]["member"] == best["member"]
         assert first["test"] == best["test"]
         assert first["against_the_first"] is None
-        assert second["against_the_first"]["paired"]  # the starts are those of the environment, whoever learns
+        assert second["against_the_first"]["paired"]  # the validation starts are equal
         assert told["settings"]["seed"] == [0, 1]
 
 
-def test_the_winner_is_told_with_where_it_lies_and_how_to_go_on(run_dir, capsys, monkeypatch):
+def test_best_shows_the_winner_its_folder_and_the_next_commands(run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["best", str(run_dir)]) == 0
     output = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_the_winner_is_told_with_where_it_lies_and_how_to_go_on(run_dir, capsys,
         assert words in output
 
 
-def test_the_tree_marks_the_winner_and_tells_of_everybody(run_dir, capsys):
+def test_lineage_marks_the_winner_and_lists_all_members(run_dir, capsys):
     assert main(["lineage", str(run_dir), "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert main(["lineage", str(run_dir), "--json"]) == 0
@@ -86,7 +86,7 @@ def test_the_tree_marks_the_winner_and_tells_of_everybody(run_dir, capsys):
     assert len(lines) == len(told["members"])
 
 
-def test_runs_that_hold_nothing_yet_are_told_of_all_the_same(tmp_path, capsys):
+def test_runs_without_generations_are_shown(tmp_path, capsys):
     for name in ("one", "other"):
         with Journal(tmp_path / name / "journal.jsonl") as journal:
             journal.append("run", evolvable={}, samples_per_step=8)
@@ -98,12 +98,12 @@ def test_runs_that_hold_nothing_yet_are_told_of_all_the_same(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["compare", "RUN"], ["compare", "RUN", "RUN"], ["lineage", "NO"], ["export", "RUN"]])
-def test_requests_that_cannot_be_met_are_refused(run_dir, capsys, words):
+def test_invalid_requests_are_refused(run_dir, capsys, words):
     assert main([str(run_dir) if word == "RUN" else word for word in words]) == 2
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_schedule_is_exported_once(run_dir, tmp_path, capsys):
+def test_an_exported_schedule_is_not_overwritten(run_dir, tmp_path, capsys):
     words = ["export", str(run_dir), "--schedule", str(tmp_path / "found.yaml")]
     assert main(words) == 0
     assert "replay" in capsys.readouterr().out

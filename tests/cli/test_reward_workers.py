@@ -20,11 +20,11 @@ def score(completion, answer, question):
 """
 
 
-def test_a_run_with_workers_equals_one_without(project, here):
+def test_workers_do_not_change_the_results(project, workdir):
     for name, workers in (("plain", "null"), ("workers", "2")):
         run = ["train", str(project / "tiny.yaml"), "--run-dir", name, *SHORT, f"task.reward_workers={workers}"]
         assert main([*run, "task.reward_timeout=null" if workers == "null" else "task.reward_timeout=30"]) == 0
-    tables = [sorted((here / name / "completions").iterdir()) for name in ("plain", "workers")]
+    tables = [sorted((workdir / name / "completions").iterdir()) for name in ("plain", "workers")]
     assert [path.name for path in tables[0]] == ["step-000000.jsonl", "step-000001.jsonl"]
     for one, other in zip(*tables, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -33,17 +33,17 @@ def test_a_run_with_workers_equals_one_without(project, here):
     assert [row["rewards/score"] for row in rows] == [min(row["completion"].count("a"), 4) / 4 for row in rows]
 
 
-def test_a_reward_that_hangs_stops_the_run_with_the_completion_and_never_hangs_it(project, here):
+def test_a_hanging_reward_stops_the_run_and_names_the_completion(project, workdir):
     Path("hanging.py").write_text(HANGING)
     overrides = (*SHORT, "task.reward=hanging.py:score", "task.reward_timeout=1.0", "task.reward_workers=2")
-    process = command("train", project / "tiny.yaml", "--run-dir", "run", *overrides, cwd=here)
+    process = command("train", project / "tiny.yaml", "--run-dir", "run", *overrides, cwd=workdir)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "Reward function 'score' took longer than 1 s and was stopped for the completion" in errors
     assert "evogrpo resume run" in output
 
 
-def test_a_function_that_cannot_be_sent_is_refused_before_any_work(project, here, capsys):
+def test_a_function_that_cannot_be_pickled_is_refused(project, workdir, capsys):
     Path("inner.py").write_text("def made():\n    def score(completion, answer, question):\n        return 0.0\n"
                                 "    return score\nscore = made()\n")  # fmt: skip
     overrides = ("task.reward=inner.py:score", "task.reward_timeout=5")
@@ -51,7 +51,7 @@ def test_a_function_that_cannot_be_sent_is_refused_before_any_work(project, here
     assert "Reward function 'score' cannot be sent to a worker process" in capsys.readouterr().err
 
 
-def test_a_dry_run_tells_how_rewards_are_computed_and_what_is_kept(project, here, capsys, monkeypatch):
+def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     overrides = [
         *("task.reward_timeout=2.5", "task.reward_workers=2", "task.on_reward_error=exclude"),
@@ -64,7 +64,7 @@ def test_a_dry_run_tells_how_rewards_are_computed_and_what_is_kept(project, here
     assert "64 in all; groups whose rewards are all equal are resampled up to 3 times" in output
     assert "overlong_buffer 4, dynamic_sampling 3" in output
     assert "5 of each learning step are written as jsonl" in output
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
     assert main([*run, "logging.completions=0"]) == 0
     output = capsys.readouterr().out
     assert "none are written" in output
@@ -85,12 +85,12 @@ def test_a_dry_run_tells_how_rewards_are_computed_and_what_is_kept(project, here
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_any_work(project, here, capsys, override, message):
+def test_invalid_reward_settings_are_refused(project, workdir, capsys, override, message):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *override.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_with_every_switch_trains_and_shows_its_completions(project, here, capsys):
+def test_dynamic_sampling_and_overlong_buffer_train_and_write_parquet(project, workdir, capsys):
     overrides = ("agent.objective={dynamic_sampling: 2, overlong_buffer: 4}", "logging.completions_format=parquet")
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, *overrides]) == 0
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A run's configuration is bound to it: what would make it another experiment is refused when it goes on."""
+"""A run's stored configuration is bound to it; changes that make it another run are refused."""
 
 import shutil
 from pathlib import Path
@@ -10,17 +10,8 @@ from evogrpo.cli import main
 from evogrpo.training.load_run import open_run
 
 
-@pytest.fixture(scope="module")
-def trained(project, tmp_path_factory):
-    """Train once, in a folder that tests copy."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("trained"))
-        assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
-        return Path("run").absolute()
-
-
 @pytest.fixture
-def configured(trained, here):
+def configured(trained, workdir):
     shutil.copytree(trained, "run")
     path = Path("run/config.yaml")
     return path, yaml.safe_load(path.read_text())
@@ -50,17 +41,17 @@ def changed(values: dict, name: str, value: object) -> str:
         ("strategy.z", 3.0),
     ],
 )
-def test_a_stored_configuration_that_was_changed_is_refused_by_name(configured, name, value, capsys):
+def test_a_changed_stored_configuration_is_refused(configured, name, value, capsys):
     path, values = configured
     path.write_text(changed(values, name, value))
     capsys.readouterr()
     assert main(["resume", "run", "--generations", "2"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "was changed since the run began" in said
-    assert f"{name} " in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "was changed since the run began" in message
+    assert f"{name} " in message
 
 
-def test_what_is_ignored_is_said_and_what_may_change_passes(configured, capsys):
+def test_ineffective_changes_warn_and_allowed_changes_pass(configured, capsys):
     path, values = configured
     changed(values, "schedule.generations", 5)
     path.write_text(changed(values, "logging.completions", 3))
@@ -71,12 +62,12 @@ def test_what_is_ignored_is_said_and_what_may_change_passes(configured, capsys):
     assert open_run("run").record["records"]["completions"] == 3
 
 
-def test_the_configuration_of_another_run_is_refused_and_starts_a_new_one(configured, project, capsys):
+def test_another_runs_configuration_is_refused(configured, project, capsys):
     path, values = configured
-    own = values["run_id"]
+    run_id = values["run_id"]
     path.write_text(changed(values, "run_id", "0" * 32))
     assert main(["resume", "run", "--generations", "2"]) == 2
     assert "is the configuration of another run" in capsys.readouterr().err
     Path("copy.yaml").write_text(changed(values, "run_dir", "again"))
     assert main(["train", "copy.yaml"]) == 0
-    assert yaml.safe_load(Path("again/config.yaml").read_text())["run_id"] not in (own, "0" * 32)
+    assert yaml.safe_load(Path("again/config.yaml").read_text())["run_id"] not in (run_id, "0" * 32)

@@ -1,4 +1,4 @@
-"""Training members that act for several agents from the command line: the same commands, records and ending."""
+"""Training members that act for several agents, from the command line."""
 
 import re
 import sys
@@ -33,12 +33,12 @@ SHORT = [
 
 
 def one_line(text):
-    return " ".join(text.split())  # however wide the terminal was
+    return " ".join(text.split())  # independent of the terminal's width
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train once; returns the run's folder and what was printed."""
+    """Train once; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("finished")
     words = ["--parallel-env", FAVOURS, "--run-dir", "team", "task.policies=prefix", *SHORT]
     process = command("train", *words, cwd=folder)
@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
     return folder / "team", one_line(output)
 
 
-def test_a_run_tells_its_story(finished):
+def test_output_of_a_run_uses_the_terms_of_teams(finished):
     run_dir, output = finished
     for text in (
         f"{FAVOURS}: train 100,000, validation 20, test 20 starts",
@@ -73,14 +73,14 @@ def test_a_run_tells_its_story(finished):
     assert "untrained team, test" in page
 
 
-def test_a_team_learns_what_pays_its_neighbours(finished):
+def test_a_team_learns_from_team_rewards(finished):
     by_name = {event["event"]: event for event in read_journal(finished[0] / "journal.jsonl")}
     assert by_name["run"]["kind"] == "joint"
     assert by_name["baseline"]["fitness"] < 1.8  # of 3; chance is 1
     assert by_name["test"]["after"]["fitness"] > 2.2
 
 
-def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp_path):
+def test_command_and_python_api_train_the_same_members(finished, tmp_path):
     config = load_config(finished[0] / "config.yaml")
     env = PettingZooGroups(joint_probes.Favours, validation_size=20, test_size=20, seed=0)
     population = MultiAgentGRPO.population(
@@ -99,7 +99,7 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp
     assert equal_states(open_run(finished[0]).tensors, open_run(tmp_path / "run").tensors)
 
 
-def test_a_run_goes_on_and_is_reported(finished, capsys):
+def test_a_run_resumes_and_is_reported(finished, capsys):
     assert main(["resume", str(finished[0]), "--generations", "3"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
@@ -108,20 +108,20 @@ def test_a_run_goes_on_and_is_reported(finished, capsys):
     assert "report.html" in capsys.readouterr().out
 
 
-def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished, here, capsys):
+def test_export_refuses_a_team(finished, workdir, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
     assert "not an adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_team_that_nobody_can_draw_is_said_to_be_so(finished, capsys):
+def test_video_refuses_an_environment_without_render_mode(finished, capsys):
     pytest.importorskip("moviepy")
     assert main(["video", str(finished[0])]) == 2
     assert "takes no render_mode, so it cannot be recorded" in one_line(capsys.readouterr().err)
     assert not list((finished[0] / "videos").glob("*.mp4"))
 
 
-def test_a_team_is_filmed_with_what_each_agent_earned(here, capsys):
+def test_videos_show_the_return_of_each_agent(workdir, capsys):
     pytest.importorskip("moviepy")
     values = {
         "task": {"parallel_env": "tests.envs.joint_probes:Painted", "validation_size": 2, "test_size": 2},
@@ -132,37 +132,51 @@ def test_a_team_is_filmed_with_what_each_agent_earned(here, capsys):
     assert main(["train", "paint.yaml"]) == 0
     assert "evogrpo video runs/paint" in one_line(capsys.readouterr().out)
     assert main(["video", "runs/paint", "--episodes", "2"]) == 0
-    said = one_line(capsys.readouterr().out)
-    assert "member-0-1.mp4 return 9 (red_0 3, red_1 3, blue_0 3), 3 steps" in said
+    message = one_line(capsys.readouterr().out)
+    assert "member-0-1.mp4 return 9 (red_0 3, red_1 3, blue_0 3), 3 steps" in message
     assert len(list(Path("runs/paint/videos").glob("*.mp4"))) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "texts"),
     [
-        (["task.max_episode_steps=25"], "at most 6,400 joint steps a learning step"),  # 4 members × 64 × 25
-        (["task.max_episode_steps=25"], "19,200 actions of single agents"),
-        (["task.max_episode_steps=25"], "at most 30 of shared per member and learning step"),  # 6 ceil(64·25·3 / 1024)
-        ([], "at most 6,400 joint steps a learning step, all members, for episodes of 25"),  # as it says itself
-        (["task.env_kwargs.max_cycles=50"], "for episodes of 50"),
-        ([], "fitness sum of all agents' returns"),
-        (["task.score=[agent_0, agent_1]"], "fitness returns of agent_0, agent_1"),
-        (["task.score=min"], "fitness lowest return of an agent"),
-        (["task.score=tests.envs.joint_probes:first_earns"], "tests.envs.joint_probes:first_earns, fitness"),
-        (["task.agent_ids=true"], "told who it is"),
-        (["task.agent_ids=true"], "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))"),
-        (["task.credit=agent"], "3, each learning from what it earns itself"),
-        (["task.policies=independent"], "4 members, each 3 networks"),
-        ([], "5,696 joint episodes from held-out starts"),  # 64 (1 + 4 × 20) + 2 × 256
+        (
+            ["task.score=min"],
+            [
+                "at most 6,400 joint steps a learning step, all members, for episodes of 25",  # 4 members × 64 × 25
+                "19,200 actions of single agents",
+                "at most 30 of shared per member and learning step",  # 6 ceil(64·25·3 / 1024)
+                "5,696 joint episodes from held-out starts",  # 64 (1 + 4 × 20) + 2 × 256
+                "fitness lowest return of an agent",
+            ],
+        ),
+        (
+            ["task.env_kwargs.max_cycles=50", "task.score=[agent_0, agent_1]", "task.agent_ids=true"],
+            [
+                "for episodes of 50",
+                "fitness returns of agent_0, agent_1",
+                "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))",
+            ],
+        ),
+        (
+            ["task.score=tests.envs.joint_probes:first_earns", "task.policies=independent", "task.credit=agent"],
+            [
+                "tests.envs.joint_probes:first_earns, fitness",
+                "4 members, each 3 networks",
+                "3, each learning from what it earns itself",
+            ],
+        ),
     ],
 )
-def test_a_dry_run_shows_agents_policies_and_steps_and_touches_nothing(here, capsys, options, said):
+def test_a_dry_run_shows_agents_policies_and_steps_and_writes_nothing(workdir, capsys, options, texts):
     assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--dry-run", *options]) == 0
-    assert said in one_line(capsys.readouterr().out)
-    assert list(here.iterdir()) == []
+    output = one_line(capsys.readouterr().out)
+    for text in texts:
+        assert text in output, text
+    assert list(workdir.iterdir()) == []
 
 
-def test_the_forecast_is_an_upper_bound_of_what_is_spent():
+def test_the_forecast_is_an_upper_bound():
     values = {
         "task": {"parallel_env": FAVOURS, "policies": "prefix", "max_episode_steps": 1, "validation_size": 2},
         "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
@@ -180,7 +194,7 @@ def test_the_forecast_is_an_upper_bound_of_what_is_spent():
     assert all(0 < step.metrics["optimizer_steps"] <= sum(bound.optimizer_steps.values()) for step in steps)
 
 
-def test_simple_spread_trains_from_a_configuration_file(here):
+def test_simple_spread_trains_from_a_configuration_file(workdir):
     values = {
         "task": {"parallel_env": "mpe2.simple_spread_v3", "agent_ids": True, "env_kwargs": {"max_cycles": 5}}
         | {"validation_size": 4, "test_size": 4},
@@ -199,7 +213,7 @@ def test_simple_spread_trains_from_a_configuration_file(here):
         best.test(env)
 
 
-def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch):
+def test_a_file_beside_the_configuration_defines_the_environment(workdir, monkeypatch):
     Path("own").mkdir()
     Path("own/team.py").write_text("from tests.envs.joint_probes import Contest as make\n")
     values = {
@@ -208,13 +222,13 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
     }
     Path("own/team.yaml").write_text(yaml.safe_dump(values))
     config = load_config(Path("own/team.yaml"))
-    assert config.task.parallel_env == f"{here / 'own' / 'team.py'}:make"
+    assert config.task.parallel_env == f"{workdir / 'own' / 'team.py'}:make"
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert prepare(config).env.agents == ("red_0", "red_1", "blue_0")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["mpe2.simple_spred_v3"], "No module named 'mpe2.simple_spred_v3'"),
         (["json"], "json has no function parallel_env: name a module that has one"),
@@ -236,13 +250,13 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         (["mpe2.simple_tag_v3"], "Set policies='prefix'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):
+def test_invalid_settings_are_refused_before_anything_is_written(workdir, capsys, words, message):
     assert main(["train", "--parallel-env", *words]) == 2
-    assert said in one_line(capsys.readouterr().err)
-    assert list(here.iterdir()) == []
+    assert message in one_line(capsys.readouterr().err)
+    assert list(workdir.iterdir()) == []
 
 
-def test_one_environment_is_enough(capsys):
+def test_env_and_parallel_env_exclude_each_other(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--env", "CartPole-v1", "--parallel-env", FAVOURS])
     assert "not allowed with" in capsys.readouterr().err

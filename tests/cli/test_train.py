@@ -1,4 +1,4 @@
-"""Training from the command line, start to end: plan, run, report, export, and everything refused before weights."""
+"""Training language models from the command line: plan, run, report, export and validation."""
 
 import importlib.resources
 import json
@@ -19,12 +19,12 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training import launch
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.task_types import language
-from tests.cli.project import CONFIG, command, prepare
+from tests.cli.project import command, prepare
 
 
 @pytest.fixture(scope="module")
 def finished(project, tmp_path_factory):
-    """Train once; returns the run's folder and what was printed."""
+    """Train once; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("finished")
     process = command("train", project / "tiny.yaml", "--run-dir", "runs/a run", cwd=folder)
     output, errors = process.communicate(timeout=120)
@@ -32,7 +32,7 @@ def finished(project, tmp_path_factory):
     return folder / "runs" / "a run", output, errors
 
 
-def test_a_run_leaves_everything_it_promises(finished):
+def test_a_run_writes_all_its_files(finished):
     run_dir, _, _ = finished
     for name in ("journal.jsonl", "config.yaml", "report.png", "report.html", "best", "checkpoints", "tensorboard"):
         assert (run_dir / name).exists(), name
@@ -41,14 +41,14 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert kinds[-2:] == ["test", "stopped"]
 
 
-def test_the_stored_configuration_is_complete_and_works_from_anywhere(finished, project):
+def test_the_stored_configuration_has_absolute_paths_and_defaults(finished, project):
     stored = yaml.safe_load((finished[0] / "config.yaml").read_text())
     assert stored["model"] == str(project / "model")
     assert stored["task"]["reward"] == f"{project / 'rewards.py'}:score"
     assert stored["agent"]["lora"]["r"] == 16
 
 
-def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
+def test_output_in_a_log_is_plain_text(finished):
     _, output, errors = finished
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output + errors)
     assert errors == ""
@@ -66,7 +66,7 @@ def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
         assert text in output, text
 
 
-def test_what_the_end_says_of_using_the_best_member_works(finished, monkeypatch):
+def test_the_printed_code_to_use_the_best_member_works(finished, monkeypatch):
     run_dir, output, _ = finished
     (line,) = [line for line in output.splitlines() if line.startswith("use it")]
     monkeypatch.chdir(run_dir.parent.parent)
@@ -76,16 +76,16 @@ def test_what_the_end_says_of_using_the_best_member_works(finished, monkeypatch)
     assert all(isinstance(text, str) for text in texts)
 
 
-def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, here, capsys):
+def test_an_exported_adapter_loads_with_peft(finished, project, workdir, capsys):
     assert main(["export", str(finished[0]), "adapter"]) == 0
     assert sorted(path.name for path in Path("adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    told = capsys.readouterr().out
-    assert "an adapter of" in told
-    assert "PEFT loads all 28 tensors" in told
-    assert "AutoPeftModelForCausalLM.from_pretrained('adapter')" in told
+    output = capsys.readouterr().out
+    assert "an adapter of" in output
+    assert "PEFT loads all 28 tensors" in output
+    assert "AutoPeftModelForCausalLM.from_pretrained('adapter')" in output
     base = AutoModelForCausalLM.from_pretrained(project / "model")
     ids = torch.arange(3, 19)[None]
     plain = base(ids).logits
@@ -96,13 +96,13 @@ def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, her
     assert "not an empty folder" in capsys.readouterr().err
 
 
-def test_a_run_may_start_from_an_adapter(finished, project, here, capsys):
-    """A path in an override is relative to the working directory, and the run stores where it leads."""
+def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
+    """A relative path in an override is resolved against the working directory."""
     assert main(["export", str(finished[0]), "start"]) == 0
     train = ["train", str(project / "tiny.yaml"), "agent.adapter=start", "population.size=2", "--dry-run"]
     assert main(train) == 0
-    told = re.sub(r"\s", "", capsys.readouterr().out)
-    assert f"thatstartsfrom{Path('start').resolve()}" in told
+    output = re.sub(r"\s", "", capsys.readouterr().out)
+    assert f"thatstartsfrom{Path('start').resolve()}" in output
     founders = prepare(load_config(project / "tiny.yaml", train[2:4])).population()
     best = GRPO.load(finished[0] / "best", actor_network=founders.members.bank.base.model)
     for agent in founders:
@@ -113,8 +113,8 @@ def test_a_run_may_start_from_an_adapter(finished, project, here, capsys):
     assert "has no adapter_config.json" in capsys.readouterr().err
 
 
-def test_a_damaged_adapter_is_not_exported(finished, here, capsys):
-    run_dir = here / "copy"
+def test_a_damaged_adapter_is_not_exported(finished, workdir, capsys):
+    run_dir = workdir / "copy"
     for path in finished[0].glob("best/*"):
         (run_dir / "best").mkdir(parents=True, exist_ok=True)
         (run_dir / "best" / path.name).write_bytes(path.read_bytes())
@@ -125,7 +125,7 @@ def test_a_damaged_adapter_is_not_exported(finished, here, capsys):
     assert not Path("out").exists()
 
 
-def test_reports_are_drawn_again(finished, capsys):
+def test_reports_are_written_again(finished, capsys):
     page = finished[0] / "report.html"
     page.unlink()
     assert main(["report", str(finished[0])]) == 0
@@ -133,12 +133,12 @@ def test_reports_are_drawn_again(finished, capsys):
     assert str(page) in capsys.readouterr().out
 
 
-def test_a_finished_run_has_nothing_left_to_do(finished, capsys):
+def test_resuming_a_finished_run_does_nothing(finished, capsys):
     assert main(["resume", str(finished[0])]) == 0
     assert "This run is finished" in capsys.readouterr().out
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project, capsys):
+def test_a_folder_that_holds_a_run_is_refused(finished, project, capsys):
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0])]) == 2
     assert "already holds a run" in capsys.readouterr().err
     before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
@@ -146,10 +146,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project,
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 
-# ---- plans
-
-
-def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, capsys, monkeypatch):
+def test_a_dry_run_prints_the_forecast_and_writes_nothing(project, workdir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "schedule.samples_per_step=32"]) == 0
     output = capsys.readouterr().out
@@ -158,31 +155,31 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, caps
     assert "8 steps per member and learning step" in output  # 2 epochs x 32 / 8
     assert "6 = 3 generations × 2, and 272 completions" in output  # 16 (1 + 4 x 3) + 2 x 32
     assert "about 0.0" in output
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_run_that_needs_more_memory_than_there_is_is_refused(project, here, capsys):
+def test_a_run_that_needs_too_much_memory_is_refused(project, workdir, capsys):
     run = ["train", str(project / "tiny.yaml"), "agent.micro_batch_tokens=1000000000000", "--run-dir", "run"]
     for arguments in (run, [*run, "--dry-run"]):
         assert main(arguments) == 2
         assert "population.size" in " ".join(capsys.readouterr().err.split())
-        assert list(here.iterdir()) == []
+        assert list(workdir.iterdir()) == []
     assert main([*run, "--dry-run", "--skip-memory-check"]) == 0
     assert "available" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
-def test_a_folder_that_is_no_place_for_a_run_is_refused_before_any_work(project, here, capsys, options):
+def test_folders_that_are_not_empty_are_refused(project, workdir, capsys, options):
     Path("taken").mkdir()
     Path("taken/notes").touch()
     for run_dir, rule in (("taken", "must be empty"), ("taken/notes", "no folder"), ("taken/notes/run", "no folder")):
         assert main(["train", str(project / "tiny.yaml"), "--run-dir", run_dir, *options]) == 2
         assert rule in capsys.readouterr().err
-    assert [path.name for path in here.rglob("*")] == ["taken", "notes"]
+    assert [path.name for path in workdir.rglob("*")] == ["taken", "notes"]
 
 
-def test_a_run_killed_once_its_configuration_was_stored_is_begun_anew(here, capsys):
-    """Nothing else of it is there; a configuration of the user's is not touched."""
+def test_a_run_killed_before_its_first_checkpoint_starts_again(workdir, capsys):
+    """A configuration written by the user is not overwritten."""
     words = ["train", "--env", "CartPole-v1", "population.size=2", "schedule.generations=1"]
     words += [
         "schedule.steps_per_generation=1",
@@ -201,7 +198,7 @@ def test_a_run_killed_once_its_configuration_was_stored_is_begun_anew(here, caps
     assert "holds config.yaml" in capsys.readouterr().err
 
 
-def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monkeypatch):
+def test_a_plan_shows_objective_and_search_space(project, workdir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     overrides = [
         "agent.objective={loss_type: dapo, dual_clip: 3.0, whiten_advantages: true}",
@@ -218,13 +215,13 @@ def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monke
     assert "clip_high –, entropy_coef 0.01, loss_type dapo;" in output
 
 
-def test_an_objective_that_nobody_can_use_is_refused_before_any_work(project, here, capsys):
+def test_an_invalid_objective_is_refused(project, workdir, capsys):
     arguments = ["train", str(project / "tiny.yaml"), "--dry-run", "agent.objective.kl_target=0.1"]
     assert main(arguments) == 2
     assert "agent.objective: kl_target" in capsys.readouterr().err
 
 
-def test_token_bounds_hold_and_are_not_idle(finished, project):
+def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
     bound = prepare(load_config(project / "tiny.yaml")).forecast()
     generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]
     spent = generations[-1]["tokens"]
@@ -253,17 +250,17 @@ def test_token_bounds_hold_and_are_not_idle(finished, project):
         ("agent.lora.init_lora_weights=pissa", "init_lora_weights must be True or 'gaussian'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_weights_are_loaded(project, here, override, message, capsys, monkeypatch):
+def test_invalid_settings_are_refused_before_loading_weights(project, workdir, override, message, capsys, monkeypatch):
     def never(*_, **__):
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(language, "load_base", never)
     assert main(["train", str(project / "tiny.yaml"), override]) == 2
     assert message in capsys.readouterr().err
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_reward_file_that_raises_is_shown_with_its_line(project, here, capsys):
+def test_a_reward_file_that_raises_is_shown_with_its_line(project, workdir, capsys):
     Path("broken.py").write_text("import math\n\nmath.nothing\n")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=broken.py:f"]) == 2
     error = capsys.readouterr().err
@@ -271,7 +268,7 @@ def test_a_reward_file_that_raises_is_shown_with_its_line(project, here, capsys)
     assert "broken.py, line 3" in error
 
 
-def test_datasets_of_every_kind_read_alike(project, here, capsys):
+def test_json_csv_and_parquet_datasets_are_equal(project, workdir, capsys):
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
     Path("rows.json").write_text(json.dumps(rows))
     Path("rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
@@ -285,7 +282,7 @@ def test_datasets_of_every_kind_read_alike(project, here, capsys):
     assert all(each == questions[0] for each in questions)
 
 
-def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
+def test_trl_form_takes_several_weighted_rewards(project, workdir):
     Path("rows.json").write_text(json.dumps([{"prompt": f"{a}+{b}=", "want": a} for a in range(12) for b in range(12)]))
     Path("scores.py").write_text(
         "def length(completions, **_):\n    return [float(len(text)) for text in completions]\n"
@@ -304,7 +301,7 @@ def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
     assert scores.rewards[0] == 2 * 3 + 10 * want
 
 
-def test_our_warnings_are_clean_lines(project, here, capsys):
+def test_warnings_are_single_lines(project, workdir, capsys):
     rows = 2 * [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
     Path("rows.json").write_text(json.dumps(rows))
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.dataset.train=rows.json"]) == 0
@@ -313,10 +310,7 @@ def test_our_warnings_are_clean_lines(project, here, capsys):
     assert "144 duplicates" in line
 
 
-# ---- the demo and its control
-
-
-def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, capsys):
+def test_the_fixed_demo_differs_from_the_demo_in_evolution_only(workdir, project, capsys):
     tiny = [
         f"model={project / 'model'}",
         "task.test_size=8",
@@ -341,7 +335,7 @@ def test_the_demo_is_packaged():
     assert (importlib.resources.files("evogrpo.training.configuration") / "demo.yaml").is_file()
 
 
-def test_the_second_run_gets_a_folder_of_its_own(here):
+def test_a_second_run_gets_another_default_folder(workdir):
     def first():
         return next(launch.free_run_dirs("demo"))
 
@@ -352,10 +346,11 @@ def test_the_second_run_gets_a_folder_of_its_own(here):
     assert first() == Path("runs/demo-2")
 
 
-def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(project, here):
-    """Both find runs/tiny free; each trains in its own, with its own seed and to its own end."""
+def test_simultaneous_runs_get_different_default_folders(project, workdir):
+    """Both find runs/tiny free."""
     starts = [
-        command("train", project / "tiny.yaml", "schedule.generations=1", f"seed={seed}", cwd=here) for seed in range(2)
+        command("train", project / "tiny.yaml", "schedule.generations=1", f"seed={seed}", cwd=workdir)
+        for seed in range(2)
     ]
     for process in starts:
         assert process.wait(100) == 0
@@ -370,13 +365,9 @@ def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(project, he
     assert sorted(seeds) == [0, 1]
 
 
-def test_a_run_that_is_refused_leaves_no_folder(project, here, capsys):
+def test_a_refused_run_leaves_no_folder(project, workdir, capsys):
     assert main(["train", str(project / "tiny.yaml"), "model=nowhere"]) == 2
     assert not Path("runs/tiny").exists()
     Path("mine").mkdir()
     assert main(["train", str(project / "tiny.yaml"), "model=nowhere", "--run-dir", "mine"]) == 2
     assert list(Path("mine").iterdir()) == []
-
-
-def test_the_tiny_configuration_is_what_the_tests_think(project):
-    assert load_config(project / "tiny.yaml").schedule.samples_per_step == CONFIG["schedule"]["samples_per_step"]

@@ -1,4 +1,4 @@
-"""What strangers wrote - paths, options, what a checkpoint says of itself - is shown on the terminal, never obeyed."""
+"""Untrusted text in paths, options and checkpoints is escaped in the terminal."""
 
 import io
 import os
@@ -24,11 +24,11 @@ from tests.tiny_training import finish, tiny_run
 HOSTILE = "\x1b[2J\x9b31mboo\u202e\u2066 \x07[bold]x [red]y :warning:"
 OBEYED = re.compile(
     "[\x07\x9b\u202e\u2066]|\x1b(?!\\[[0-9;]*[mAK]|\\[\\?25[lh])"
-)  # colours, spinner and cursor are our own
+)  # colours, spinner and cursor are allowed
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
 
 @contextmanager
 def output_of(kind, monkeypatch):
-    """Let stdout and stderr write to one stream of a kind, and yield it."""
+    """Redirect stdout and stderr to one stream."""
     stream = kind()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "400")
@@ -56,7 +56,7 @@ def check(text):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the folders of a run of networks and one of a language model, both with a name that a terminal obeys."""
+    """Return a run of networks and one of a language model; both names contain control characters."""
     folders = [tmp_path_factory.mktemp("runs") / name for name in (f"a{HOSTILE}", f"b{HOSTILE}")]
     finish(step_run(folders[0], options={"evolve_network": None}, generations=1))
     finish(tiny_run(folders[1], generations=1))
@@ -84,7 +84,7 @@ def runs(tmp_path_factory):
     ids=lambda words: " ".join(words).replace(HOSTILE, "!"),
 )
 @streams
-def test_paths_and_options_are_shown_as_they_are(runs, here, words, kind, monkeypatch):
+def test_paths_and_options_are_escaped(runs, workdir, words, kind, monkeypatch):
     with output_of(kind, monkeypatch) as output:
         main([word.replace("RUN", str(runs[0])).replace("OTHER", str(runs[1])) for word in words])
     check(output.getvalue())
@@ -93,27 +93,27 @@ def test_paths_and_options_are_shown_as_they_are(runs, here, words, kind, monkey
 @pytest.mark.parametrize(
     "words", [[HOSTILE], ["train", "c.yaml", f"--{HOSTILE.replace(' ', '')}"], ["demo", "--seed", HOSTILE]]
 )
-def test_what_the_command_line_does_not_have_is_shown_as_it_is(words, monkeypatch):
+def test_unknown_arguments_are_escaped(words, monkeypatch):
     with output_of(Terminal, monkeypatch) as output, pytest.raises(SystemExit):
         main(words)
     assert OBEYED.search(output.getvalue()) is None
     assert "boo" in output.getvalue()
 
 
-def test_a_number_of_thousands_of_digits_is_answered_in_short(capsys):
+def test_very_long_numbers_give_short_errors(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--seed", "9" * 5000])
-    said = capsys.readouterr().err
-    assert "invalid int value" in said
-    assert len(said) < 1500
+    error = capsys.readouterr().err
+    assert "invalid int value" in error
+    assert len(error) < 1500
     assert main(["demo", f"seed={'9' * 5000}"]) == 2
-    said = capsys.readouterr().err
-    assert "a whole number has at most 300 digits, got 5,000" in said
-    assert len(said) < 1500
+    error = capsys.readouterr().err
+    assert "a whole number has at most 300 digits, got 5,000" in error
+    assert len(error) < 1500
 
 
 @streams
-def test_what_a_checkpoint_says_it_was_trained_on_is_shown_as_it_is(runs, here, kind, monkeypatch):
+def test_texts_of_a_checkpoint_are_escaped(runs, workdir, kind, monkeypatch):
     Path("run").mkdir()
     shutil.copytree(runs[1], "run", dirs_exist_ok=True)
     best = Path("run/best")
@@ -129,7 +129,7 @@ def test_what_a_checkpoint_says_it_was_trained_on_is_shown_as_it_is(runs, here, 
 
 
 @streams
-def test_whatever_is_printed_is_shown_as_text(kind):
+def test_the_console_escapes_all_text(kind):
     output = kind()
     console = VisibleConsole(file=output, force_terminal=output.isatty(), width=300)
     table = Table(HOSTILE)
@@ -138,11 +138,8 @@ def test_whatever_is_printed_is_shown_as_text(kind):
         before = len(output.getvalue())
         console.print(each)
         check(output.getvalue()[before:])
-    console.print(ProgressBar(total=1.0, completed=0.5, width=10))  # what is no text is drawn
+    console.print(ProgressBar(total=1.0, completed=0.5, width=10))  # anything but text is rendered
     assert "━━━━" in output.getvalue()
-
-
-# ---- what lies in the working directory
 
 
 TRAPS = (
@@ -161,21 +158,21 @@ TRAPS = (
 
 
 @pytest.fixture
-def trapped(here):
-    """Work in a folder full of packages that leave a note when they are imported; return where it would be."""
+def trapped(workdir):
+    """Work in a folder with packages that write a file when they are imported; return the file."""
     for name in TRAPS:
-        (here / name).mkdir()
-        (here / name / "__init__.py").write_text(f"open({str(here / 'sprung')!r}, 'a').write({name!r})")
-        (here / f"{name}-9.dist-info").mkdir()
-        (here / f"{name}-9.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
-    return here / "sprung"
+        (workdir / name).mkdir()
+        (workdir / name / "__init__.py").write_text(f"open({str(workdir / 'sprung')!r}, 'a').write({name!r})")
+        (workdir / f"{name}-9.dist-info").mkdir()
+        (workdir / f"{name}-9.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    return workdir / "sprung"
 
 
-def test_commands_that_look_import_nothing_from_the_working_directory(here, trapped):
+def test_tasks_imports_nothing_from_the_working_directory(workdir, trapped):
     process = subprocess.run(
         [sys.executable, "-m", "evogrpo", "tasks"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=here,
+        cwd=workdir,
         capture_output=True,
         text=True,
         check=False,
@@ -184,13 +181,13 @@ def test_commands_that_look_import_nothing_from_the_working_directory(here, trap
     assert process.returncode == 0, process.stderr
 
 
-def test_only_commands_that_run_code_of_the_users_look_for_it_in_the_working_directory(runs, here, trapped, capsys):
+def test_only_commands_that_run_user_code_import_from_the_working_directory(runs, workdir, trapped, capsys):
     for words in (["doctor"], ["tasks"], ["best", "RUN"], ["export", "RUN", "--optuna", "sqlite:///x.db"]):
         main([word.replace("RUN", str(runs[0])) for word in words])
-        assert str(here) not in sys.path
+        assert str(workdir) not in sys.path
         assert not trapped.exists()
         capsys.readouterr()
     main(["train", "--env", "my_trap:Nothing-v0", "--dry-run"])
-    assert str(here) in sys.path
-    sys.path.remove(str(here))
+    assert str(workdir) in sys.path
+    sys.path.remove(str(workdir))
     assert trapped.exists()

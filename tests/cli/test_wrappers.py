@@ -1,4 +1,4 @@
-"""Wrappers named on the command line and in configurations, through a run's whole life."""
+"""Wrappers on the command line and in configurations."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import yaml
 
 from evogrpo.cli import main
 from evogrpo.training.configuration.reading import load_config, parse_config
-from tests.cli.project import command, prepare, program
+from tests.cli.project import command, prepare
 
 OWN = """
 import gymnasium
@@ -39,35 +39,35 @@ SHORT = [
 
 
 @pytest.fixture
-def own(here, monkeypatch):
-    """Work in a folder with a module of wrappers, which also registers an environment."""
-    (here / "mywrappers.py").write_text(OWN)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
-    yield here
+def project_dir(workdir, monkeypatch):
+    """Work in a folder with a module of wrappers that also registers an environment."""
+    (workdir / "mywrappers.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(workdir))])
+    yield workdir
     sys.modules.pop("mywrappers", None)
     gymnasium.registry.pop("HalvesPole-v0", None)
 
 
-def test_a_run_in_wrappers_goes_on_and_works_in_processes(own):
+def test_a_wrapped_run_resumes_and_works_in_processes(project_dir):
     words = ["--env", "HalvesPole-v0", "--wrapper", "mywrappers:Halves", "--wrapper", "TimeAwareObservation", *SHORT]
-    process = program("train", *words, "task.vectorization=processes", "task.num_envs=2", cwd=own)
+    process = command("train", *words, "task.vectorization=processes", "task.num_envs=2", cwd=project_dir)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert errors == ""  # whatever workers have to say when they end
+    assert errors == ""  # workers are silent at their end
     assert "wrapped in mywrappers:Halves, then TimeAwareObservation" in " ".join(output.split())
     assert "fitness 3.000 ± 0.000" in output  # half of six steps
-    config = load_config(own / "runs/HalvesPole-v0/config.yaml")
+    config = load_config(project_dir / "runs/HalvesPole-v0/config.yaml")
     assert config.task.wrappers == ("mywrappers:Halves", "TimeAwareObservation")
     assert main(["resume", "runs/HalvesPole-v0", "--generations", "2"]) == 0
-    text = (own / "mywrappers.py").read_text().replace("parts=2", "parts=3")
-    (own / "mywrappers.py").write_text(text)
-    process = command("resume", "runs/HalvesPole-v0", "--generations", "3", cwd=own)
+    text = (project_dir / "mywrappers.py").read_text().replace("parts=2", "parts=3")
+    (project_dir / "mywrappers.py").write_text(text)
+    process = command("resume", "runs/HalvesPole-v0", "--generations", "3", cwd=project_dir)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "wrappers: Halves, code " in errors
 
 
-def test_options_are_given_in_a_configuration(own):
+def test_wrapper_options_are_given_in_a_configuration(project_dir):
     values = {
         "task": {
             "env": "CartPole-v1",
@@ -77,7 +77,7 @@ def test_options_are_given_in_a_configuration(own):
     }
     Path("wrapped.yaml").write_text(yaml.safe_dump(values))
     config = load_config(Path("wrapped.yaml"))
-    assert config.task.wrappers[0].name == f"{own}/mywrappers.py:Halves"  # wherever the run goes on
+    assert config.task.wrappers[0].name == f"{project_dir}/mywrappers.py:Halves"
     env = prepare(config).env
     assert env.observation_space.shape == (5,)
     assert 'Halves {"parts": 4}' in env.fingerprint()["wrappers"]
@@ -85,7 +85,7 @@ def test_options_are_given_in_a_configuration(own):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--wrapper", "mywrappers:Halvs"], "mywrappers has no class 'Halvs': did you mean 'Halves'?"),
         (["--wrapper", "mywraper:Halves"], "did you mean mywrappers?"),
@@ -98,19 +98,19 @@ def test_options_are_given_in_a_configuration(own):
         (["--wrapper", "FlattenObservation", "task.vectorization=native"], "vectorization"),
     ],
 )
-def test_wrappers_that_do_not_fit_are_refused_before_anything_is_written(own, capsys, words, said):
+def test_invalid_wrappers_are_refused_before_anything_is_written(project_dir, capsys, words, message):
     assert main(["train", "--env", "CartPole-v1", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert [each.name for each in own.iterdir() if each.name != "__pycache__"] == ["mywrappers.py"]
+    assert message in capsys.readouterr().err
+    assert [each.name for each in project_dir.iterdir() if each.name != "__pycache__"] == ["mywrappers.py"]
 
 
-def test_wrappers_go_with_an_environment(own, capsys):
+def test_wrappers_require_env(project_dir, capsys):
     assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--wrapper", "FlattenObservation"]) == 2
     assert "--wrapper needs --env" in capsys.readouterr().err
 
 
-def test_an_id_whose_package_is_not_imported_is_asked_for_with_its_module(own, capsys, monkeypatch):
-    (own / "quarters.py").write_text("")
-    monkeypatch.syspath_prepend(own)
+def test_an_unknown_id_suggests_its_module(project_dir, capsys, monkeypatch):
+    (project_dir / "quarters.py").write_text("")
+    monkeypatch.syspath_prepend(project_dir)
     assert main(["train", "--env", "Quarters-Pole-v7", "--dry-run"]) == 2
     assert "did you mean quarters:Quarters-Pole-v7?" in capsys.readouterr().err
