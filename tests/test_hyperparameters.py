@@ -39,7 +39,7 @@ class TestHyperparameters:
 
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     def test_none_is_accepted_where_it_has_a_meaning(self, name):
-        if name in ("clip_low", "clip_high", "advantage_clip", "loss_type", "advantage"):
+        if name in ("clip_low", "clip_high", "advantage_clip", "target_kl", "loss_type", "advantage"):
             assert getattr(Hyperparameters(**{name: None}), name) is None
         else:
             with pytest.raises(ValueError, match=name):

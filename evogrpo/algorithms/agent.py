@@ -91,6 +91,7 @@ class Agent:
     entropy_coef = HyperparameterAttribute()
     advantage_clip = HyperparameterAttribute()
     gamma = HyperparameterAttribute()
+    target_kl = HyperparameterAttribute()
     loss_type = HyperparameterAttribute()
     advantage = HyperparameterAttribute()
 

@@ -74,6 +74,7 @@ class CommonOptions(TypedDict, total=False):
         entropy_coef: Weight of the entropy bonus; 0 by default.
         advantage_clip: Bound on the size of advantages; none by default.
         gamma: Discount factor per action; 1 by default, for small networks 0.99.
+        target_kl: KL per action that the learning rate is adapted to; None (default) = `lr` is used as it is.
         loss_type: The member's own loss type; the objective's by default.
         advantage: The member's own advantage; the objective's by default.
         objective: The loss, advantages, KL, reference and reward switches.
@@ -102,6 +103,7 @@ class CommonOptions(TypedDict, total=False):
     entropy_coef: float
     advantage_clip: float | None
     gamma: float
+    target_kl: float | None
     loss_type: LossType | None
     advantage: AdvantageType | None
     objective: Objective

@@ -34,6 +34,8 @@ class Hyperparameters:
         entropy_coef: Weight of the entropy bonus, in nats, at least 0.
         advantage_clip: Bound on the size of advantages, greater than 0; None = no bound.
         gamma: Discount per action of later rewards, in [0, 1]; a completion's reward belongs to its last action.
+        target_kl: KL between the policies before and after a learning step, in nats per action, that the learning rate
+            is adapted to, greater than 0; see `evogrpo.algorithms.learning.step_size`. None = `lr` is used as it is.
         loss_type: One of `LossType`; None = the objective's.
         advantage: One of `AdvantageType`; None = the objective's.
 
@@ -54,6 +56,7 @@ class Hyperparameters:
     entropy_coef: float = 0.0
     advantage_clip: float | None = None
     gamma: float = 1.0
+    target_kl: float | None = None
     loss_type: LossType | None = None
     advantage: AdvantageType | None = None
 
@@ -72,7 +75,7 @@ class Hyperparameters:
     def number(self, name: str) -> float:
         """Return the value of a numeric hyperparameter, or the number that None means.
 
-        None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip`.
+        None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip` and `target_kl`.
 
         Raises:
             ValueError: If `name` is unknown or not numeric.
@@ -82,7 +85,7 @@ class Hyperparameters:
         value = getattr(self, name)
         if value is not None:
             return float(value) if isinstance(value, float) else int(value)
-        return math.inf if name == "advantage_clip" else self.clip_coef
+        return math.inf if name in ("advantage_clip", "target_kl") else self.clip_coef
 
     def to_json(self) -> dict[str, Value]:
         """Return the values by name, as plain JSON values."""

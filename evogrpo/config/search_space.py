@@ -203,6 +203,7 @@ _COMMON = {
     "beta": RLParameter(choices=[0.0, 0.001, 0.004, 0.01, 0.04]),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
     "temperature": RLParameter(min=0.6, max=1.4, scale="log"),  # TRL: 1; DeepSeek-R1: 0.6 to 1
     "advantage_clip": RLParameter(min=1.0, max=10.0, scale="log"),  # ROLL: 2 to 10
+    "target_kl": RLParameter(min=0.001, max=0.02, scale="log"),
 }
 
 LANGUAGE_RANGES: Mapping[str, RLParameter] = {

@@ -180,7 +180,6 @@ _ADVICE: Mapping[str, str] = {
     "use_liger_kernel use_liger_loss use_flash_attention": "leave it out",
     "use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": "for "
     "your own engine use Population.sample_with",
-    "target_kl": "leave it out; epochs are not cut short (see beta, and kl_target of Objective)",
     "normalize_advantage norm_adv": "leave it out; advantage decides how the episodes of a group are compared",
     "norm_reward": "leave it out; rewards are compared within a group (see reward_norm of Objective)",
     "deterministic": "leave it out; training samples actions, predict(..., deterministic=True) takes the likeliest",

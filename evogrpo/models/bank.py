@@ -84,11 +84,11 @@ class ReferenceDistributions:
         return ReferenceDistributions(outputs=self.outputs[rows], reverse=self.reverse)
 
 
-RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2")
+RUNNING_STATS = ("kl_factor", "reward_count", "reward_mean", "reward_m2", "lr_factor", "lr_ceiling")
 """Columns of `PolicyBank.running_stats`: factor on beta (adaptive KL); count, mean and sum of squared deviations of the
-raw rewards so far (running reward normalisation)."""
+raw rewards so far (running reward normalisation); factor on lr and its largest value (`target_kl`)."""
 
-INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0)
+INITIAL_RUNNING_STATS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 """Running statistics of a new member."""
 
 
@@ -113,7 +113,7 @@ class PolicyBank(Protocol):
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 4]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`. Inherited and saved."""
+        """`[p, 6]` float64 on the CPU, modified in place: the columns `RUNNING_STATS`. Inherited and saved."""
         ...
 
     def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:

@@ -196,6 +196,7 @@ MEANINGS: Mapping[str, str] = {
     "entropy_coef": "weight of entropy bonus",
     "advantage_clip": "bound on advantages",
     "gamma": "discount per action",
+    "target_kl": "KL of a learning step",
     "loss_type": "loss",
     "advantage": "advantage estimator",
 }

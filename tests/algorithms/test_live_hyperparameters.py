@@ -57,6 +57,15 @@ def test_lr_is_the_length_of_the_first_adam_step(pair):
     assert same(moved[0], 4 * moved[1])
 
 
+def test_target_kl_bounds_the_kl_of_a_step(pair):
+    agent, twin = pair("target_kl", 0.001, target_kl=0.016, lr=1e-5)
+    experiences = answered(twin)
+    reports = [learner.learn(experiences) for learner in (agent, twin)]
+    assert 2 * reports[0].lr < reports[1].lr < 8 * reports[0].lr  # KL grows with the square: 4, within 1.5 each
+    for report, target in zip(reports, (0.001, 0.016), strict=True):
+        assert report.metrics.get("step_kl", 0.0) <= 4 * target
+
+
 def test_max_grad_norm_bounds_the_gradient_that_adam_sees(pair):
     agent, twin = pair("max_grad_norm", 0.01, max_grad_norm=0.05)
     experiences = answered(twin)

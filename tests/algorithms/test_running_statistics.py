@@ -100,7 +100,7 @@ def test_running_statistics_are_those_of_all_rewards_seen():
         batch = sampled(agent, rewards)
         report = learn(agent.members, [agent.learner()], {"default": batch})[0]
         seen.extend(rewards.flatten()[~rewards.flatten().isnan()].tolist())
-        count, mean, square = carried(agent)[1:].tolist()
+        count, mean, square = carried(agent)[1:4].tolist()
         assert (count, mean) == (len(seen), pytest.approx(np.mean(seen)))
         assert math.sqrt(square / (count - 1)) == pytest.approx(np.std(seen, ddof=1))
         scaled = rewards / (np.std(seen, ddof=1) + 1e-4)
@@ -108,7 +108,7 @@ def test_running_statistics_are_those_of_all_rewards_seen():
         assert report.advantages == pytest.approx(expected.flatten().tolist(), abs=1e-6)
     nothing = learn(agent.members, [agent.learner()], {"default": replace(batch, rewards=torch.full((12,), NAN))})[0]
     assert nothing.advantages == (0.0,) * 12
-    assert carried(agent)[1:].tolist() == [count, mean, square]
+    assert carried(agent)[1:4].tolist() == [count, mean, square]
 
 
 BOTH = RUNNING | ADAPTIVE
@@ -131,7 +131,7 @@ def test_what_is_carried_is_inherited():
     assert torch.equal(carried(population[2]), before[0])
     assert torch.equal(carried(population[1]), before[1])
     population.members.banks.inherit([0, 1, None])
-    assert carried(population[2]).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert carried(population[2]).tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def test_what_is_carried_is_cloned_and_saved(tmp_path):

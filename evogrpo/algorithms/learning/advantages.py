@@ -97,7 +97,7 @@ def compute_advantages(
         batch: Whole groups of whole episodes.
         objective: The run's objective; each member has its own advantage type.
         per_row: Hyperparameters of the batch's rows.
-        running_stats: `[p, 4]` running statistics by slot; updated in place if `reward_norm` is "running".
+        running_stats: `[p, 6]` running statistics by slot; updated in place if `reward_norm` is "running".
         kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the rewards.
 
     Returns:
@@ -135,10 +135,9 @@ def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tenso
     assert objective.reward_norm is not None
     running = None
     if objective.reward_norm == "running":
-        running_stats[:, 1:] = update_running_statistics(
-            running_stats[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu()
-        )
-        running = running_stats[:, 1:].to(batch.rewards.device)
+        statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
+        statistics[:] = update_running_statistics(statistics, batch.rewards.cpu(), batch.member_ids.cpu())
+        running = statistics.to(batch.rewards.device)
     return normalise_rewards(
         batch.rewards,
         objective.reward_norm,

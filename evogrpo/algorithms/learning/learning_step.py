@@ -21,6 +21,7 @@ from evogrpo.algorithms.learning.metrics import (
     sampling_metrics,
     update_metrics,
 )
+from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import (
     CachedLogProbs,
     Learner,
@@ -85,12 +86,7 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
         step = _LearningStep(policies[policy], own, batch)
-        updates = step.schedule_updates()
-        noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
-        counter = ProgressCounter("learning", sum(len(rows) for dealt in updates for rows in dealt.values()), noun)
-        for number, dealt in enumerate(updates):
-            step.update(dealt, first=number == 0)
-            counter.add(sum(map(len, dealt.values())))
+        step.run()
         for slot, report in step.reports().items():
             reports[slot][policy] = report
 
@@ -189,6 +185,7 @@ class _LearningStep:
             transitions=self._bank.rows_are_transitions,
         )
         self._has_gradient = self._losses.rows_with_gradient()
+        self._step_sizes = StepSizes(self._bank, self._cached, learners, advantages, self._has_gradient)
 
     def _row_hyperparameters(self, batch: Batch) -> RowHyperparameters:
         return row_hyperparameters(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
@@ -211,6 +208,22 @@ class _LearningStep:
         self._cached.compute_old(later.nonzero()[:, 0])
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
+
+    def run(self) -> None:
+        """Take the optimizer steps of all members. Members with `target_kl` may repeat theirs with another lr."""
+        updates = self.schedule_updates()
+        sums, slots = self._sums.clone(), set(self._learners) - self._step_sizes.idle
+        noun = "actions" if self._bank.rows_are_transitions else "completions"
+        while slots:
+            taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
+            counter = ProgressCounter("learning", sum(len(rows) for dealt in taken for rows in dealt.values()), noun)
+            for number, dealt in enumerate(taken):
+                if dealt:
+                    self.update(dealt, first=number == 0)
+                    counter.add(sum(map(len, dealt.values())))
+            slots = self._step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
+            for slot in slots:
+                self._updates[slot], self._sums[slot], self._action_counts[slot] = [], sums[slot], 0.0
 
     def update(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`.
@@ -238,7 +251,7 @@ class _LearningStep:
 
         # 3. Forward, backward and AdamW in the bank.
         part = self._cached.training_rows.select(run)
-        hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
+        hyperparameters = {slot: self._step_sizes.hyperparameters(slot) for slot in steps}
         bonus, distributions = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._cached.distributions
         if distributions is None:
             update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
@@ -310,7 +323,7 @@ class _LearningStep:
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]
             metrics |= sampling_metrics(self._objective, self._cached.old[rows], sampler[rows], mask)
-        metrics |= self._shared_metrics.get(slot, {})
+        metrics |= self._shared_metrics.get(slot, {}) | self._step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]

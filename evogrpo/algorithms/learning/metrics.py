@@ -14,6 +14,8 @@ from evogrpo.functional.rewards import consecutive_ids, group_statistics, zero_v
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
     "learning_rate": "learning rate of the last optimizer step, schedule included",
+    "step_kl": "KL(before || after) of the learning step per action, in nats, on some samples; needs target_kl",
+    "step_passes": "passes of the learning step: above 1 if it was repeated with another learning rate",
     "grad_norm": "mean 2-norm of the gradient before clipping",
     "reward": "mean reward of the samples that have one; with credit 'agent', reward of one agent rather than the team",
     "reward_std": "mean over groups of the sample standard deviation of rewards",

@@ -32,7 +32,7 @@ class TrainStates:
 
     Attributes:
         weights: `[p, k]`, one row per slot.
-        running_stats: `[p, 4]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
+        running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
         reference: `[p, k]`, or None without own references.
     """
 

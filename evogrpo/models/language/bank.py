@@ -154,7 +154,7 @@ class LanguageBank(Generic[W]):
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 4]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        """`[p, 6]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
         return self.weights.running_stats
 
     def keep_reference(self, slots: Sequence[int]) -> None:

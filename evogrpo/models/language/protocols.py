@@ -43,7 +43,7 @@ class Weights(Protocol):
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 4]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        """`[p, 6]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
         ...
 
     @property

@@ -333,7 +333,7 @@ class StackedTrainStates:
 
     @property
     def running_stats(self) -> Tensor:
-        """`[p, 4]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
+        """`[p, 6]` float64 on the CPU: running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
         return self._stats[:, : len(RUNNING_STATS)]
 
     @property

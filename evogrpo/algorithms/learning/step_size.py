@@ -1,0 +1,281 @@
+"""Control of the step size: the learning rate follows the KL that a learning step causes.
+
+The right learning rate shows in one learning step, in the KL divergence between the policy before and after it. On the
+first batch that teaches something, the learning rate is searched until the KL is near `target_kl`. Later the KL has an
+upper limit: a step that exceeds it by far is undone and repeated with a smaller learning rate. The KL is a limit and
+not a set point. Held at the target, the KL of a fading signal would consist of noise.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.data import UpdateReport
+from evogrpo.models.bank import RUNNING_STATS, PolicyBank
+
+DEFAULT_TARGET_KL = 0.005
+"""KL of a learning step in nats per action that suits language models and small networks."""
+MAX_SEARCH_PASSES = 7
+"""Maximum number of passes that search the learning rate on the first batch."""
+MAX_REPEATS = 3
+"""Maximum number of times that a later step is repeated before it is left out."""
+MAX_CLIP_FRACTION = 0.1
+"""Maximum fraction of actions outside the clip range in the search. A clipped ratio saturates the KL."""
+FULL_SIGNAL_ACTIONS = 500
+"""Effective number of actions from which on a small network may take a step of the whole target."""
+MEASURED_STEPS = 4
+"""Interval in learning steps at which the KL of language models is measured, once they are calibrated."""
+MEASURED_COMPLETIONS, MEASURED_ACTIONS = 16, 2048
+"""Maximum number of completions, and of actions of small networks, that the KL is measured on."""
+STEP_SIZE = [RUNNING_STATS.index("lr_factor"), RUNNING_STATS.index("lr_ceiling")]
+"""Columns of the running statistics that hold a `StepSize`."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Step size of one policy of one member, relative to `Hyperparameters.lr`.
+
+    The train state stores it for `DEFAULT_TARGET_KL`, so that a changed `target_kl` takes effect at once.
+
+    Attributes:
+        factor: Factor on the learning rate.
+        ceiling: Largest factor; 0 until the first batch that teaches something.
+    """
+
+    factor: float = 1.0
+    ceiling: float = 0.0
+
+    @property
+    def calibrated(self) -> bool:
+        """True once a learning rate was found."""
+        return self.ceiling > 0.0
+
+
+class StepControl:
+    """Search of the learning rate for one learning step of one policy.
+
+    Use: take the step with `factor`, measure, call `update`; while it returns True, restore the train state and repeat.
+
+    Args:
+        start: Step size before the learning step.
+        target: KL per action, in nats, that a step aims for; see `step_target`.
+        target_kl: Hyperparameter `target_kl`, in nats per action.
+
+    Attributes:
+        factor: Factor on the learning rate for the next pass.
+        passes: Number of passes measured so far.
+        undone: True if the last pass exceeded the limit and must not be kept.
+    """
+
+    def __init__(self, start: StepSize, *, target: float, target_kl: float) -> None:
+        self.factor, self.passes, self.undone = start.factor, 0, False
+        self._start, self._target, self._target_kl = start, target, target_kl
+        self._low: float | None = None  # largest factor found too small
+        self._high: float | None = None  # smallest factor found too large
+
+    def update(self, kl: float, clip_fraction: float) -> bool:
+        """Record the measurement of a pass, set the next factor, and return True if the step must be repeated.
+
+        Args:
+            kl: Mean KL(before || after) per action, in nats; NaN and infinity count as too large.
+            clip_fraction: Fraction of actions whose probability ratio is outside the clip range.
+        """
+        self.passes += 1
+        kl = kl if math.isfinite(kl) else math.inf
+        if not self._start.calibrated and self.passes <= MAX_SEARCH_PASSES:
+            return self._search(kl, clip_fraction)
+        return self._limit(kl)
+
+    def result(self) -> StepSize:
+        """Return the step size after the learning step."""
+        if self._start.calibrated:
+            return StepSize(factor=self.factor, ceiling=self._start.ceiling)
+        # A weak signal allows a part of the target only. KL grows with the square of the learning rate.
+        return StepSize(factor=self.factor, ceiling=self.factor / math.sqrt(self._target / self._target_kl))
+
+    def _search(self, kl: float, clip_fraction: float) -> bool:
+        """Bisect the factor on a logarithmic scale until the KL is within a factor of 1.5 of the target."""
+        too_large = kl > 1.5 * self._target or clip_fraction > MAX_CLIP_FRACTION
+        if not too_large and kl >= self._target / 1.5:
+            return False
+        if too_large:
+            self._high = self.factor
+        else:
+            self._low = self.factor
+        if self.passes == MAX_SEARCH_PASSES and not too_large:
+            return False  # smaller than could be, which does no harm
+        if self._low is not None and self._high is not None:
+            self.factor = math.sqrt(self._low * self._high)
+        elif self._high is not None:
+            self.factor /= _bounded(math.sqrt(kl / self._target), 3.0, 30.0)
+        else:
+            self.factor *= _bounded(math.sqrt(self._target / kl) if kl > 0 else math.inf, 3.0, 30.0)
+        return True
+
+    def _limit(self, kl: float) -> bool:
+        """Keep the KL below twice its limit; approach the limit from both sides otherwise."""
+        limit = 2.0 * self._target
+        ratio = limit / kl if kl > 0 else math.inf
+        if kl > 2.0 * limit:
+            self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
+            searched = 0 if self._start.calibrated else MAX_SEARCH_PASSES
+            self.undone = self.passes - searched > MAX_REPEATS
+            return not self.undone
+        if kl > limit:
+            self.factor *= max(math.sqrt(ratio), 0.5)
+        elif kl < 0.5 * limit and self._start.calibrated:
+            self.factor = min(1.2 * self.factor, self._start.ceiling)
+        return False
+
+
+def _bounded(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> float:
+    r"""Return the KL per action that a learning step aims for, in nats.
+
+    Small networks aim for less where few actions carry the signal: min(1, ESS / 500) of `target_kl`, with
+    ESS = (sum |A|)^2 / sum A^2 over actions.
+
+    Args:
+        target_kl: KL of a step with a strong signal.
+        advantages: Advantages of the member's actions, any shape; not all of them 0.
+        transitions: True for small networks.
+    """
+    if not transitions:
+        return target_kl
+    size = advantages.double().abs()
+    effective = float(size.sum() ** 2 / size.square().sum())
+    return target_kl * min(1.0, effective / FULL_SIGNAL_ACTIONS)
+
+
+def measured_step(
+    before: Tensor, after: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[float, float]:
+    """Return the KL(before || after) per action, in nats, and the fraction of actions outside the clip range.
+
+    Args:
+        before: `[n, t]` log-probabilities of sampled actions before the learning step.
+        after: `[n, t]` after it.
+        mask: `[n, t]` True where an action counts.
+        clip_low: Distance from 1 to the lower clipping bound of the probability ratio.
+        clip_high: Distance from 1 to its upper bound.
+
+    Source: Schulman, "Approximating KL divergence" (2020), the estimator k3.
+    """
+    log_ratio = (after - before)[mask].double()
+    excess = torch.expm1(log_ratio)
+    outside = (excess < -clip_low) | (excess > clip_high)
+    return float((excess - log_ratio).mean()), float(outside.double().mean())
+
+
+class StepSizes:
+    """Step sizes of the members with `target_kl`, in one learning step of one policy.
+
+    Args:
+        bank: The policies, before the learning step.
+        cached: Training rows and their old log-probabilities.
+        learners: The members that learn, by slot.
+        advantages: `[n, t]` of the training rows.
+        has_gradient: `[n]` True for rows whose old log-probabilities are known after the first pass.
+
+    Attributes:
+        idle: Slots of members whose advantages are all 0. They take no optimizer step, as AdamW would move their
+            weights by momentum alone.
+        metrics: Metrics of the members that were measured, by slot; see `metrics.NAMES`.
+    """
+
+    def __init__(
+        self,
+        bank: PolicyBank,
+        cached: CachedLogProbs,
+        learners: Mapping[int, Learner],
+        advantages: Tensor,
+        has_gradient: Tensor,
+    ) -> None:
+        self._bank, self._cached, self._learners = bank, cached, learners
+        self.idle, self.metrics = set[int](), dict[int, dict[str, float]]()
+        self._factors, self._controls = dict[int, float](), dict[int, StepControl]()
+        self._rows, self._before = dict[int, Tensor](), dict[int, Tensor]()
+        outcomes, transitions = cached.training_rows.outcomes, bank.rows_are_transitions
+        for slot, learner in learners.items():
+            target_kl = learner.hyperparameters.target_kl
+            if target_kl is None:
+                continue
+            rows = ((outcomes.member_ids == slot) & has_gradient).nonzero()[:, 0]
+            signal = advantages[rows][outcomes.action_mask[rows]]
+            if not bool(signal.any()):
+                self.idle.add(slot)
+                continue
+            start = StepSize(*(bank.running_stats[slot, STEP_SIZE] * _scale(target_kl)).tolist())
+            self._factors[slot] = start.factor
+            if start.calibrated and not transitions and learner.step % MEASURED_STEPS:
+                continue  # measuring takes a pass over some completions
+            target = step_target(target_kl, signal, transitions=transitions)
+            self._controls[slot] = StepControl(start, target=target, target_kl=target_kl)
+            # The policy that is measured has sampled these rows; rows of other members only if there are no own ones.
+            if outcomes.sampled_by is not None:
+                own = rows[outcomes.sampled_by[rows] == slot]
+                rows = own if len(own) else rows
+            most = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
+            self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().to(rows.device)]
+            if outcomes.sampled_by is not None and not len(own):
+                self._before[slot] = self._log_probs(self._rows[slot])
+        self._states = {slot: bank.state(slot) for slot in self._controls}
+
+    def hyperparameters(self, slot: int) -> Hyperparameters:
+        """Return a member's hyperparameters with the learning rate that its next pass uses."""
+        own = self._learners[slot].hyperparameters
+        factor = self._controls[slot].factor if slot in self._controls else self._factors.get(slot, 1.0)
+        return own if factor == 1.0 else replace(own, lr=own.lr * factor)
+
+    def repeat(self, updates: Mapping[int, Sequence[UpdateReport]]) -> set[int]:
+        """Measure the last pass; return the slots that repeat it, with their train states restored.
+
+        Args:
+            updates: Reports of the pass's optimizer steps, by slot; only of members that took the pass.
+        """
+        # A member that fails in its first optimizer step has failed for another reason than its step size.
+        slots = [slot for slot, steps in updates.items() if slot in self._controls and _is_finite(steps[0])]
+        if not slots:
+            return set()
+        after = self._log_probs(torch.cat([self._rows[slot] for slot in slots]))
+        again = set[int]()
+        for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
+            control, rows = self._controls[slot], self._rows[slot]
+            before = self._before[slot] if slot in self._before else self._cached.old[rows]
+            mask = self._cached.training_rows.outcomes.action_mask[rows]
+            kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
+            if not all(map(_is_finite, updates[slot])):
+                kl = math.inf
+            repeated = control.update(kl, clipped)
+            if repeated or control.undone:
+                self._bank.load_state(slot, self._states[slot])
+            if repeated:
+                again.add(slot)
+            else:
+                size, scale = control.result(), _scale(self._learners[slot].hyperparameters.target_kl or 0.0)
+                stored = torch.tensor([size.factor, size.ceiling], dtype=torch.float64) / scale
+                self._bank.running_stats[slot, STEP_SIZE] = stored
+                self.metrics[slot] = {"step_kl": 0.0 if control.undone else kl, "step_passes": float(control.passes)}
+        return again
+
+    def _log_probs(self, rows: Tensor) -> Tensor:
+        part = self._cached.training_rows.select(rows)
+        self._cached.count_tokens(part)
+        return self._bank.log_probs(part)
+
+
+def _scale(target_kl: float) -> float:
+    """Return the factor from stored step sizes to those for this target: KL grows with the square of the step."""
+    return math.sqrt(target_kl / DEFAULT_TARGET_KL)
+
+
+def _is_finite(report: UpdateReport) -> bool:
+    return math.isfinite(report.grad_norm)

@@ -1,0 +1,165 @@
+"""Control of the step size by `target_kl`: the learning rate is searched, and the KL of a learning step is bounded."""
+
+import math
+
+import pytest
+import torch
+
+from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_training import tiny_env, tiny_population
+
+TARGET = 0.005
+
+
+def quadratic(scale):
+    """Return a KL that grows with the square of the learning rate, as it does for small steps."""
+    return lambda factor: scale * factor**2
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e-5, 0.005, 1.0, 1e6])
+def test_search_finds_the_learning_rate_of_a_quadratic_kl(scale):
+    control, kl = StepControl(StepSize(), target=TARGET, target_kl=TARGET), quadratic(scale)
+    while control.update(kl(control.factor), 0.0):
+        pass
+    assert control.passes <= 7
+    assert TARGET / 1.5 <= kl(control.factor) <= 1.5 * TARGET
+    assert control.result() == StepSize(control.factor, control.factor)
+
+
+def test_search_avoids_learning_rates_that_clip():
+    control = StepControl(StepSize(), target=TARGET, target_kl=TARGET)
+    while control.update(TARGET, 0.5 if control.factor > 0.01 else 0.0):
+        pass
+    assert control.factor <= 0.01
+    assert not control.undone
+
+
+def test_a_weak_signal_leaves_room_up_to_the_ceiling():
+    control = StepControl(StepSize(), target=TARGET / 4, target_kl=TARGET)
+    assert not control.update(TARGET / 4, 0.0)
+    assert control.result() == StepSize(1.0, 2.0)  # KL of the ceiling: 4 times as much, the whole target
+
+
+def test_a_step_far_beyond_the_limit_is_repeated_then_left_out():
+    control = StepControl(StepSize(1.0, 1.0), target=TARGET, target_kl=TARGET)
+    assert [control.update(math.nan, 0.0) for _ in range(4)] == [True, True, True, False]
+    assert control.undone
+    assert control.result().factor == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(0.015, math.sqrt(2 / 3)), (0.0075, 1.0), (0.004, 1.2), (0.0, 1.2), (0.0199, math.sqrt(0.01 / 0.0199))],
+)
+def test_later_steps_move_the_factor_without_a_repetition(kl, factor):
+    control = StepControl(StepSize(1.0, 1.3), target=TARGET, target_kl=TARGET)
+    assert not control.update(kl, 0.5)
+    assert control.result().factor == pytest.approx(factor)
+    assert control.result().ceiling == 1.3
+
+
+def test_the_factor_never_exceeds_the_ceiling():
+    control = StepControl(StepSize(1.25, 1.3), target=TARGET, target_kl=TARGET)
+    control.update(0.0, 0.0)
+    assert control.result().factor == 1.3
+
+
+def test_target_follows_the_effective_number_of_actions():
+    advantages = torch.zeros(1000)
+    advantages[:100] = torch.tensor([1.0, -1.0]).repeat(50)
+    assert step_target(TARGET, advantages, transitions=True) == pytest.approx(TARGET * 100 / 500)
+    assert step_target(TARGET, torch.ones(800), transitions=True) == TARGET
+    assert step_target(TARGET, advantages, transitions=False) == TARGET
+
+
+def test_measured_kl_is_the_exact_one_in_expectation():
+    # All actions of a distribution, each as often as its probability says: the mean of the estimates is the KL.
+    before, after = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
+    counts = torch.tensor([5, 3, 2])
+    rows = [values.repeat_interleave(counts)[None] for values in (before, after)]
+    mask = torch.ones(1, 10, dtype=torch.bool)
+    kl, outside = measured_step(*rows, mask, 0.1, 0.4)
+    assert kl == pytest.approx(float((before.exp() * (before - after)).sum()), rel=1e-5)
+    assert outside == pytest.approx(0.5)  # 0.4 / 0.5 is below 0.9, 0.4 / 0.3 is below 1.4
+
+
+KINDS = {"networks": (step_population, cart_pole), "language": (tiny_population, tiny_env)}
+
+
+def learnt(kind, *, target_kls, lrs, steps=1, update_epochs=2):
+    """Return a population after learning steps, and the last reports."""
+    make, make_env = KINDS[kind]
+    population, env = make(len(lrs), update_epochs=update_epochs, group_size=4), make_env()
+    for agent, target_kl, lr in zip(population, target_kls, lrs, strict=True):
+        agent.target_kl, agent.lr = target_kl, lr
+    for step in range(steps):
+        rollout = population.collect(env, step=step, samples_per_step=16, block=4)
+        reports = population.learn(rollout.experience, step=step)
+    return population, reports
+
+
+def weights(population, slot):
+    """Return a train state without the running statistics, which hold the step size."""
+    return {name: value for name, value in population[slot].state().items() if name != "running_stats"}
+
+
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_searched_step_equals_a_step_with_the_learning_rate_found(kind):
+    # Passes that were undone leave no trace, in the member or beside it; the neighbour is as without a search.
+    population, reports = learnt(kind, target_kls=(None, TARGET), lrs=(1e-3, 1e-7))
+    assert reports[1].metrics["step_passes"] > 2
+    assert 0 < reports[1].metrics["step_kl"] <= 1.5 * TARGET  # networks aim for less, as there are few actions
+    plain, _ = learnt(kind, target_kls=(None, None), lrs=(1e-3, reports[1].lr))
+    assert_equal(weights(population, 0), weights(plain, 0))
+    for name, value in weights(population, 1).items():  # repeated passes have fewer rows, so that rounding differs
+        torch.testing.assert_close(value, weights(plain, 1)[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_steps_stay_below_the_limit(kind):
+    make, make_env = KINDS[kind]
+    population, env = make(1, update_epochs=3, group_size=4, target_kl=TARGET, lr=1.0), make_env()
+    measured = []
+    for step in range(9):
+        rollout = population.collect(env, step=step, samples_per_step=16, block=4)
+        measured.append(population.learn(rollout.experience, step=step)[0].metrics.get("step_kl"))
+    if kind == "language":  # measuring takes a pass, so that it is done now and then
+        assert [kl is not None for kl in measured] == [step in (0, 4, 8) for step in range(9)]
+    assert all(kl <= 4 * TARGET for kl in measured if kl is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clone_inherits_the_step_size(kind):
+    population, _ = learnt(kind, target_kls=(TARGET, None), lrs=(1e-7, 1e-3))
+    population.members.banks.inherit([0, 0])
+    banks = population.members.banks
+    assert_equal(banks.state(0), banks.state(1))
+    assert population[1].state()["running_stats"][-1] > 0  # the ceiling
+
+
+def test_a_member_without_signal_takes_no_step():
+    env = tiny_env(reward_fn=lambda completion, answer, question: 1.0)
+    population = tiny_population(2, group_size=4, update_epochs=2)
+    population[1].target_kl = TARGET
+    before = [agent.state() for agent in population]
+    for agent, state in zip(population, before, strict=True):  # momentum alone would move the weights
+        state["exp_avg"] += 0.1
+        state["step"] += 5
+        population.members.banks.load_state(agent.slot, state)
+    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
+    reports = population.learn(rollout.experience, step=0)
+    assert reports[1].optimizer_steps == 0
+    assert_equal(before[1], population[1].state())
+    assert not torch.equal(before[0]["adapter"], population[0].state()["adapter"])
+
+
+def test_target_kl_changes_the_step():
+    rates = [learnt("networks", target_kls=(target,), lrs=(1e-3,))[1][0].lr for target in (0.001, 0.016)]
+    assert rates[1] > 2 * rates[0]
