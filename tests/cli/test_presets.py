@@ -55,9 +55,7 @@ def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, caps
         "CartPole-v1", preset=True, run_dir="other", size=2, generations=1, steps_per_generation=1, validation_size=2,
         test_size=2, max_episode_steps=10, progress=False,
     )  # fmt: skip
-    command_config, python_config = (
-        load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("command_config", "python_config")
-    )
+    command_config, python_config = (load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other"))
     for name in ("run_dir", "run_id"):
         assert command_config.pop(name) != python_config.pop(name)
     assert command_config == python_config
