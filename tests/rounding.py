@@ -36,51 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 UNIT = 2.0**-24  # half the distance from 1 to the next float32
 LOG_PROB = 1e-4  # of log-probabilities and what is made of them one by one, in nats
-GRADIENT = 1e-4  # of a gradient's norm
-REMEMBERED = 10  # optimizer steps
 
 
 # ---- how far apart
-
-
-def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, what: str = "gradients") -> None:
-    """Check that gradients, or averages of those of so many steps, differ by rounding alone: see the module's text."""
-    assert one.shape == other.shape, what
-    assert torch.equal(one.isfinite(), other.isfinite()), what
-    apart, size = float((one.double() - other.double()).norm()), float(other.double().norm())
-    bound = GRADIENT * min(max(steps, 1), REMEMBERED)
-    assert apart <= bound * size, f"{what} differ by {apart / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
-
-
-def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, what: str = "weights") -> None:
-    """Check that weights differ by rounding alone after so many steps of AdamW: see the module's text."""
-    apart = float((one.double() - other.double()).norm())
-    bound = (8.0 * GRADIENT) ** 0.5 * steps * lr * one.numel() ** 0.5
-    assert apart <= bound, f"{what} differ by {apart:.1e}, more than {bound:.1e}"
-
-
-def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float) -> None:
-    """Check that two learner states differ by rounding alone after equal steps from an equal start.
-
-    Args:
-        one: Of a bank, or of several policies under "policy/name".
-        other: Of the same kind.
-        lr: The largest that was used, per step.
-    """
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        policy, _, last = name.rpartition("/")
-        steps = int(other[f"{policy}/step" if policy else "step"])
-        if last in ("exp_avg", "exp_avg_sq"):
-            # A square is off by twice as much as what is squared.
-            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), what=name)
-        elif last in ("adapter", "weights", "reference"):
-            # A reference is the policy as it was, or a mean of such.
-            assert_weights_agree(values, other[name], steps=steps, lr=lr, what=name)
-        elif values.is_floating_point():
-            torch.testing.assert_close(values, other[name], rtol=1e-3, atol=1e-5, msg=name)
-        else:
-            assert torch.equal(values, other[name]), name
 
 
 def assert_metrics_agree(one: Mapping[str, float], other: Mapping[str, float]) -> None:

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from tests.rounding import UNIT, assert_gradients_agree, assert_states_agree, assert_weights_agree, rounding_otherwise
-from tests.tiny_batches import different_members, grpo_loss, sampled_batch
+from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree, assert_weights_agree
+from evogrpo.testing.samplers import different_members
+from tests.rounding import UNIT, rounding_otherwise
+from tests.tiny_batches import grpo_loss, sampled_batch
 from tests.tiny_models import tiny_model
 from tests.tiny_networks import CASES, acted_batch
 

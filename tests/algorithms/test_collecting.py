@@ -10,7 +10,7 @@ from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.randomness import generator
-from tests.rounding import assert_gradients_agree
+from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
     equal_states,

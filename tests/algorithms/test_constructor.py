@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective, RLParameter
 from evogrpo.config.optimizer import Optimizer
-from tests.rounding import assert_gradients_agree
+from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
 from tests.tiny_training import (
     equal_states,

@@ -9,7 +9,7 @@ from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.language_batches import PENALTY
 from evogrpo.algorithms.rollout.collect import collect
-from tests.rounding import assert_gradients_agree
+from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS
 from tests.tiny_training import (
     equal_states,

@@ -15,7 +15,8 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import ReferenceDistributions
-from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
+from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch
 from tests.tiny_steps import cart_pole, played, step_agent
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent

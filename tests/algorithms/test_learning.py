@@ -13,9 +13,10 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import advantages
-from tests.rounding import assert_metrics_agree, assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_batches import lora
 from tests.tiny_training import (
     equal_states,

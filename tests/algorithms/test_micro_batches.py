@@ -11,7 +11,8 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.data import LearnReport
 from evogrpo.functional.loss_types import AGGREGATIONS, LOSS_TYPES
-from tests.rounding import assert_metrics_agree, assert_states_agree
+from evogrpo.testing.policy_banks import assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])

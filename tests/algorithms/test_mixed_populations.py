@@ -9,7 +9,8 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.loss_types import LOSS_TYPES
-from tests.rounding import assert_metrics_agree, assert_states_agree
+from evogrpo.testing.policy_banks import assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_training import equal_states, scatter, state_of, tiny_env, tiny_population
 
 DAMPED = Optimizer(eps=1e-5)

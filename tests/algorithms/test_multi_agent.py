@@ -16,8 +16,8 @@ from evogrpo.evolution import Child, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.storage.manifest import CheckpointError
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.envs import joint_probes
-from tests.rounding import assert_states_agree
 
 SMALL = {"network": NetworkConfig(hidden=(16,)), "lr": 2e-2, "batch_size": 256, "group_size": 4}
 SAMPLES = 16

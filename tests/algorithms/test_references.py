@@ -10,8 +10,9 @@ from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import Child, Plan
 from evogrpo.storage.manifest import CheckpointError
+from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.oracles.objective_by_hand import ByHand
-from tests.rounding import assert_gradients_agree, assert_metrics_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_training import (
     equal_states,
     flat,

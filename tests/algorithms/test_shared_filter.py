@@ -7,8 +7,8 @@ import torch
 
 from evogrpo.evolution import SharedExperience
 from evogrpo.functional.corrections import effective_sample_fraction
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.algorithms.test_shared_samples import collected, episodes, prompts
-from tests.rounding import assert_states_agree
 
 EVERY = SharedExperience(learn_from="all", min_ess=0.0)
 

@@ -9,7 +9,7 @@ from evogrpo import Objective
 from evogrpo.algorithms.learning.training_rows import select_training_rows
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import loss_weights, policy_loss
-from tests.rounding import assert_states_agree
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import scatter, state_of, tiny_env, tiny_population
 

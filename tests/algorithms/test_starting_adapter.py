@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from evogrpo import GRPO
 from evogrpo.algorithms.checkpointing import population_state, restore_population
+from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
-from tests.tiny_batches import different_members
 from tests.tiny_models import tiny_model
 from tests.tiny_training import equal_states, shared_model, state_of, tiny_agent, tiny_options
 

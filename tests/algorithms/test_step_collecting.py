@@ -13,8 +13,8 @@ from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.randomness import generator
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.envs.probes import ConstantReward, Masked, MatchDict, NoisyWalk
-from tests.rounding import assert_states_agree
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import equal_states, state_of
 

@@ -11,8 +11,9 @@ from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import LOSS_TYPES
+from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.oracles.slow_advantages import of_actions
-from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_networks import CASES, acted_batch, together
 
 CASE = CASES["discrete"]

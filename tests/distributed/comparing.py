@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from evogrpo.testing.policy_banks import assert_states_agree
 from evogrpo.training.load_run import open_run
-from tests.rounding import assert_states_agree
 from tests.tiny_training import final_states, nameless, story
 
 LARGEST_LR = 3e-2

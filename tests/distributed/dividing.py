@@ -19,8 +19,9 @@ from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
 from evogrpo.distributed import processes
 from evogrpo.interruption import Interrupted
+from evogrpo.testing.policy_banks import assert_states_agree
 from evogrpo.training.loop.trainer import Trainer
-from tests.rounding import assert_metrics_agree, assert_states_agree
+from tests.rounding import assert_metrics_agree
 from tests.tiny_models import EOS
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety

@@ -11,7 +11,7 @@ from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.distributed import Errands, processes
 from evogrpo.models.language.fsdp import layers_of, sharded_layers, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
-from tests.rounding import assert_states_agree
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import finish, tiny_agent, tiny_env, tiny_population, tiny_run, variety
 

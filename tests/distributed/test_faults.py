@@ -17,11 +17,11 @@ from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.distributed import ProcessError, Processes, agree_on_prefix, processes
 from evogrpo.storage.journal import read_journal
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.distributed.comparing import assert_same, by_slot
 from tests.distributed.dividing import troubled
 from tests.distributed.launching import launch
 from tests.distributed.scenarios import failing, go_on, killed, lending, limited, networks, stopped
-from tests.rounding import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import equal_states, finish, resumed_run
 

@@ -6,7 +6,7 @@ from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.text.tasks import two_digit_sums
-from tests.conformance.environments import (
+from evogrpo.testing.environments import (
     JointEnvironmentTestCase,
     PromptEnvironmentTestCase,
     SoloEnvironmentTestCase,
@@ -36,7 +36,7 @@ def steps(completion_ids, **columns):
 
 
 class ArithmeticPrompts(PromptEnvironmentTestCase):
-    def say(self, env, rng):
+    def complete(self, env, rng):
         text = "".join(rng.choice(list("0123456789 "), size=rng.integers(1, 5)))
         ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids, env.tokenizer.eos_token_id] if rng.random() < 0.5 else ids

@@ -8,8 +8,9 @@ from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import SPLITS
+from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
-from tests.envs.actors import Rule, Scrambler
+from tests.envs.actors import Rule
 
 CLASSIC = ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
 
@@ -44,7 +45,7 @@ def play(env, starts=3, group_size=4, members=(0, 1), *, uniforms=True, **kwargs
     """Play groups for every member; rows are ordered by member, start and replica."""
     start_of_row = [start for _ in members for start in range(starts) for _ in range(group_size)]
     member_ids = [member for member in members for _ in range(starts * group_size)]
-    actor = Scrambler(env.action_space)
+    actor = PseudoRandomActor(env.action_space)
     per_member = starts * group_size
     table = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[per_member] * len(members), width=1)
     played = env.play(actor, range(starts), start_of_row, member_ids, uniforms=table if uniforms else None, **kwargs)
@@ -98,7 +99,7 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
 def test_reordering_rows_reorders_episodes(vectorization):
     env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, num_envs=4)
     members, starts = np.repeat([2, 0, 1], 4), np.tile([0, 1, 2, 3], 3)
-    actor = Scrambler(env.action_space)
+    actor = PseudoRandomActor(env.action_space)
     table = draws(12)
     plain = episodes(env.play(actor, range(4), starts, members, uniforms=table))
     order = np.random.default_rng(0).permutation(12)
@@ -108,7 +109,7 @@ def test_reordering_rows_reorders_episodes(vectorization):
 
 def test_episodes_equal_gymnasiums_for_the_same_seed():
     groups = GymnasiumGroups("CartPole-v1", seed=4)
-    played = groups.play(Scrambler(groups.action_space), [7], [0], [0], split="test", uniforms=draws(1))
+    played = groups.play(PseudoRandomActor(groups.action_space), [7], [0], [0], split="test", uniforms=draws(1))
     env = gymnasium.make("CartPole-v1")
     seen, _ = env.reset(seed=groups.reset_seed("test", 7))
     for t in range(int(played.lengths[0])):
@@ -213,7 +214,7 @@ def test_a_failure_in_act_leaves_no_state_behind():
     env = GymnasiumGroups(probes.Masked)
     expected = episodes(play(env)[0])
 
-    class Failing(Scrambler):
+    class Failing(PseudoRandomActor):
         def act(self, *args, **kwargs):
             if len(self.rows) == 2:
                 raise RuntimeError("stop")
@@ -228,7 +229,7 @@ def test_members_share_few_environments_evenly():
     env = GymnasiumGroups(probes.ConstantReward, num_envs=6)
     member_ids_of_calls = []
 
-    class Watching(Scrambler):
+    class Watching(PseudoRandomActor):
         def act(self, observations, member_ids, **rest):
             member_ids_of_calls.append(member_ids.tolist())
             return super().act(observations, member_ids, **rest)
@@ -240,7 +241,7 @@ def test_members_share_few_environments_evenly():
 def test_temperature_and_base_reach_the_actor():
     env = GymnasiumGroups("CartPole-v1", num_envs=2)
 
-    class Watching(Scrambler):
+    class Watching(PseudoRandomActor):
         def act(self, observations, member_ids, *, temperature, base, **rest):
             assert base
             assert np.array_equal(temperature, member_ids + 0.5)

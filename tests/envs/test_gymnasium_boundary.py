@@ -9,8 +9,9 @@ from gymnasium import spaces
 
 from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
-from tests.envs.actors import Rule, Scrambler
+from tests.envs.actors import Rule
 
 ROWS = 12
 
@@ -82,7 +83,7 @@ def test_images_stay_uint8_and_composite_observations_keep_their_structure():
 def test_action_masks_reach_policy_and_record(num_envs):
     env = GymnasiumGroups(probes.Masked, num_envs=num_envs)
     draws = ActionNoise(0, "sample", streams=[()], rows=[ROWS], width=1)
-    played = env.play(Scrambler(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
+    played = env.play(PseudoRandomActor(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
     assert played.lengths.tolist() == [3] * ROWS  # an illegal action would raise
     assert np.array_equal(played.action_masks, played.observations.astype(bool))
     assert not played.action_masks.all()

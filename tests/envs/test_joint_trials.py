@@ -8,8 +8,8 @@ import pytest
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
+from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import joint_probes
-from tests.envs.actors import Scrambler
 
 COOPERATIVE = {
     "favours": joint_probes.Favours,
@@ -34,7 +34,7 @@ def warnings_of(env, **options):
 
 def lengths(env):
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
-    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+    actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
     return env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).lengths.tolist()
 
 
@@ -155,7 +155,7 @@ def test_state_carried_over_is_detected_and_environments_recreated():
         env = PettingZooGroups(joint_probes.Remembering)
     assert env.recreate_env
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
-    actors = {"shared": Scrambler(env.action_spaces["red_0"])}
+    actors = {"shared": PseudoRandomActor(env.action_spaces["red_0"])}
     for _ in range(2):
         played = env.open("train", [0, 1]).play(actors, mapping, [0, 0, 1], [0, 0, 0])
         assert all(set(returns.values()) == {1.0} for returns in played.returns)

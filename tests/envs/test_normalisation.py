@@ -8,14 +8,14 @@ from gymnasium.wrappers.utils import RunningMeanStd
 from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import ObservationStatistics
+from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
-from tests.envs.actors import Scrambler
 
 
 def play(env, statistics, members=(0, 1)):
     rows = [member for member in members for _ in range(6)]
     draws = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width=1)
-    actor = Scrambler(env.action_space)
+    actor = PseudoRandomActor(env.action_space)
     return env.play(actor, range(3), [0, 0, 1, 1, 2, 2] * len(members), rows, uniforms=draws, statistics=statistics)
 
 
@@ -60,7 +60,7 @@ def test_the_policy_sees_the_recorded_observations():
     statistics = empty.merged(play(env, empty).observed)
     shown = []
 
-    class Watching(Scrambler):
+    class Watching(PseudoRandomActor):
         def act(self, observations, member_ids, **rest):
             shown.extend(map(bytes, observations))
             return super().act(observations, member_ids, **rest)

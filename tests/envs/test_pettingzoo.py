@@ -9,8 +9,9 @@ from evogrpo.envs.control.actions import AgentActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS
+from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import joint_probes
-from tests.envs.actors import Rule, Scrambler
+from tests.envs.actors import Rule
 
 MAKERS = {
     "favours": lambda: joint_probes.Favours(steps=4),
@@ -33,7 +34,7 @@ def mapping_of(env, policies="shared", **options):
 def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1), greedy=False):
     """Play groups for every member; rows are ordered by member, start and replica."""
     mapping = mapping_of(env, policies)
-    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+    actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
     rows = starts * group_size
     return env.open("train", range(starts)).play(
         actors,
@@ -269,7 +270,7 @@ def test_agent_ids_are_appended_to_observations():
     mapping = mapping_of(env, "prefix", agent_ids=True)
     assert mapping.specs["red"].observation_space.shape == (5,)
     assert mapping.specs["blue"].observation_space.shape == (3,)  # a single agent needs no id
-    actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+    actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
     own = env.open("train", [0]).play(actors, mapping, [0, 0], [0, 0]).episodes["red"]
     assert own.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
     image = {agent: gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
@@ -309,7 +310,7 @@ def test_a_failure_in_act_leaves_no_state_behind():
     env = PettingZooGroups(joint_probes.Lives)
     expected = parts(play(env))
 
-    class Failing(Scrambler):
+    class Failing(PseudoRandomActor):
         def act(self, *args, **kwargs):
             if len(self.rows) == 2:
                 raise RuntimeError("stop")
@@ -484,7 +485,7 @@ def test_invalid_arguments_are_refused():
         PettingZooGroups(joint_probes.Lives())
     env = PettingZooGroups(joint_probes.Lives)
     mapping = mapping_of(env)
-    actors = {"shared": Scrambler(gymnasium.spaces.Discrete(2))}
+    actors = {"shared": PseudoRandomActor(gymnasium.spaces.Discrete(2))}
     opened = env.open("train", [0])
     for starts, members, options, message in (
         ([0], [0, 0], {}, "member_ids"),
@@ -521,7 +522,7 @@ def test_invalid_policy_mappings_raise():
         play(env, "independent")
     mapping = mapping_of(env, agent_ids=True)
     with pytest.raises(ValueError, match="agent_ids"):
-        env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, mapping, [0], [0])
+        env.open("train", [0]).play({"shared": PseudoRandomActor(gymnasium.spaces.Discrete(3))}, mapping, [0], [0])
 
 
 @pytest.mark.parametrize(

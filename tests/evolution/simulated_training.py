@@ -31,7 +31,7 @@ from evogrpo.evolution import (
     spread_founders,
 )
 from evogrpo.randomness import generator
-from tests.conformance.strategy import kept_next
+from evogrpo.testing.strategies import next_kept_states
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
 SAMPLES = 64
@@ -112,7 +112,7 @@ class Simulation:
         for number in range(generations):
             history = self.evaluate()
             if number < generations - 1:
-                self.carry_out(self.strategy.plan(history, generator(self.seed, "plan", history.last.number)))
+                self.apply(self.strategy.plan(history, generator(self.seed, "plan", history.last.number)))
         return self
 
     def evaluate(self) -> History:
@@ -162,7 +162,7 @@ class Simulation:
             return off > surface.edge + 1.0
         return False
 
-    def carry_out(self, plan: Plan) -> None:
+    def apply(self, plan: Plan) -> None:
         """Let the next generation be born."""
         history = self.history
         plan.check(history)
@@ -184,7 +184,7 @@ class Simulation:
             )
             self.skill[child.index] = self._inherited(child)
             self.next_index = child.index + 1
-        self.kept = kept_next(history, plan)
+        self.kept = next_kept_states(history, plan)
         self.samples = plan.samples_per_step or self.samples
         self.steps = plan.steps_per_generation or self.steps
 

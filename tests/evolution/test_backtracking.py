@@ -9,7 +9,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution import Choice, Fitness, Generation, History, KeptState, MemberRecord, SlotRecord, Tournament
 from evogrpo.evolution.backtracking import apply_backtracking
-from tests.conformance.strategy import StrategyTestCase
+from evogrpo.testing.strategies import StrategyTestCase
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, simulated_founders
 
 QUESTIONS = np.random.default_rng(0).standard_normal(16)
@@ -128,7 +128,7 @@ class TestTournamentThatGoesBack(StrategyTestCase):
         return Tournament(backtrack=True)
 
     def test_some_go_back(self):
-        assert any(child.back_to is not None for _, plan in self.lives() for child in plan.children)
+        assert any(child.back_to is not None for _, plan in self.simulated() for child in plan.children)
 
 
 class TestExactClonesThatGoBack(StrategyTestCase):

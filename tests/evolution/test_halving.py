@@ -5,7 +5,7 @@ import math
 import pytest
 
 from evogrpo.evolution import SuccessiveHalving, strategy_from_json
-from tests.conformance.strategy import SAMPLES_PER_STEP, STEPS_PER_GENERATION, Life, StrategyTestCase
+from evogrpo.testing.strategies import SAMPLES_PER_STEP, STEPS_PER_GENERATION, SimulatedPopulation, StrategyTestCase
 
 
 class SuccessiveHalvingTestCase(StrategyTestCase):
@@ -17,7 +17,7 @@ class SuccessiveHalvingTestCase(StrategyTestCase):
         return self.strategy
 
     def test_nobody_is_born_and_nobody_comes_back(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert not plan.children
             assert set(history.last.empty) <= set(plan.vacant)
 
@@ -33,7 +33,7 @@ class TestSuccessiveThirding(SuccessiveHalvingTestCase):
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 9, 27])
 @pytest.mark.parametrize("strategy", [SuccessiveHalving(), SuccessiveHalving(eta=3, every=2)])
 def test_rungs_follow_from_the_number_of_members_and_all_generations_cost_the_same(size, strategy):
-    life = Life(size)
+    life = SimulatedPopulation(size)
     generations = 6 * strategy.every
     list(TestSuccessiveHalving().follow(strategy, life, generations))
     told = life.generations
@@ -48,14 +48,14 @@ def test_rungs_follow_from_the_number_of_members_and_all_generations_cost_the_sa
 
 
 def test_samples_may_grow_instead():
-    life = Life(8)
+    life = SimulatedPopulation(8)
     list(TestSuccessiveHalving().follow(SuccessiveHalving(grow="samples_per_step"), life, 4))
     assert [each.samples_per_step for each in life.generations] == [SAMPLES_PER_STEP * n for n in (1, 2, 4, 8)]
     assert {each.steps_per_generation for each in life.generations} == {STEPS_PER_GENERATION}
 
 
 def test_the_best_are_kept_and_what_failures_leave_is_handed_on():
-    life = Life(8, spread=30.0, failures=0.4, seed=3)
+    life = SimulatedPopulation(8, spread=30.0, failures=0.4, seed=3)
     history = life.evaluate()
     failed = history.last.failed
     assert failed

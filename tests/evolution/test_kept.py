@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Child, Choice, History, KeptState, Lineage, MemberRecord, Plan, parent_of
-from tests.conformance.strategy import Life
+from evogrpo.testing.strategies import SimulatedPopulation
 
 KEYS = ((10, 1), (13, 1))
 
@@ -15,7 +15,7 @@ KEYS = ((10, 1), (13, 1))
 @pytest.fixture
 def history():
     """Three slots after generation 2; the states of slots 0 and 1 after generation 1 are kept."""
-    life = Life(3)
+    life = SimulatedPopulation(3)
     before = life.evaluate().last
     after = life.evaluate()
     slots = before.slots[:2]

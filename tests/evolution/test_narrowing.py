@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Narrowing, strategy_from_json
-from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
+from evogrpo.testing.strategies import SAMPLES_PER_STEP, SimulatedPopulation, StrategyTestCase
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 
 
@@ -26,7 +26,7 @@ class TestNarrowingToOne(NarrowingTestCase):
 
 
 def test_members_get_fewer_and_each_learning_step_costs_the_same():
-    life = Life(8, spread=3.0)
+    life = SimulatedPopulation(8, spread=3.0)
     list(TestNarrowing().follow(Narrowing(z=0.0), life, 30))
     living = [len(each.members) for each in life.generations]
     assert living[0] == 8

@@ -5,7 +5,13 @@ import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Replay, ScheduleStage
-from tests.conformance.strategy import GENERATIONS, SAMPLES_PER_STEP, STEPS_PER_GENERATION, Life, StrategyTestCase
+from evogrpo.testing.strategies import (
+    GENERATIONS,
+    SAMPLES_PER_STEP,
+    STEPS_PER_GENERATION,
+    SimulatedPopulation,
+    StrategyTestCase,
+)
 
 RATES = [1e-4 * 1.4**number for number in range(GENERATIONS + 1)]
 STAGES = tuple(
@@ -26,7 +32,7 @@ class TestReplay(StrategyTestCase):
 
     def test_every_healthy_member_has_what_the_schedule_says_and_nobody_copies_anybody(self):
         for size, failures in ((1, 0.0), (4, 0.3)):
-            life = Life(size, failures=failures)
+            life = SimulatedPopulation(size, failures=failures)
             for history, plan in self.follow(self.make_strategy(), life):
                 due = STAGES[history.last.number]
                 assert all(parent in (slot, None) for slot, parent in enumerate(plan.parents))
@@ -38,7 +44,7 @@ class TestReplay(StrategyTestCase):
 
     def test_after_the_last_stage_nothing_changes_any_more(self):
         short = Replay(stages=STAGES[:2])
-        plans = [plan for _, plan in self.follow(short, Life(1))]
+        plans = [plan for _, plan in self.follow(short, SimulatedPopulation(1))]
         assert [len(plan.children) for plan in plans] == [1] + [0] * (GENERATIONS - 1)
         assert short.planned(99) == (STAGES[1], STAGES[1].generations[0])
 
@@ -65,5 +71,5 @@ def test_stages_that_are_none_are_refused(stages, message):
 
 def test_plans_draw_nothing():
     rng = np.random.default_rng(3)
-    Replay(stages=STAGES).plan(Life(3).evaluate(), rng)
+    Replay(stages=STAGES).plan(SimulatedPopulation(3).evaluate(), rng)
     assert rng.random() == np.random.default_rng(3).random()

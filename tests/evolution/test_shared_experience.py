@@ -8,7 +8,7 @@ import pytest
 
 from evogrpo.evolution import Fixed, SharedExperience
 from evogrpo.evolution.shared_experience import samples_by_rank, shared_experience
-from tests.evolution.test_strategies import Life
+from tests.evolution.test_strategies import SimulatedPopulation
 
 REWARDS = {0: 3.0, 2: 5.0, 3: 3.0, 5: -1.0}
 
@@ -73,7 +73,7 @@ def test_names_and_settings_stand_for_the_same():
 
 def ranked(means, **life):
     """Return the plan of a strategy that keeps everybody, with samples by rank; and who is there."""
-    history = Life(len(means), **life).evaluate()
+    history = SimulatedPopulation(len(means), **life).evaluate()
     slots = [
         record
         if record.fitness is None

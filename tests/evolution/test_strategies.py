@@ -25,15 +25,15 @@ from evogrpo.evolution import (
     changes_between,
     strategy_from_json,
 )
-from tests.conformance.strategy import (
+from evogrpo.testing.strategies import (
     NARROW,
     SAMPLES_PER_STEP,
     SITUATIONS,
     SPACE,
-    Life,
+    SimulatedPopulation,
     StrategyTestCase,
-    residents,
-    staying,
+    next_members,
+    unchanged_members,
 )
 
 COSTLY = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
@@ -48,12 +48,12 @@ class BuiltInTestCase(StrategyTestCase):
         return self.strategy
 
     def test_the_reason_for_a_failed_members_end_is_that_it_failed(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert all("failed" in plan.reasons[slot] for slot in history.last.failed)
 
     def test_empty_slots_stay_empty_and_budgets_stay_as_they_are(self):
         vacancies = 0
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert plan.vacant == history.last.empty
             assert (plan.samples_per_step, plan.steps_per_generation) == (None, None)
             vacancies += len(plan.vacant)
@@ -63,11 +63,13 @@ class BuiltInTestCase(StrategyTestCase):
     def test_where_the_space_runs_out_members_are_alike_and_the_reason_says_so(self, size):
         if not self.no_twins:
             pytest.skip("its clones may be exact")
-        for history, plan in self.follow(self.make_strategy(), Life(size, spread=3.0, space=NARROW)):
-            living = residents(history, plan)
+        for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(size, spread=3.0, space=NARROW)):
+            living = next_members(history, plan)
             for child in plan.children:
                 around = {values for parent, values in living if parent == child.parent}
-                around |= {each.hyperparameters for each in staying(history, plan) if each.index == child.parent}
+                around |= {
+                    each.hyperparameters for each in unchanged_members(history, plan) if each.index == child.parent
+                }
                 if "nothing else is left" in child.reason:
                     assert len(around) >= 6  # all that there is
                 else:
@@ -79,12 +81,12 @@ class BuiltInTestCase(StrategyTestCase):
                     assert all("nothing else is left" in twin.reason for twin in twins if twin is not child)
                     assert child.hyperparameters not in [
                         each.hyperparameters
-                        for each in staying(history, plan)
+                        for each in unchanged_members(history, plan)
                         if child.parent in (each.index, each.parent)
                     ]
 
     def test_choices_of_group_size_that_cost_more_are_refused(self):
-        history = dataclasses.replace(Life(3).evaluate(), space=COSTLY)
+        history = dataclasses.replace(SimulatedPopulation(3).evaluate(), space=COSTLY)
         with pytest.raises(ValueError, match=r"got \[5\]: choose from 2, 3, 4, 6"):
             self.strategy.plan(history, np.random.default_rng(0))
 
@@ -94,7 +96,7 @@ class TestTournament(BuiltInTestCase):
 
     def test_every_replacement_is_mutated_and_nobody_else(self):
         replacements = 0
-        for _, plan in self.lives():
+        for _, plan in self.simulated():
             assert {child.slot for child in plan.children} == {
                 slot
                 for slot, parent in enumerate(plan.parents)
@@ -106,7 +108,7 @@ class TestTournament(BuiltInTestCase):
 
     def test_all_but_the_best_are_mutated_on_their_own_lines_exactly_where_nobody_got_better(self):
         stuck = 0
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             explored = {slot for slot, reason in enumerate(plan.reasons) if reason.startswith("mutated in place")}
             kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {plan.elite}
             if got_better(history):
@@ -137,7 +139,7 @@ class TestTournamentOfEveryone(BuiltInTestCase):
     strategy = Tournament(size=9, z=0.0, mutation=Mutation(probability=1.0))
 
     def test_everyone_becomes_a_child_of_the_elite(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert set(plan.parents) - {None} == {plan.elite}
             assert len(plan.children) == history.capacity - len(plan.vacant) - 1
 
@@ -147,7 +149,7 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
     keeps_elite = False
 
     def test_the_best_is_replaced_by_a_mutated_clone_of_itself(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             (child,) = [child for child in plan.children if child.slot == plan.elite]
             assert child.parent == history.last.member(plan.elite).index
             assert child.changes
@@ -157,7 +159,7 @@ class TestTruncationPBT(BuiltInTestCase):
     strategy = TruncationPBT()
 
     def test_as_many_of_the_worst_as_of_the_best_are_replaced_by_clones_of_these(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             ranked = history.last.ranked
             count = min(len(ranked) // 2, math.ceil(len(ranked) / 4))
             replaced = {*ranked[len(ranked) - count :], *history.last.failed}
@@ -206,7 +208,7 @@ class TestMutationOnly(BuiltInTestCase):
     strategy = MutationOnly()
 
     def test_all_but_the_best_change_on_their_own_lines(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             healthy = set(history.last.ranked)
             assert all(plan.parents[slot] == slot for slot in healthy)
             assert {child.slot for child in plan.children} == (healthy | set(history.last.failed)) - {plan.elite}
@@ -218,7 +220,7 @@ class TestRandomSearch(BuiltInTestCase):
 
     def test_nothing_changes_and_whoever_failed_makes_room_for_a_fresh_founder(self):
         drawn = []
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert {child.slot for child in plan.children} == set(history.last.failed)
             assert all(child.parent is None for child in plan.children)
             drawn += [child.hyperparameters.lr for child in plan.children]
@@ -234,7 +236,7 @@ class TestSelectionOnly(BuiltInTestCase):
 
     def test_it_selects_as_the_tournament_does_and_changes_no_hyperparameter(self):
         for situation in SITUATIONS:
-            history = Life(*situation).evaluate()
+            history = SimulatedPopulation(*situation).evaluate()
             plan, mutated = (each.plan(history, np.random.default_rng(1)) for each in (self.strategy, Tournament()))
             assert plan == Tournament(mutation=None).plan(history, np.random.default_rng(1))
             assert plan.parents == mutated.parents
@@ -247,17 +249,17 @@ class TestFixed(BuiltInTestCase):
 
     def test_plans_have_no_memory(self):
         """What came before the last generation changes nothing, and nobody but members decides how many draws."""
-        for history, plan in self.follow(self.strategy, Life(4, failures=0.3)):
+        for history, plan in self.follow(self.strategy, SimulatedPopulation(4, failures=0.3)):
             last = dataclasses.replace(history, generations=history.generations[-1:])
             assert self.strategy.plan(last, np.random.default_rng([0, 1000 + history.last.number])) == plan
 
     def test_healthy_members_all_stay_and_clones_of_failed_ones_are_exact(self):
-        for history, plan in self.lives():
+        for history, plan in self.simulated():
             assert {child.slot for child in plan.children} == set(history.last.failed)
             assert not any(child.changes for child in plan.children)
 
     def test_it_prefers_no_healthy_member_when_replacing(self):
-        history = Life(4, spread=3.0).evaluate()
+        history = SimulatedPopulation(4, spread=3.0).evaluate()
         slots = (dataclasses.replace(history.last.slots[0], fitness=None), *history.last.slots[1:])
         failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
         parents = [self.strategy.plan(failed, np.random.default_rng(seed)).parents[0] for seed in range(60)]
@@ -385,7 +387,7 @@ def test_a_slot_without_parent_holds_a_founder_or_nobody():
 
 
 def test_choices_become_births_retirements_and_founders():
-    history = Life(5, empty=(3,)).evaluate()
+    history = SimulatedPopulation(5, empty=(3,)).evaluate()
     own = Hyperparameters(lr=5e-5, group_size=6)
     choices = [Choice(parent=parent, reason=f"{slot}") for slot, parent in enumerate((0, 0, None, None, 4))]
     plan = Plan.from_choices(
@@ -432,7 +434,7 @@ def test_choices_become_births_retirements_and_founders():
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
     """The member of slot 1 has failed, and slot 3 is empty."""
-    history = Life(4, empty=(3,)).evaluate()
+    history = SimulatedPopulation(4, empty=(3,)).evaluate()
     slots = [*history.last.slots]
     slots[1] = dataclasses.replace(slots[1], fitness=None)
     last = dataclasses.replace(history.last, slots=tuple(slots))
@@ -447,7 +449,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
 
 
 def test_a_history_that_contradicts_itself_is_refused():
-    life = Life(3)
+    life = SimulatedPopulation(3)
     first = life.evaluate()
     second = life.evaluate()
     with pytest.raises(ValueError, match="must hold the generation to plan from"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Fitness, MultiFrequency, strategy_from_json
-from tests.conformance.strategy import Life, StrategyTestCase, moved
+from evogrpo.testing.strategies import SimulatedPopulation, StrategyTestCase, permuted
 
 RNG = np.random.default_rng(0)
 
@@ -45,7 +45,7 @@ def halve(hyperparameters, space, rng):
 
 def test_mutations_may_be_ones_own():
     strategy = MultiFrequency(mutation=halve)
-    history, plan = told(Life(8), range(8), strategy)
+    history, plan = told(SimulatedPopulation(8), range(8), strategy)
     # A second clone of one parent would be the same, and is drawn from elsewhere.
     (child, *_) = plan.children
     assert child.hyperparameters == halve(history.last.member(plan.parents[child.slot]).hyperparameters, None, None)
@@ -57,17 +57,17 @@ FAST, SLOW = (0, 2, 4, 6), (1, 3, 5, 7)
 
 
 def test_only_sub_populations_whose_interval_has_ended_evolve():
-    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
+    life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
     _, plan = told(life, (*FAST, *SLOW), strategy)
     assert [child.slot for child in plan.children] == [6]  # no migrant is better than any of the fast
-    life.carry_out(plan)
+    life.apply(plan)
     _, plan = told(life, (*FAST, *SLOW), strategy)
     assert [child.slot for child in plan.children] == [5, 6, 7]
 
 
 def test_a_migrant_to_the_slow_brings_its_weights_alone():
-    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
-    life.carry_out(told(life, (*FAST, *SLOW), strategy)[1])
+    life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
+    life.apply(told(life, (*FAST, *SLOW), strategy)[1])
     history, plan = told(life, (0, 2, 4, 1, 3, 5, 6, 7), strategy)
     births = {child.slot: child for child in plan.children}
     assert (plan.parents[5], plan.parents[7]) == (0, 1)
@@ -76,7 +76,7 @@ def test_a_migrant_to_the_slow_brings_its_weights_alone():
 
 
 def test_a_migrant_to_the_fast_brings_all():
-    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
+    life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
     history, plan = told(life, (1, 3, 0, 2, 4, 6, 5, 7), strategy)
     (migrant,) = (child for child in plan.children if child.slot == 4)
     assert migrant.parent == history.last.member(1).index
@@ -85,7 +85,7 @@ def test_a_migrant_to_the_fast_brings_all():
 
 
 def test_who_fails_is_replaced_whatever_the_interval():
-    life, strategy = Life(8), MultiFrequency(intervals=(1, 5))
+    life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 5))
     history = ranked(life, (*FAST, *SLOW))
     slots = list(history.last.slots)
     slots[3] = dataclasses.replace(slots[3], fitness=None)
@@ -101,11 +101,11 @@ def test_who_fails_is_replaced_whatever_the_interval():
 @pytest.mark.parametrize(("size", "groups"), [(1, [1]), (7, [7]), (8, [4, 4]), (11, [6, 5]), (12, [4, 4, 4])])
 def test_members_are_dealt_by_who_they_are(size, groups):
     strategy = MultiFrequency(intervals=(1, 2, 4))
-    history = Life(size).evaluate()
+    history = SimulatedPopulation(size).evaluate()
     dealt = strategy._groups(history)
     assert [len(group) for group in dealt] == groups
     order = np.random.default_rng(1).permutation(size).tolist()
-    again = strategy._groups(moved(history, order))
+    again = strategy._groups(permuted(history, order))
     assert [sorted(order[slot] for slot in group) for group in again] == [sorted(group) for group in dealt]
 
 

@@ -7,9 +7,9 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language.bank import AdapterBank
-from tests.conformance.policy_bank import PolicyBankTestCase
-from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch
+from evogrpo.testing.policy_banks import PolicyBankTestCase, assert_gradients_agree
+from evogrpo.testing.samplers import as_batch, different_members, make_rows
+from tests.tiny_batches import grpo_loss, same_state, sampled_batch
 from tests.tiny_models import EOS, PAD, tiny_model
 
 MODEL = tiny_model("llama")

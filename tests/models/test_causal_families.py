@@ -20,8 +20,9 @@ from transformers import (
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language.adapter_files import check_export
 from evogrpo.models.language.compatibility import find_decoder, find_head
+from evogrpo.testing.samplers import different_members, make_rows
 from tests.causal_families import FAMILIES, family_model
-from tests.tiny_batches import different_members, grpo_loss, lora, make_rows, sampled_batch
+from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import tiny_model
 
 # Experts beside dense and shared layers, a layer that PEFT refuses, one that is not linear, names that PEFT takes for

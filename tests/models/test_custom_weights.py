@@ -9,8 +9,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.models.language.adapter_weights import TrainStates
 from evogrpo.models.language.bank import LanguageBank
 from evogrpo.models.language.causal_model import CausalModel
-from tests.conformance.sampler import SamplerTestCase
-from tests.tiny_batches import as_batch, make_rows
+from evogrpo.testing.samplers import SamplerTestCase, as_batch, make_rows
 from tests.tiny_models import EOS, PAD, tiny_model
 
 SIZE = 3

@@ -32,8 +32,10 @@ from evogrpo.models.fast_llama.weight_layout import head_matrix
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import shared_prefixes
 from evogrpo.models.language.forward import share_prefixes
-from tests.rounding import LOG_PROB, assert_gradients_agree
-from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows
+from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
+from tests.rounding import LOG_PROB
+from tests.tiny_batches import grpo_loss, lora
 from tests.tiny_models import COMMON, tiny_model
 
 SIZE = 3
@@ -119,7 +121,7 @@ def assert_same(fast, slow, rows):
 
     With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two.
     """
-    rows = clear(fast, rows)
+    rows = with_robust_uniforms(fast, rows)
     sampled = [bank.sample(rows) for bank in (fast, slow)]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
     torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB)
@@ -271,7 +273,7 @@ def test_custom_hooks_apply_in_decoding(both):
             return self.view(module, inputs, output)
 
     banks = both(built(KNOWN["qwen2"]))
-    plain = banks[1].sample(rows := clear(banks[1], make_rows(range(SIZE))))
+    plain = banks[1].sample(rows := with_robust_uniforms(banks[1], make_rows(range(SIZE))))
     hook_factory = banks[0].weights.hook_factory
     banks[0].weights.hook_factory = lambda policy: lambda slots: Other(hook_factory(policy)(slots))
     other = banks[0].sample(rows)

@@ -5,8 +5,8 @@ import torch
 
 from evogrpo.models.language import sampling, shared_prefixes
 from evogrpo.progress import progress_listener
+from evogrpo.testing.samplers import make_rows
 from tests.models.test_multi_turn_sampling import ending
-from tests.tiny_batches import make_rows
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model("llama")

@@ -8,20 +8,18 @@ import torch
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling, shared_prefixes
-from tests.oracles.peft_members import PeftMember
-from tests.rounding import LOG_PROB
-from tests.tiny_batches import (
+from evogrpo.testing.samplers import (
     GROUP_SIZES,
     PROMPTS,
     TEMPERATURES,
     as_batch,
-    clear,
     different_members,
-    lora,
     make_rows,
-    rows_run,
-    sampled_batch,
+    with_robust_uniforms,
 )
+from tests.oracles.peft_members import PeftMember
+from tests.rounding import LOG_PROB
+from tests.tiny_batches import lora, rows_run, sampled_batch
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, VOCABULARY, tiny_model
 
 MODEL = tiny_model("llama")
@@ -123,7 +121,7 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
 
 def test_greedy_and_sampled_rows_in_one_batch():
     bank = different_members(MODEL, 3)
-    greedy, sampled = make_rows(range(3), greedy=True), clear(bank, make_rows(range(3)))
+    greedy, sampled = make_rows(range(3), greedy=True), with_robust_uniforms(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
     mixed = bank.sample(dataclasses.replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
     assert torch.equal(mixed.actions[cold], bank.sample(greedy).actions[cold])
@@ -159,7 +157,7 @@ def test_rows_end_at_their_first_eos(shared):
     frequent = tokens_that_occur(different_members(MODEL, 3))
     bank = different_members(MODEL, 3, eos_token_ids=frequent)
     bank.base.shares_prefix = shared
-    rows = clear(bank, make_rows(range(3), tokens=10))
+    rows = with_robust_uniforms(bank, make_rows(range(3), tokens=10))
     rollout = bank.sample(rows)
     ends = torch.isin(rollout.actions, torch.tensor(frequent)) & rollout.present
     lengths = rollout.present.sum(1)
@@ -300,7 +298,7 @@ def test_members_have_their_own_temperature():
 @pytest.mark.parametrize("every", [2, 5, 100])
 def test_check_interval_does_not_change_completions(every, monkeypatch):
     bank = different_members(MODEL, 3)
-    rows = clear(bank, make_rows(range(3), tokens=9))
+    rows = with_robust_uniforms(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)
     assert 0 < int(expected.truncated.sum()) < len(rows)
     monkeypatch.setitem(generation.CHECK_EVERY, "cpu", every)

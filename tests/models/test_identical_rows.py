@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.models.language.forward import MicroBatch, repetitions
-from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state
+from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.testing.samplers import as_batch, different_members, make_rows
+from tests.tiny_batches import grpo_loss, same_state
 from tests.tiny_models import tiny_model
 
 SIZE = 3

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from tests.tiny_batches import different_members, grpo_loss, make_rows, same_state, sampled_batch
+from evogrpo.testing.samplers import different_members, make_rows
+from tests.tiny_batches import grpo_loss, same_state, sampled_batch
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
 HYPERPARAMETERS = {0: Hyperparameters(lr=1e-2), 1: Hyperparameters(lr=1e-3)}

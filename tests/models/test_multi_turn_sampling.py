@@ -10,20 +10,18 @@ from transformers import AutoModelForCausalLM
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Rollout, SamplingBatch, TokenInputs
 from evogrpo.models.language import sampling
-from tests.models.test_prefix_sharing import UNSHAREABLE
-from tests.oracles.peft_members import PeftMember
-from tests.tiny_batches import (
+from evogrpo.testing.samplers import (
     PROMPTS,
-    clear,
     different_members,
-    episodes,
-    grpo_loss,
-    heard_by,
-    lora,
+    example_replies,
+    join_turns,
     make_rows,
     next_turn,
-    sampled_batch,
+    with_robust_uniforms,
 )
+from tests.models.test_prefix_sharing import UNSHAREABLE
+from tests.oracles.peft_members import PeftMember
+from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model
 
 MODEL = tiny_model("llama")
@@ -66,8 +64,12 @@ def played(bank, rows, turns=3, like=None):
     """
     rows, found = dataclasses.replace(rows, keep=True), []
     for turn in range(turns):
-        rows = clear(bank, rows) if like is None else dataclasses.replace(rows, uniforms=like[turn][0].uniforms)
-        rollout, heard = bank.sample(rows), heard_by(rows, turn)
+        rows = (
+            with_robust_uniforms(bank, rows)
+            if like is None
+            else dataclasses.replace(rows, uniforms=like[turn][0].uniforms)
+        )
+        rollout, heard = bank.sample(rows), example_replies(rows, turn)
         again = bank.sample(dataclasses.replace(rows, kept=None, kept_rows=None))
         for name in ("actions", "present", "truncated"):
             assert torch.equal(getattr(rollout, name), getattr(again, name)), (turn, name)
@@ -110,7 +112,7 @@ def test_resuming_feeds_only_new_tokens():
     bank = different_members(MODEL, 3)
     rows = make_rows(range(3), tokens=6, keep=True, min_new_tokens=6, prompts=((*SYSTEM, 3, 4), (*SYSTEM, 5)))
     first = bank.sample(rows)
-    further = next_turn(rows, first, heard_by(rows, 0))
+    further = next_turn(rows, first, example_replies(rows, 0))
     tokens, _ = fed(MODEL, lambda: bank.sample(further))
     assert tokens == len(rows) * (1 + 3 + 5)  # the last said, up to three heard, all but the last that are said now
     again, _ = fed(MODEL, lambda: bank.sample(dataclasses.replace(further, kept=None)))
@@ -152,7 +154,7 @@ def test_some_rows_resume_in_any_order():
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=6, keep=True)
     first = bank.sample(rows)
-    further = clear(bank, next_turn(rows, first, heard_by(rows, 0)))
+    further = with_robust_uniforms(bank, next_turn(rows, first, example_replies(rows, 0)))
     everyone = bank.sample(further)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: len(rows) // 2]
     chosen = further.select(order)
@@ -161,7 +163,7 @@ def test_some_rows_resume_in_any_order():
     assert torch.equal(some.actions, everyone.actions[order])
     assert tokens < fed(MODEL, lambda: bank.sample(dataclasses.replace(chosen, kept=None)))[0]
     # And on from there: rows are counted by the rollout that kept them.
-    third = clear(bank, next_turn(chosen, some, heard_by(chosen, 1), seed=2))
+    third = with_robust_uniforms(bank, next_turn(chosen, some, example_replies(chosen, 1), seed=2))
     assert torch.equal(
         bank.sample(third).actions, bank.sample(dataclasses.replace(third, kept=None, kept_rows=None)).actions
     )
@@ -172,7 +174,7 @@ def test_outdated_caches_are_not_used(what):
     bank = different_members(MODEL, 3)
     rows = make_rows(range(3), tokens=5, keep=True)
     first = bank.sample(rows)
-    heard = heard_by(rows, 0)
+    heard = example_replies(rows, 0)
     further = next_turn(rows, first, heard)
     if what == "weights":
         bank.inherit([1, 2, 0])
@@ -182,7 +184,7 @@ def test_outdated_caches_are_not_used(what):
     elif what == "another sampler":
         further = dataclasses.replace(further, kept=object())
     base = what == "base"
-    further = clear(bank, further, base=base)
+    further = with_robust_uniforms(bank, further, base=base)
     expected = bank.sample(dataclasses.replace(further, kept=None), base=base)
     got = bank.sample(further, base=base)
     assert torch.equal(got.actions, expected.actions)
@@ -208,7 +210,7 @@ def test_later_turns_match_a_plain_model(architecture, shared):
     bank.base.shares_prefix = shared
     ends = bank.end_ids.tolist()
     rows, turns = two_turns(bank)
-    batch = episodes(rows, turns)
+    batch = join_turns(rows, turns)
     scored = bank.log_probs(batch)
     torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
     weights = torch.sin(torch.arange(scored.numel(), dtype=torch.float32)).view(scored.shape)
@@ -247,7 +249,7 @@ def test_later_turns_match_a_plain_model(architecture, shared):
 def test_min_new_tokens_applies_to_every_turn():
     bank = ending(MODEL)
     rows, turns = two_turns(bank)
-    batch = episodes(rows, turns)
+    batch = join_turns(rows, turns)
     unaware = dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, turn_places=None))
     right, wrong = bank.log_probs(batch), bank.log_probs(unaware)
     second = batch.action_mask & (batch.inputs.turn_places < LEAST)
@@ -261,7 +263,7 @@ def test_replies_are_context_only():
     """Another reply changes later log-probabilities only; costs include it."""
     bank = different_members(MODEL, 3)
     rows, turns = two_turns(bank)
-    batch = episodes(rows, turns)
+    batch = join_turns(rows, turns)
     answered = next(row for row, heard in enumerate(turns[0][1]) if heard)
     place = int(turns[0][0].present[answered].sum())
     assert not batch.action_mask[answered, place]
@@ -276,7 +278,7 @@ def test_replies_are_context_only():
 def test_episode_gradients_do_not_depend_on_micro_batches():
     banks = [different_members(MODEL, 3, micro_batch_tokens=tokens) for tokens in (30, 10_000)]
     rows, turns = two_turns(banks[0])
-    batch = episodes(rows, turns)
+    batch = join_turns(rows, turns)
     for bank in banks:
         bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
     for slot in range(3):

@@ -7,13 +7,15 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling
 from evogrpo.models.language.sizing import MAX_TOKENS, MIN_TOKENS
+from evogrpo.testing.policy_banks import assert_states_agree
+from evogrpo.testing.samplers import as_batch, different_members, make_rows, with_robust_uniforms
 from tests.models.test_finished_rows import listen, tokens_of
 from tests.models.test_multi_turn_sampling import ends_that_occur
 from tests.models.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_step
 from tests.models.test_precision import DEVICES
 from tests.oracles.peft_members import PeftMember
-from tests.rounding import LOG_PROB, assert_states_agree
-from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, lora, make_rows, off_policy
+from tests.rounding import LOG_PROB
+from tests.tiny_batches import grpo_loss, lora, off_policy
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import final_states, finish, resumed_run, story, tiny_agent, tiny_run
 
@@ -48,7 +50,7 @@ def test_resumed_rows_do_not_depend_on_other_rows(device):
     """Members learn the same with others and alone, from resumed caches too."""
     model = tiny_model("llama").to(device)
     together = different_members(model, 3, reduce_memory_peak=False)
-    rows = clear(different_members(tiny_model("llama"), 3), make_rows(range(3), tokens=9))
+    rows = with_robust_uniforms(different_members(tiny_model("llama"), 3), make_rows(range(3), tokens=9))
     batch = as_batch(rows, together.sample(rows).to(torch.device("cpu"))).to(device)
     loss = grpo_loss(batch)
     together.update(batch, loss, HYPERPARAMETERS)

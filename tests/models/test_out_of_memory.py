@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, make_rows, same_state, sampled_batch
+from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.testing.samplers import as_batch, different_members, make_rows, with_robust_uniforms
+from tests.tiny_batches import grpo_loss, same_state, sampled_batch
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model("llama")
@@ -110,7 +111,7 @@ def test_other_errors_propagate():
 def test_sampling_and_scoring_use_smaller_parts():
     """The vocabulary head raises OutOfMemoryError above 12 rows."""
     bank = different_members(MODEL, 3, micro_batch_tokens=64)
-    rows = clear(bank, make_rows(range(3)))
+    rows = with_robust_uniforms(bank, make_rows(range(3)))
     expected = bank.sample(rows)
     batch = as_batch(rows, expected)
     log_probs = bank.log_probs(batch)

@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.models.language.adapter_files import peft_files
+from evogrpo.testing.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
+from evogrpo.testing.samplers import different_members
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import member_loss
-from tests.rounding import REMEMBERED, assert_gradients_agree, assert_weights_agree
-from tests.tiny_batches import CLIPS, different_members, grpo_loss, lora, off_policy, sampled_batch
+from tests.tiny_batches import CLIPS, grpo_loss, lora, off_policy, sampled_batch
 from tests.tiny_models import ARCHITECTURES, EOS, tiny_model
 
 MIN_NEW_TOKENS = 2
@@ -163,6 +164,6 @@ def compare(bank, slot, member, read, name, lr=None):
         expected = read(member.parameters[key])
         if lr is None:
             # A tensor of its own may be far smaller than the whole gradient that its terms cancel in.
-            assert_gradients_agree(got, expected, steps=REMEMBERED, what=f"{name} of {key}")
+            assert_gradients_agree(got, expected, steps=MOMENT_STEPS, what=f"{name} of {key}")
         else:
             assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, what=f"{name} of {key}")

@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, make_rows, sampled_batch
+from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows
+from tests.tiny_batches import grpo_loss, sampled_batch
 from tests.tiny_models import tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.language.bank import AdapterBank
+from evogrpo.testing.policy_banks import assert_gradients_agree
+from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.oracles.peft_members import PeftMember
-from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows, sampled_batch
+from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import ARCHITECTURES, COMMON, EOS, PAD, VOCABULARY, tiny_model
 
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(3)}
@@ -45,7 +46,7 @@ def test_matches_unshared_pass(architecture, system):
     shared, plain = shared_and_plain(tiny_model(architecture), 100 + 20 * len(system))
     # Longer together than gemma2's sliding window of 6.
     rows = make_rows(range(3), tokens=8, prompts=tuple((*system, *prompt) for prompt in (*PROMPTS, (20,))))
-    rows = clear(shared, rows)
+    rows = with_robust_uniforms(shared, rows)
     sampled = [bank.sample(rows) for bank in (shared, plain)]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
     torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=1e-4, atol=1e-4)

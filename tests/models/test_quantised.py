@@ -25,7 +25,7 @@ from evogrpo.models.language.quantised import (
     is_quantised,
     quantised_options,
 )
-from tests.rounding import assert_states_agree
+from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import scatter, tiny_agent, tiny_env, tiny_population
 

@@ -3,8 +3,7 @@
 import torch
 
 from evogrpo.models.language.bank import AdapterBank
-from tests.conformance.sampler import SamplerTestCase
-from tests.tiny_batches import different_members, make_rows
+from evogrpo.testing.samplers import SamplerTestCase, different_members, make_rows
 from tests.tiny_models import tiny_model
 
 
@@ -46,7 +45,7 @@ class Returned:
 
 
 class TestSamplerWithCopiesOfItsOwn(SamplerTestCase):
-    heeds_uniforms = False  # as engines do that cannot take them
+    uses_uniforms = False  # as most engines
 
     def make_sampler(self, bank):
         return Returned(bank)

@@ -14,8 +14,16 @@ from transformers import (
 )
 
 from evogrpo.data import SamplingBatch, SamplingOptions
+from evogrpo.testing.samplers import (
+    PROMPTS,
+    different_members,
+    example_replies,
+    make_rows,
+    next_turn,
+    with_robust_uniforms,
+)
 from tests.oracles.peft_members import PeftMember
-from tests.tiny_batches import PROMPTS, clear, different_members, heard_by, lora, make_rows, next_turn
+from tests.tiny_batches import lora
 from tests.tiny_models import EOS, PAD, VOCABULARY, tiny_model
 
 OPTIONS = {
@@ -78,12 +86,12 @@ def test_token_frequencies_match_transformers(name):
 
 def test_options_with_other_rows_and_further_turns():
     bank, options = different_members(tiny_model("llama"), 3), OPTIONS["all"]
-    rows = clear(bank, replace(make_rows(range(3), tokens=8), options=options))
+    rows = with_robust_uniforms(bank, replace(make_rows(range(3), tokens=8), options=options))
     together = bank.sample(replace(rows, keep=True))
     for row in (0, 7, 20):
         alone = bank.sample(rows.select(torch.tensor([row])))
         assert torch.equal(alone.actions[0][alone.present[0]], together.actions[row][together.present[row]])
-    second = clear(bank, next_turn(rows, together, heard_by(rows, 0)))
+    second = with_robust_uniforms(bank, next_turn(rows, together, example_replies(rows, 0)))
     assert second.options == options
     kept = bank.sample(second)
     again = bank.sample(replace(second, kept=None, kept_rows=None))

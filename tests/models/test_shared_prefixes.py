@@ -8,7 +8,8 @@ import torch
 from evogrpo.data import SamplingOptions
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.models.language import shared_prefixes
-from tests.tiny_batches import clear, different_members, make_rows, rows_run
+from evogrpo.testing.samplers import different_members, make_rows, with_robust_uniforms
+from tests.tiny_batches import rows_run
 from tests.tiny_models import tiny_model
 
 SIZE = 3
@@ -44,7 +45,7 @@ def beginnings(rows, rollout, at):
 def test_matches_separate_rows(architecture, ends, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
-    rows = clear(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
+    rows = with_robust_uniforms(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
     apart = list(counts)
@@ -62,7 +63,7 @@ def test_matches_separate_rows(architecture, ends, monkeypatch):
 
 def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
-    rows = clear(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
+    rows = with_robust_uniforms(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
     needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
@@ -80,7 +81,7 @@ def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
 )
 def test_matches_with_all_options(options, monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
-    rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
+    rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
     got = bank.sample(rows)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     expected = bank.sample(rows)
@@ -110,7 +111,7 @@ def test_slow_mode_runs_each_row(monkeypatch):
 def test_rows_of_one_prefix_have_their_own_temperature(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
-    rows = clear(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
+    rows = with_robust_uniforms(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
     got = bank.sample(rows)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
@@ -118,7 +119,7 @@ def test_rows_of_one_prefix_have_their_own_temperature(monkeypatch):
 
 def test_further_turns_resume_from_shared_prefixes(monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
-    rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
+    rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
     turns = []
     for most in (1.0, 0.0):
         monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)

@@ -14,7 +14,7 @@ from evogrpo.models.language.sizing import (
     size_for_memory,
     widths_of,
 )
-from tests.tiny_batches import different_members
+from evogrpo.testing.samplers import different_members
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model("llama")

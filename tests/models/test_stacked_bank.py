@@ -1,6 +1,6 @@
 """StackedBank: the contract of every bank, in many spaces and with members of different architectures."""
 
-from tests.conformance.policy_bank import PolicyBankTestCase
+from evogrpo.testing.policy_banks import PolicyBankTestCase
 from tests.tiny_networks import CASES, acted_batch
 
 

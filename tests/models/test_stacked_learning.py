@@ -11,8 +11,8 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.models.networks import train_states
 from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.testing.policy_banks import assert_gradients_agree, assert_weights_agree
 from tests.oracles.torch_members import TorchMember
-from tests.rounding import assert_gradients_agree, assert_weights_agree
 from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, Case, acted_batch
 

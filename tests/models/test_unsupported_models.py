@@ -27,8 +27,8 @@ from transformers import (
 
 from evogrpo import GRPO
 from evogrpo.models.language.loading import BaseModel
+from evogrpo.testing.samplers import different_members
 from tests.causal_families import family_model
-from tests.tiny_batches import different_members
 from tests.tiny_models import tiny_model
 
 LLAMA = {

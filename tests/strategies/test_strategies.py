@@ -2,19 +2,19 @@
 
 import math
 
-from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
+from evogrpo.testing.strategies import SAMPLES_PER_STEP, SimulatedPopulation, StrategyTestCase
 from tests.strategies.gaussian_process import GaussianProcess
 from tests.strategies.halving import Halving
 
 
 class TestGaussianProcess(StrategyTestCase):
-    no_twins = draws_by_member = False
+    no_twins = independent_of_slots = False
 
     def make_strategy(self):
         return GaussianProcess(scale=0.15, seed=3)
 
     def test_what_it_remembers_is_what_members_earned(self):
-        strategy, life = self.make_strategy(), Life(4, failures=0.3, spread=3.0)
+        strategy, life = self.make_strategy(), SimulatedPopulation(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, life)]
         earned = [record.fitness for each in histories[-1].generations for record in each.slots]
         assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]
@@ -24,7 +24,7 @@ class TestGaussianProcess(StrategyTestCase):
         # Fitness falls by 3 a decade on both sides of the middle of the range; uniform draws lie 0.75 decades from it.
         proposed = [
             child.hyperparameters.lr
-            for _, plan in self.follow(self.make_strategy(), Life(5, spread=3.0), 25)
+            for _, plan in self.follow(self.make_strategy(), SimulatedPopulation(5, spread=3.0), 25)
             for child in plan.children
         ]
         assert len(proposed) == 25
@@ -32,13 +32,13 @@ class TestGaussianProcess(StrategyTestCase):
 
 
 class TestHalving(StrategyTestCase):
-    draws_by_member = False  # the first free slot gets the founder
+    independent_of_slots = False  # the first free slot gets the founder
 
     def make_strategy(self):
         return Halving()
 
     def test_halves_retire_at_doubled_cost_until_all_slots_fill_again(self):
-        history = [h for h, _ in self.follow(self.make_strategy(), Life(8, spread=3.0), 5)][-1]
+        history = [h for h, _ in self.follow(self.make_strategy(), SimulatedPopulation(8, spread=3.0), 5)][-1]
         living = [len(each.members) for each in history.generations]
         assert living == [8, 4, 2, 1, 8]
         samples = [each.samples_per_step for each in history.generations]

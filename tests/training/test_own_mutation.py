@@ -10,11 +10,11 @@ from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.testing.strategies import SPACE, StrategyTestCase
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.load_run import open_run
 from tests.cli.project import write_project
-from tests.conformance.strategy import SPACE, StrategyTestCase
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.halved import Gaussian, halved
 from tests.tiny_models import tiny_model

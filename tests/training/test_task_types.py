@@ -6,7 +6,7 @@ from evogrpo.reporting.results import TERMS
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types.registry import TASK_TYPES, parse_task
 from tests.cli.project import CONFIG, write_project
-from tests.conformance.task_type import TaskTypeTestCase
+from tests.training.task_type_case import TaskTypeTestCase
 
 SCHEDULE = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8}
 

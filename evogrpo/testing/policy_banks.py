@@ -1,7 +1,7 @@
-"""What every PolicyBank promises: subclass the test case, say how to build a bank, and inherit every test."""
+"""Conformance suite of `PolicyBank`, and bounds on rounding errors after optimizer steps."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch
+from evogrpo.data import Batch, UpdateReport
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS, LossFunction, PolicyBank
-from tests.rounding import assert_states_agree
 
 SIZE = 3
 HYPERPARAMETERS = (
@@ -24,16 +23,72 @@ HYPERPARAMETERS = (
 )
 CLIPS = (0.2, 0.1, 0.3)
 
+GRADIENT_ERROR = 1e-4
+"""Rounding error of a gradient relative to its norm: about 40 float32 products, and sums that partly cancel."""
+MOMENT_STEPS = 10
+"""Number of optimizer steps after which AdamW's first moment has forgotten a gradient: 1 / (1 - 0.9)."""
+
+
+def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, what: str = "gradients") -> None:
+    """Check that gradients, or their averages over `steps` optimizer steps, agree up to rounding.
+
+    The bound is relative to the norm: an element near 0 whose terms cancel has any relative error.
+    """
+    assert one.shape == other.shape, what
+    assert torch.equal(one.isfinite(), other.isfinite()), what
+    error, size = float((one.double() - other.double()).norm()), float(other.double().norm())
+    bound = GRADIENT_ERROR * min(max(steps, 1), MOMENT_STEPS)
+    assert error <= bound * size, f"{what} differ by {error / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
+
+
+def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, what: str = "weights") -> None:
+    """Check that weights agree up to rounding after `steps` optimizer steps of AdamW.
+
+    AdamW divides an element g by its own size, so an element near 0 moves by a random part of lr. If gradients are off
+    by d of their root mean square s, an element of size x = |g| / s is off by min(2, 2 d / x) of a step. The mean
+    square of that over normally distributed elements is at most 8 d.
+    """
+    error = float((one.double() - other.double()).norm())
+    bound = (8.0 * GRADIENT_ERROR) ** 0.5 * steps * lr * one.numel() ** 0.5
+    assert error <= bound, f"{what} differ by {error:.1e}, more than {bound:.1e}"
+
+
+def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float) -> None:
+    """Check that two train states agree up to rounding after equal steps from an equal start.
+
+    Args:
+        one: Train state; with several policies the keys are "policy/name".
+        other: Train state of the same kind.
+        lr: Largest learning rate of the steps.
+    """
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        policy, _, last = name.rpartition("/")
+        steps = int(other[f"{policy}/step" if policy else "step"])
+        if last in ("exp_avg", "exp_avg_sq"):  # the relative error of a square is twice as large
+            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), what=name)
+        elif last in ("adapter", "weights", "reference"):
+            assert_weights_agree(values, other[name], steps=steps, lr=lr, what=name)
+        elif values.is_floating_point():
+            torch.testing.assert_close(values, other[name], rtol=1e-3, atol=1e-5, msg=name)
+        else:
+            assert torch.equal(values, other[name]), name
+
 
 class PolicyBankTestCase(ABC):
-    """The contract of PolicyBank. Members of the banks under test must differ, and their groups be ragged."""
+    """Tests of a `PolicyBank`. Implement `make_bank` and `act`.
+
+    Members of the banks under test must differ, and have different numbers of rows.
+
+    Attributes:
+        own_reference: The banks under test store one reference per member.
+    """
 
     own_reference = False
-    """Whether the banks under test are made with own references."""
 
     @abstractmethod
     def make_bank(self, size: int) -> PolicyBank:
-        """Build a bank of `size` members that all differ."""
+        """Build a bank of `size` different members."""
 
     @abstractmethod
     def act(
@@ -46,50 +101,60 @@ class PolicyBankTestCase(ABC):
         equal_shapes: bool = False,
         base: bool = False,
     ) -> Batch:
-        """Let slot i act as member number `members[i]`, whose group size, settings and draws are its own.
+        """Sample a batch in which slot i has the group size, settings and uniforms of member `members[i]`.
 
-        `nudge` is added to every uniform draw. With `equal_shapes` the batch's shape does not depend on what the
-        members do. With `base` the untrained base acts for them. The rewards are a function of what was chosen.
+        Args:
+            bank: The bank.
+            members: Number of the member in each slot.
+            seed: Seed of the uniforms.
+            nudge: Added to every uniform.
+            equal_shapes: Make the shape of the batch independent of the sampled actions.
+            base: Act with the untrained base.
+
+        Returns:
+            The batch, with rewards that are a function of the actions.
         """
 
     # ---- building blocks
 
     def bank_of(self, *states: dict[str, Tensor]) -> PolicyBank:
-        """Build a bank of members with the given learner states."""
+        """Build a bank of members with these train states."""
         bank = self.make_bank(len(states))
         for slot, state in enumerate(states):
             bank.load_state(slot, state)
         return bank
 
     def states(self, bank: PolicyBank) -> list[dict[str, Tensor]]:
-        """Return all learner states."""
+        """Return the train states of all members."""
         return [bank.state(slot) for slot in range(bank.size)]
 
     def clear_seed(self, bank: PolicyBank) -> int:
-        """Find draws that lie at least 1e-5 from every boundary between two actions, where rounding cannot matter."""
+        """Return a seed whose uniforms are at least 1e-5 from every boundary between two actions."""
         for seed in range(50):
             low, high = (self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5))
             if low.actions.is_floating_point() or torch.equal(low.actions, high.actions):
                 return seed
-        raise AssertionError("no seed keeps clear of the boundaries")
+        raise AssertionError("no uniforms are far from all boundaries")
 
     def loss(self, batch: Batch, clips: Sequence[float] = CLIPS) -> LossFunction:
-        """Return a clipped GRPO loss with a KL term, off policy so that clips bind, `clips` by slot."""
+        """Return a clipped off-policy GRPO loss with a KL term, with one clip coefficient per slot."""
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
         weights = loss_weights("grpo", None, batch.action_mask, batch.member_ids)
         assert batch.sampler_log_probs is not None
-        # Depends on each action's own log-probability alone, so it is the same whoever shares the batch.
+        # A function of each action's log-probability, so it does not depend on the other rows of the batch.
         old = batch.sampler_log_probs + 0.4 * torch.sin(1000.0 * batch.sampler_log_probs.round(decimals=2))
         clip = torch.tensor([clips[slot] for slot in batch.member_ids.tolist()])[:, None]
 
         def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            given = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
-            surrogate = policy_loss("grpo", *given, clip_low=clip[rows], clip_high=clip[rows])
+            arguments = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
+            surrogate = policy_loss("grpo", *arguments, clip_low=clip[rows], clip_high=clip[rows])
             return (weights[rows] * (surrogate + 0.1 * kl_estimate("k3", log_probs, old[rows]))).sum(1)
 
         return loss
 
-    def learn(self, bank: PolicyBank, batch: Batch, hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS):
+    def learn(
+        self, bank: PolicyBank, batch: Batch, hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS
+    ) -> dict[int, UpdateReport]:
         """Take one optimizer step for all members."""
         return bank.update(batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size]))).reports
 
@@ -101,7 +166,7 @@ class PolicyBankTestCase(ABC):
 
     @staticmethod
     def assert_same_actions(one: Tensor, other: Tensor) -> None:
-        """Check that the same was chosen: to rounding where actions are real numbers."""
+        """Check that actions are equal, up to rounding if they are real numbers."""
         if one.is_floating_point():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         else:
@@ -109,19 +174,19 @@ class PolicyBankTestCase(ABC):
 
     @staticmethod
     def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-        """Check that two learner states agree bit for bit; NaN equals NaN."""
+        """Check that two train states are bit-equal; NaN equals NaN."""
         assert set(one) == set(other)
         for name, values in one.items():
             assert torch.equal(values.nan_to_num(7.5), other[name].nan_to_num(7.5)), name
 
-    # ---- together equals alone
+    # ---- all members together equal each member alone
 
     def test_acting_together_equals_acting_alone(self) -> None:
         bank = self.make_bank(SIZE)
         seed = self.clear_seed(bank)
         together = self.act(bank, range(SIZE), seed=seed)
         sizes = [len(together.select_members([slot])) for slot in range(SIZE)]
-        assert len(set(sizes)) == SIZE, "the test needs ragged groups"
+        assert len(set(sizes)) == SIZE, "the test needs different numbers of rows"
         for slot in range(SIZE):
             apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
             own = together.select_members([slot])
@@ -142,7 +207,6 @@ class PolicyBankTestCase(ABC):
             torch.testing.assert_close(reference[mine], apart.reference_log_probs(own), rtol=1e-4, atol=1e-4)
 
     def test_learning_together_equals_learning_alone(self) -> None:
-        """Different learning rates, clip norms, clip coefficients and group sizes, over three steps."""
         bank = self.make_bank(SIZE)
         apart = [self.bank_of(state) for state in self.states(bank)]
         start = self.states(bank)
@@ -165,25 +229,24 @@ class PolicyBankTestCase(ABC):
             with pytest.raises(AssertionError):
                 self.assert_same(bank.state(slot), start[slot])
 
-    # ---- a neighbour never changes a member
+    # ---- members do not affect each other
 
-    POLICIES = ("adapter", "weights", "reference")  # in learner states
-
-    def spoil(self, bank: PolicyBank, slot: int, how: str) -> None:
-        """Change one member: make its weights NaN, or give it others; of its architecture, so no shape changes."""
+    def spoil(self, bank: PolicyBank, slot: int, change: str) -> None:
+        """Make a member's weights NaN, or replace them by others of the same shapes."""
         state = bank.state(slot)
-        if how == "NaN":
+        if change == "NaN":
             state = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
         else:
-            state = {name: values.flip(0) if name in self.POLICIES else values for name, values in state.items()}
+            weights = ("adapter", "weights", "reference")
+            state = {name: values.flip(0) if name in weights else values for name, values in state.items()}
         bank.load_state(slot, state)
 
-    @pytest.mark.parametrize("how", ["NaN", "other weights"])
-    @pytest.mark.parametrize("spoilt", range(SIZE))
-    def test_a_neighbours_weights_never_change_a_member(self, spoilt: int, how: str) -> None:
+    @pytest.mark.parametrize("change", ["NaN", "other weights"])
+    @pytest.mark.parametrize("changed_slot", range(SIZE))
+    def test_weights_of_one_member_never_change_another(self, changed_slot: int, change: str) -> None:
         clean, dirty = self.make_bank(SIZE), self.make_bank(SIZE)
-        self.spoil(dirty, spoilt, how)
-        rest = [slot for slot in range(SIZE) if slot != spoilt]
+        self.spoil(dirty, changed_slot, change)
+        rest = [slot for slot in range(SIZE) if slot != changed_slot]
         acted = [self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty)]
         own, same = (batch.select_members(rest) for batch in acted)
         assert torch.equal(own.actions, same.actions)
@@ -193,16 +256,16 @@ class PolicyBankTestCase(ABC):
         batch = acted[0]
         mine = torch.isin(batch.member_ids, torch.tensor(rest))
         assert torch.equal(clean.log_probs(batch)[mine], dirty.log_probs(batch)[mine])
-        before = dirty.state(spoilt)
+        before = dirty.state(changed_slot)
         reports = [self.learn(bank, batch) for bank in (clean, dirty)]
         for slot in rest:
             assert reports[0][slot] == reports[1][slot]
             self.assert_same(clean.state(slot), dirty.state(slot))
-        if how == "NaN":
-            assert not reports[1][spoilt].grad_norm < torch.inf
-            self.assert_same(dirty.state(spoilt), before)
+        if change == "NaN":
+            assert not reports[1][changed_slot].grad_norm < torch.inf
+            self.assert_same(dirty.state(changed_slot), before)
 
-    def test_a_neighbours_rewards_and_hyperparameters_never_change_a_member(self) -> None:
+    def test_rewards_and_hyperparameters_of_one_member_never_change_another(self) -> None:
         one, other = self.make_bank(SIZE), self.make_bank(SIZE)
         batch = self.act(one, range(SIZE))
         changed = replace(batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards))
@@ -217,15 +280,14 @@ class PolicyBankTestCase(ABC):
         with pytest.raises(AssertionError):
             self.assert_same(one.state(1), other.state(1))
 
-    def test_a_loss_that_is_not_finite_fails_its_member_alone(self) -> None:
+    def test_a_loss_that_is_not_finite_fails_its_member_only(self) -> None:
         one, other = self.make_bank(SIZE), self.make_bank(SIZE)
         batch = self.act(one, range(SIZE))
         before = other.state(1)
         good = self.loss(batch)
 
         def bad(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
-            spoilt = torch.where(batch.member_ids[rows] == 1, torch.nan, 1.0)
-            return good(rows, log_probs, entropies) * spoilt
+            return good(rows, log_probs, entropies) * torch.where(batch.member_ids[rows] == 1, torch.nan, 1.0)
 
         expected = self.learn(one, batch)
         got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS))).reports
@@ -234,13 +296,13 @@ class PolicyBankTestCase(ABC):
         for slot in (0, 2):
             assert expected[slot] == got[slot]
             self.assert_same(one.state(slot), other.state(slot))
-        # The failure leaves nothing behind: the next, healthy step is the one it would have been.
+        # The failure leaves no trace: the next step is the usual one.
         assert self.learn(other, batch)[1] == expected[1]
         self.assert_same(one.state(1), other.state(1))
 
-    # ---- who takes a step
+    # ---- members that take a step
 
-    def test_a_member_that_is_not_named_is_untouched(self) -> None:
+    def test_a_member_without_hyperparameters_is_unchanged(self) -> None:
         bank, control = self.make_bank(SIZE), self.make_bank(SIZE)
         for learner in (bank, control):
             self.learn(learner, self.act(learner, range(SIZE)))
@@ -249,14 +311,14 @@ class PolicyBankTestCase(ABC):
         reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
         assert sorted(reports) == [0, 2]
         self.assert_same(bank.state(1), before)
-        # Nor has its gradient piled up: its next step is as if it had never been in that batch.
+        # Its next step is the same as if it had not been in that batch.
         self.learn(control, batch)
         control.load_state(1, before)
         last = self.act(bank, range(SIZE), seed=2)
         assert self.learn(bank, last)[1] == self.learn(control, last)[1]
         self.assert_same(bank.state(1), control.state(1))
 
-    def test_a_named_member_without_rows_steps_with_a_zero_gradient(self) -> None:
+    def test_a_member_without_rows_steps_with_a_zero_gradient(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         self.learn(bank, batch)
@@ -264,12 +326,12 @@ class PolicyBankTestCase(ABC):
         others = batch.select_members([0, 2])
         reports = self.learn(bank, others)
         assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
-        # Its moments alone still carry it on.
+        # Its weights still change, because the first moment is not 0.
         with pytest.raises(AssertionError):
             self.assert_same(bank.state(1), before)
         assert reports[0].grad_norm > 0
 
-    def test_no_rows_at_all_are_a_zero_gradient_for_everyone(self) -> None:
+    def test_an_empty_batch_gives_zero_gradients(self) -> None:
         bank = self.make_bank(SIZE)
         empty = self.act(bank, range(SIZE)).select(torch.zeros(0, dtype=torch.long))
         steps = dict(enumerate(HYPERPARAMETERS))
@@ -290,7 +352,7 @@ class PolicyBankTestCase(ABC):
             assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-3)
             assert_states_agree(bank.state(slot), shuffled.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
-    def test_log_probs_are_those_of_sampling_and_zero_where_masked(self) -> None:
+    def test_log_probs_equal_those_of_sampling_and_are_zero_where_masked(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         assert batch.sampler_log_probs is not None
@@ -302,7 +364,7 @@ class PolicyBankTestCase(ABC):
         assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
         torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
-    def test_the_loss_sees_every_row_with_actions_once_and_the_log_probs_are_its_own(self) -> None:
+    def test_the_loss_gets_every_row_with_actions_once(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         mask = batch.action_mask.clone()
@@ -316,11 +378,12 @@ class PolicyBankTestCase(ABC):
             torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-4, atol=1e-4)
             return log_probs.sum(1)
 
-        bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
+        update = bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
         assert sorted({*seen, 3}) == list(range(len(batch)))
         assert len(seen) == len(set(seen))
+        torch.testing.assert_close(update.log_probs, scored, rtol=1e-4, atol=1e-4)
 
-    def test_entropies_together_equal_entropies_alone_and_are_zero_where_masked(self) -> None:
+    def test_entropies_together_equal_entropies_alone(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         entropies = bank.entropies(batch)
@@ -331,26 +394,27 @@ class PolicyBankTestCase(ABC):
             alone = self.bank_of(bank.state(slot)).entropies(self.alone(batch, slot))
             torch.testing.assert_close(entropies[batch.member_ids == slot], alone, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize("asked", [True, False])
-    def test_the_loss_sees_the_entropies_and_can_differentiate_them_when_asked(self, asked: bool) -> None:
+    @pytest.mark.parametrize("differentiable", [True, False])
+    def test_the_loss_gets_entropies_with_or_without_a_gradient(self, differentiable: bool) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         scored = bank.entropies(batch)
 
         def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             torch.testing.assert_close(entropies.detach(), scored[rows], rtol=1e-4, atol=1e-5)
-            assert entropies.requires_grad is asked
+            assert entropies.requires_grad is differentiable
             return -(entropies + 0.0 * log_probs).sum(1)
 
         steps = dict.fromkeys(range(SIZE), Hyperparameters(lr=1e-4))
-        reports = bank.update(batch, loss, steps, entropy_gradient=asked).reports
+        update = bank.update(batch, loss, steps, entropy_gradient=differentiable)
+        torch.testing.assert_close(update.entropies, scored, rtol=1e-4, atol=1e-5)
         after = bank.entropies(batch)
-        for slot, report in reports.items():
+        for slot, report in update.reports.items():
             mine = batch.member_ids == slot
-            assert (report.grad_norm > 0) is asked
-            assert bool(after[mine].sum() > scored[mine].sum()) is asked
+            assert (report.grad_norm > 0) is differentiable
+            assert bool(after[mine].sum() > scored[mine].sum()) is differentiable
 
-    def test_scoring_and_acting_change_nothing_that_was_learnt(self) -> None:
+    def test_scoring_and_acting_change_no_train_state(self) -> None:
         bank = self.make_bank(SIZE)
         before = self.states(bank)
         batch = self.act(bank, range(SIZE))
@@ -359,22 +423,24 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), before[slot])
 
-    def test_the_reference_does_not_learn(self) -> None:
+    def test_learning_does_not_change_the_reference(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         before = bank.reference_log_probs(batch)
         self.learn(bank, batch)
         assert torch.equal(bank.reference_log_probs(batch), before)
 
-    # ---- what beta holds to, and the untrained base
+    # ---- reference and base
 
-    def test_the_base_acts_and_scores_alike_whoever_asks_and_whatever_was_learnt(self) -> None:
+    def test_the_base_is_the_same_for_all_members_and_never_changes(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE), base=True)
         scored = bank.log_probs(batch, base=True)
         assert batch.sampler_log_probs is not None
         torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(scored, bank.log_probs(batch), atol=1e-2), "the test needs members unlike the base"
+        assert not torch.allclose(scored, bank.log_probs(batch), atol=1e-2), (
+            "the test needs members that differ from the base"
+        )
         others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
         torch.testing.assert_close(bank.log_probs(others, base=True), scored, rtol=1e-5, atol=1e-5)
         self.learn(bank, batch)
@@ -388,7 +454,7 @@ class PolicyBankTestCase(ABC):
         assert again.sampler_log_probs is not None
         assert torch.equal(again.sampler_log_probs, batch.sampler_log_probs)
 
-    def test_the_reference_is_the_members_own_where_they_have_one_and_the_base_otherwise(self) -> None:
+    def test_the_reference_is_the_members_own_or_the_base(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         base = bank.log_probs(batch, base=True)
@@ -409,7 +475,7 @@ class PolicyBankTestCase(ABC):
         bank.mix_reference(1, 1.0)
         moved.append(bank.reference_log_probs(batch))
         now = bank.log_probs(batch)
-        for slot, (first, second) in enumerate(([kept, None], [kept, now], [before, before])):
+        for slot, first, second in ((0, kept, None), (1, kept, now), (2, before, before)):
             torch.testing.assert_close(moved[0][mine[slot]], first[mine[slot]], rtol=1e-5, atol=1e-5)
             if second is not None:
                 torch.testing.assert_close(moved[1][mine[slot]], second[mine[slot]], rtol=1e-5, atol=1e-5)
@@ -417,7 +483,7 @@ class PolicyBankTestCase(ABC):
             assert not torch.allclose(moved[1][mine[0]], end[mine[0]], atol=1e-6)
         assert torch.equal(bank.log_probs(batch, base=True), base)
 
-    def test_a_small_step_lowers_the_loss_by_what_the_gradient_predicts(self) -> None:
+    def test_a_small_step_lowers_the_loss(self) -> None:
         bank = self.make_bank(1)
         batch = self.act(bank, [0])
         direction = torch.sin(torch.arange(batch.action_mask.numel()).view(batch.action_mask.shape) + 0.3)
@@ -436,7 +502,7 @@ class PolicyBankTestCase(ABC):
     # ---- inheritance
 
     @pytest.mark.parametrize("parents", [(1, 0, 2), (1, 2, 0), (2, 2, 2), (0, 0, 1), (0, 1, 2)])
-    def test_inherit_moves_whole_learner_states_all_at_once(self, parents: tuple[int, ...]) -> None:
+    def test_inherit_copies_whole_train_states(self, parents: tuple[int, ...]) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
         bank.update(batch := self.act(bank, range(SIZE)), self.loss(batch), {2: HYPERPARAMETERS[2]})
@@ -445,7 +511,7 @@ class PolicyBankTestCase(ABC):
         for slot, parent in enumerate(parents):
             self.assert_same(bank.state(slot), before[parent])
 
-    def test_none_is_a_fresh_initialisation(self) -> None:
+    def test_none_is_a_new_member(self) -> None:
         bank = self.make_bank(SIZE)
         fresh = self.make_bank(SIZE)
         fresh.inherit([None] * SIZE)
@@ -456,7 +522,7 @@ class PolicyBankTestCase(ABC):
         self.assert_same(bank.state(1), fresh.state(1))
         self.assert_same(bank.state(2), before[0])
 
-    def test_a_child_learns_on_as_its_parent_would_have_and_leaves_it_alone(self) -> None:
+    def test_a_child_continues_from_its_parents_train_state(self) -> None:
         bank = self.make_bank(2)
         self.learn(bank, self.act(bank, [0, 1]))
         control = self.bank_of(*self.states(bank))
@@ -473,7 +539,7 @@ class PolicyBankTestCase(ABC):
             self.assert_same(bank.state(0), bank.state(1))
 
     @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 2, 0), (0, 1, 3), (0, -1, 2), ()])
-    def test_parents_that_do_not_exist_are_refused_and_nothing_changes(self, parents: tuple[int, ...]) -> None:
+    def test_parents_that_do_not_exist_raise(self, parents: tuple[int, ...]) -> None:
         bank = self.make_bank(SIZE)
         before = self.states(bank)
         with pytest.raises(ValueError, match="parents"):
@@ -481,7 +547,7 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), before[slot])
 
-    def test_carried_statistics_start_alike_and_are_inherited_and_saved(self) -> None:
+    def test_running_statistics_are_inherited_and_saved(self) -> None:
         bank = self.make_bank(SIZE)
         birth = torch.tensor([INITIAL_RUNNING_STATS] * SIZE, dtype=torch.float64)
         assert torch.equal(bank.running_stats, birth)
@@ -493,7 +559,7 @@ class PolicyBankTestCase(ABC):
 
     # ---- states
 
-    def test_a_state_goes_out_and_in_again(self) -> None:
+    def test_a_train_state_can_be_saved_and_loaded(self) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
         again = self.bank_of(*self.states(bank))
@@ -503,7 +569,7 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), again.state(slot))
 
-    def test_a_state_is_its_parts_and_each_is_a_copy(self) -> None:
+    def test_state_tensors_are_copies(self) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
         for slot, state in enumerate(self.states(bank)):
@@ -513,10 +579,11 @@ class PolicyBankTestCase(ABC):
             assert set(parts) == set(state)
             self.assert_same({name: bank.state_tensor(slot, name) for name in bank.state_keys}, state)
 
-    def test_a_state_is_a_copy_both_ways(self) -> None:
+    def test_train_states_are_copies(self) -> None:
         bank = self.make_bank(SIZE)
         state, before = bank.state(0), bank.state(0)
-        numbers = [name for name, values in state.items() if values.dtype != torch.uint8]  # bytes are text about them
+        # Bytes are the description of an architecture.
+        numbers = [name for name, values in state.items() if values.dtype != torch.uint8]
         for name in numbers:
             state[name].zero_()
         self.assert_same(bank.state(0), before)
@@ -526,15 +593,15 @@ class PolicyBankTestCase(ABC):
         for name, values in bank.state(1).items():
             assert not values.any() if name in numbers else torch.equal(values, before[name])
 
-    REFUSED: tuple[tuple[str, Callable[[dict[str, Tensor]], object]], ...] = (
+    INVALID: tuple[tuple[str, Callable[[dict[str, Tensor]], object]], ...] = (
         ("a missing name", lambda state: state.popitem()),
         ("an unknown name", lambda state: state.update(extra=torch.zeros(1))),
         ("longer vectors", lambda state: state.update({n: torch.cat([v.view(-1)] * 2) for n, v in state.items()})),
         ("another type", lambda state: state.update({n: v.double() for n, v in state.items()})),
     )
 
-    @pytest.mark.parametrize("change", [change for _, change in REFUSED], ids=[name for name, _ in REFUSED])
-    def test_a_state_of_another_kind_is_refused_and_nothing_changes(
+    @pytest.mark.parametrize("change", [change for _, change in INVALID], ids=[name for name, _ in INVALID])
+    def test_an_invalid_train_state_raises_and_changes_nothing(
         self, change: Callable[[dict[str, Tensor]], object]
     ) -> None:
         bank = self.make_bank(SIZE)
@@ -547,14 +614,13 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), before[slot])
 
-    def test_each_entry_of_a_state_is_checked_by_itself(self) -> None:
-        """The last entry spoilt as well as the first: what comes before it must not have been written."""
+    def test_every_tensor_of_a_train_state_is_checked(self) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
         before = bank.state(0)
         for name in before:
-            for spoilt in (torch.cat([before[name].view(-1)] * 3), before[name].to(torch.complex64)):
-                state = self.make_bank(SIZE).state(2) | {name: spoilt}
+            for invalid in (torch.cat([before[name].view(-1)] * 3), before[name].to(torch.complex64)):
+                state = self.make_bank(SIZE).state(2) | {name: invalid}
                 with pytest.raises(ValueError, match="state"):
                     bank.load_state(0, state)
                 self.assert_same(bank.state(0), before)

@@ -1,4 +1,4 @@
-"""Conformance tests of TaskType: subclass the test case and give a tiny configuration."""
+"""Tests that every TaskType passes: subclass the test case and give a tiny configuration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from evogrpo.training.task_types.task_type import AnyTaskType, PreparedRun
 
 
 class TaskTypeTestCase(ABC):
-    """Inherit from this, and name the class Test...; the suite of every kind is what its runs are tried with."""
+    """Tests of a `TaskType`. Implement `values`."""
 
     @abstractmethod
     def values(self, folder: Path) -> dict[str, Any]:

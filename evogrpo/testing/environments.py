@@ -1,8 +1,8 @@
-"""Conformance suites of GroupEnvironment: subclass the test case of its type and implement the abstract methods.
+"""Conformance suites of `GroupEnvironment`, one for each kind of batch that it opens.
 
-`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`;
-`PlayedEnvironmentTestCase` for those that are played step by step, with `SoloEnvironmentTestCase` where `play` returns
-`Episodes` and `JointEnvironmentTestCase` where it returns `JointEpisodes`.
+`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`, `SoloEnvironmentTestCase` for those whose
+batches return `Episodes`, and `JointEnvironmentTestCase` for those whose batches return `JointEpisodes`. Other
+environments that are played step by step subclass `PlayedEnvironmentTestCase`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,28 +13,29 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
 
-from evogrpo.data import Conversation
+from evogrpo.data import Conversation, SampledActions
 from evogrpo.envs.control.actions import ActionNoise, AgentActionNoise, mask_sizes
 from evogrpo.envs.control.observations import flatten
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
-from tests.envs.actors import Scrambler
 
 MAX_STARTS = 24  # starts of each split
 
 
 class GroupEnvironmentTestCase(ABC):
-    """Contract of GroupEnvironment: starts, and the order in which they are dealt."""
+    """Tests of starts and of the order in which they are dealt. Implement `make_env` and `identities`."""
 
     @abstractmethod
     def make_env(self, seed: int = 0) -> GroupEnvironment:
-        """Build the environment, with at least two starts in every split and eight in training."""
+        """Build the environment, with at least 2 starts in every split and 8 in training."""
 
     @abstractmethod
     def identities(self, batch: Any) -> list[Hashable]:
-        """Return a value for each start of a batch, different for different starts."""
+        """Return one value for each start of a batch, different for different starts."""
 
     @pytest.fixture
     def env(self) -> Iterator[GroupEnvironment]:
@@ -50,20 +51,20 @@ class GroupEnvironmentTestCase(ABC):
 
     # ---- spaces, starts and their order
 
-    def test_spaces_and_split_sizes(self, env):
+    def test_spaces_and_split_sizes(self, env: Any) -> None:
         assert isinstance(env.observation_space, gymnasium.Space)
         assert isinstance(env.action_space, gymnasium.Space)
         assert all(env.size(split) >= 2 for split in SPLITS)
         assert env.size("train") >= 8
 
-    def test_smaller_counts_deal_a_prefix_of_the_block(self, env):
+    def test_smaller_counts_deal_a_prefix_of_the_block(self, env: Any) -> None:
         for step in (3, 0, 1):
             block = env.deal(step, 7, 7)
             assert all(0 <= start < env.size("train") for start in block)
             for count in (5, 1, 7):
                 assert env.deal(step, count, 7) == block[:count]
 
-    def test_deal_does_not_depend_on_earlier_calls(self, env):
+    def test_deal_does_not_depend_on_earlier_calls(self, env: Any) -> None:
         fresh = self.make_env()
         expected = fresh.deal(2, 4, 4)
         for step in range(4):
@@ -71,39 +72,41 @@ class GroupEnvironmentTestCase(ABC):
         env.open("validation", [0])
         assert env.deal(2, 4, 4) == expected
 
-    def test_a_pass_repeats_no_start(self, env):
+    def test_a_pass_repeats_no_start(self, env: Any) -> None:
         count = min(env.size("train"), 64)
         dealt = [start for step in range(count // 4) for start in env.deal(step, 4, 4)]
         assert len(set(dealt)) == len(dealt)
 
-    def test_seeds_deal_different_orders(self):
+    def test_seeds_deal_different_orders(self) -> None:
         assert len({self.make_env(seed).deal(0, 8, 8) for seed in range(4)}) > 1
 
-    def test_fingerprints_are_equal_for_equal_environments_only(self, env):
+    def test_fingerprints_are_equal_for_equal_environments_only(self, env: Any) -> None:
+        env.open("validation", [0])  # must not change it
         if not isinstance(env, SupportsFingerprint):
             pytest.skip("the environment has no fingerprint()")
         fingerprint = dict(env.fingerprint())
         assert fingerprint
         assert all(isinstance(text, str) for text in (*fingerprint, *fingerprint.values()))
-        env.open("validation", [0])
-        assert dict(env.fingerprint()) == dict(self.make_env().fingerprint()) == fingerprint
-        assert dict(self.make_env(seed=1).fingerprint()) != fingerprint
+        equal, other = (self.make_env(seed) for seed in range(2))
+        assert isinstance(equal, SupportsFingerprint)
+        assert isinstance(other, SupportsFingerprint)
+        assert dict(env.fingerprint()) == dict(equal.fingerprint()) == fingerprint != dict(other.fingerprint())
 
     @pytest.mark.parametrize("split", SPLITS)
-    def test_open_is_reproducible(self, env, split):
+    def test_open_is_reproducible(self, env: Any, split: Any) -> None:
         starts = self.sample_starts(env, split)
         first = self.identities(env.open(split, starts))
         assert self.identities(env.open(split, starts)) == first
         assert self.identities(self.make_env().open(split, starts)) == first
         assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
 
-    def test_splits_share_no_start(self, env):
+    def test_splits_share_no_start(self, env: Any) -> None:
         batch = {split: self.identities(env.open(split, self.sample_starts(env, split))) for split in SPLITS}
         everything = [each for identities in batch.values() for each in identities]
         assert len(set(everything)) == len(everything)
 
     @pytest.mark.parametrize(("split", "start"), [("train", -1), ("test", "size"), ("dev", 0)])
-    def test_invalid_starts_are_refused(self, env, split, start):
+    def test_invalid_starts_raise(self, env: Any, split: Any, start: Any) -> None:
         with pytest.raises(ValueError, match=split):
             env.open(split, [env.size(split) if start == "size" else start])
 
@@ -112,17 +115,20 @@ class GroupEnvironmentTestCase(ABC):
 
 
 class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
-    """Contract of environments that open a `PromptBatch`."""
+    """Tests of environments that open a `PromptBatch`. Implement `make_env` and `complete`."""
 
     @abstractmethod
-    def say(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
-        """Return a random completion, with or without a final EOS. With several turns, it must lead to a reply."""
+    def complete(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
+        """Return token ids of a random completion, with or without a final EOS.
+
+        With several turns, some completions must lead to a reply.
+        """
 
     def identities(self, batch: Any) -> list[Hashable]:
         """Return the prompts."""
         return [tuple(prompt) for prompt in batch.prompts]
 
-    def hold(
+    def converse(
         self,
         env: Any,
         batch: PromptBatch,
@@ -131,15 +137,23 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         *,
         together: bool = True,
     ) -> dict[int, Conversation]:
-        """Complete conversations; each completion depends on the row and the turn alone."""
-        held: dict[int, Conversation] = {}
+        """Return completed conversations by row; a completion depends on its row and turn only.
+
+        Args:
+            env: The environment.
+            batch: An open batch.
+            start_of_row: Position of each row's start in the batch.
+            rows: Rows to complete.
+            together: Ask for the replies to all rows in one call.
+        """
+        found: dict[int, Conversation] = {}
         for group in [list(rows)] if together else [[row] for row in rows]:
             active = group
             for turn in range(batch.max_turns):
                 for row in active:
-                    before = held.get(row)
-                    completion = tuple(map(int, self.say(env, generator(0, "say", row, turn))))
-                    held[row] = Conversation(
+                    before = found.get(row)
+                    completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
+                    found[row] = Conversation(
                         row=row,
                         start=start_of_row[row],
                         completions=(*(before.completions if before else ()), completion),
@@ -147,27 +161,27 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
                     )
                 if turn + 1 == batch.max_turns:
                     break
-                replies = batch.respond([held[row] for row in active])
+                replies = batch.respond([found[row] for row in active])
                 assert len(replies) == len(active)
                 replied = {row: tuple(reply) for row, reply in zip(active, replies, strict=True) if reply is not None}
                 for row, reply in replied.items():
-                    last = held[row]
-                    held[row] = Conversation(
+                    last = found[row]
+                    found[row] = Conversation(
                         row=row, start=last.start, completions=last.completions, replies=(*last.replies, reply)
                     )
                 active = list(replied)
                 if not active:
                     break
-        return held
+        return found
 
-    def held(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
-        """Open four starts and complete three conversations for each."""
+    def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
+        """Open 4 starts and complete 3 conversations for each."""
         batch = env.open("train", range(4))
         start_of_row = [start for start in range(4) for _ in range(3)]
-        held = self.hold(env, batch, start_of_row, range(12))
-        return batch, [held[row] for row in range(12)]
+        found = self.converse(env, batch, start_of_row, range(12))
+        return batch, [found[row] for row in range(12)]
 
-    def test_prompts_are_token_ids_and_questions_text(self, env):
+    def test_prompts_are_token_ids_and_questions_text(self, env: Any) -> None:
         batch = env.open("train", self.sample_starts(env, "train"))
         assert isinstance(batch, PromptBatch)
         assert len(batch.prompts) == len(batch.questions) == len(self.sample_starts(env, "train"))
@@ -175,29 +189,29 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         assert all(tuple(prompt) in env.observation_space for prompt in batch.prompts)
         assert all(isinstance(question, str) and question for question in batch.questions)
 
-    def test_replies_are_token_ids_while_turns_remain(self, env):
-        batch, transcripts = self.held(env)
+    def test_replies_are_token_ids_while_turns_remain(self, env: Any) -> None:
+        batch, transcripts = self.conversations(env)
         assert batch.max_turns >= 1
         replied = [reply for transcript in transcripts for reply in transcript.replies]
         assert all(reply and all(isinstance(token, int) for token in reply) for reply in replied)
         if batch.max_turns == 1:
             assert list(batch.respond(transcripts)) == [None] * len(transcripts)
         else:
-            assert replied, "completions of `say` must lead to replies"
+            assert replied, "the test needs completions that lead to a reply"
 
-    def test_replies_depend_on_their_conversation_alone(self, env):
+    def test_replies_depend_on_their_conversation_alone(self, env: Any) -> None:
         start_of_row = [0, 1, 2, 3, 0, 1]
-        together = self.hold(env, env.open("train", range(4)), start_of_row, range(6))
-        separate = self.hold(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
+        together = self.converse(env, env.open("train", range(4)), start_of_row, range(6))
+        separate = self.converse(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
         assert separate == together
 
-    def test_scores_have_one_entry_for_each_conversation(self, env):
-        batch, transcripts = self.held(env)
+    def test_scores_have_one_entry_for_each_conversation(self, env: Any) -> None:
+        batch, transcripts = self.conversations(env)
         self.check_scores(batch.score(transcripts), transcripts)
 
-    def test_conversations_that_end_with_a_reply_are_scored(self, env):
+    def test_conversations_that_end_with_a_reply_are_scored(self, env: Any) -> None:
         batch = env.open("train", range(4))
-        completion = tuple(map(int, self.say(env, generator(0, "say", 0, 0))))
+        completion = tuple(map(int, self.complete(env, generator(0, "say", 0, 0))))
         transcripts = [Conversation(row=row, start=row, completions=(completion,)) for row in range(4)]
         if batch.max_turns > 1:
             replies = batch.respond(transcripts)
@@ -209,8 +223,8 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             ]
         self.check_scores(batch.score(transcripts), transcripts)
 
-    def test_scores_depend_on_their_conversation_alone(self, env):
-        batch, transcripts = self.held(env)
+    def test_scores_depend_on_their_conversation_alone(self, env: Any) -> None:
+        batch, transcripts = self.conversations(env)
         together = self.rows(batch.score(transcripts))
         order = [7, 2, 11, 0]
         assert self.rows(batch.score([transcripts[row] for row in order])) == [together[row] for row in order]
@@ -241,7 +255,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
     def rows(scores: Scores) -> list[Hashable]:
         """Return the scores row by row."""
         values = np.stack([scores.rewards, *scores.components.values()], axis=1)
-        steps = [None] * len(values)
+        steps: list[Any] = [None] * len(values)
         if scores.step_rewards is not None:
             steps = [[(t, row[t]) for t in np.flatnonzero(~np.isnan(row))] for row in scores.step_rewards]
         return [
@@ -252,31 +266,103 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
 # ---- episodes
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlayedRow:
-    """What happened in one row, without padding.
+class PseudoRandomActor:
+    """Actor that maps observation, member and random numbers of a row to a pseudo-random action.
+
+    Args:
+        space: The action space.
 
     Attributes:
-        begins: What was seen first.
-        steps: All that was seen, done and earned, in bytes.
-        legal: Whether every action was legal.
+        rows: Number of rows of each call.
     """
 
-    begins: Hashable
+    def __init__(self, space: gymnasium.Space[Any]) -> None:
+        self.space = space
+        self.rows: list[int] = []
+
+    def act(
+        self,
+        observations: Any,
+        member_ids: NDArray[np.int64],
+        *,
+        uniforms: NDArray[np.float32] | None,
+        temperature: NDArray[np.float32] | None,
+        action_mask: Any,
+        base: bool,
+    ) -> SampledActions:
+        """Choose one action for each observation; equal rows get equal actions."""
+        assert (np.diff(member_ids) >= 0).all()
+        assert member_ids.dtype == np.int64
+        m = len(member_ids)
+        self.rows.append(m)
+        total = np.zeros(m)
+        for column in _columns(observations).T:
+            total = total * 3.7 + column
+        if uniforms is not None:
+            for column in uniforms.T:
+                total = total * 1.3 + column
+        total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * base
+        mixed = np.modf(np.abs(np.sin(total)) * 1000)[0]
+        return SampledActions(actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32))
+
+    def choose(self, mixed: NDArray[np.float64], m: int, mask: Any) -> NDArray[Any]:
+        """Return the actions for numbers `[m]` in [0, 1)."""
+        space: Any = self.space
+        expanded = mixed.reshape(m, *[1] * len(space.shape))
+        if isinstance(self.space, spaces.Discrete) and mask is not None:
+            places = (mixed * mask.sum(1)).astype(int)
+            return np.array([np.flatnonzero(row)[place] for row, place in zip(mask, places, strict=True)])
+        actions: NDArray[Any]
+        if isinstance(self.space, spaces.Discrete):
+            actions = mixed * space.n
+        elif isinstance(self.space, spaces.MultiDiscrete):
+            actions = expanded * space.nvec
+        elif isinstance(self.space, spaces.MultiBinary):
+            actions = np.broadcast_to((mixed > 0.5)[:, None], (m, *space.shape))
+        else:  # beyond the bounds, to test clipping
+            actions = (2.4 * expanded - 1.2) * space.high
+        return actions.astype(space.dtype)
+
+
+def _columns(observations: Any) -> NDArray[np.float64]:
+    """Return observations `[m, ...]`, or dicts and tuples of them, as columns `[m, d]`."""
+    if isinstance(observations, dict):
+        observations = tuple(observations.values())
+    if isinstance(observations, tuple):
+        return np.concatenate([_columns(part) for part in observations], axis=1)
+    return np.asarray(observations.reshape(len(observations), -1), dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedRow:
+    """Episode of one row, without padding.
+
+    Attributes:
+        first: First observation.
+        steps: Observations, actions and rewards of all steps, as bytes.
+        legal: True if every action was legal.
+    """
+
+    first: Hashable
     steps: Hashable
     legal: bool
 
 
 class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """The contract of environments that are played: an episode depends on its start, place, draws and actions alone."""
+    """Tests of environments that are played: an episode depends on its start, random numbers and actions only."""
 
     @abstractmethod
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
     ) -> list[PlayedRow]:
-        """Play one episode of training starts for each row, a member's rows next to each other, with its own draws.
+        """Play one episode for each row; the rows of a member are next to each other.
 
-        Row r of a member draws with the numbers of (member, r), whoever else plays.
+        Args:
+            env: The environment.
+            starts: Training starts to open.
+            start_of_row: Position of each row's start in `starts`.
+            members: Member of each row. Its row r uses the random numbers of (member, r), regardless of other members.
+            greedy: Take the most likely actions instead of sampling.
         """
 
     def identities(self, batch: Any) -> list[Hashable]:
@@ -284,45 +370,45 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         return list(batch.seeds)
 
     def groups(self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False) -> list[PlayedRow]:
-        """Play groups of four; rows are [member, start, place]."""
+        """Play groups of 4; rows are ordered by member, start and place in the group."""
         start_of_row = [start for _ in members for start in range(starts) for _ in range(4)]
         return self.play(
             env, range(starts), start_of_row, [each for each in members for _ in range(4 * starts)], greedy=greedy
         )
 
-    def test_a_member_plays_the_same_in_whatever_company(self, env):
+    def test_episodes_do_not_depend_on_other_members(self, env: Any) -> None:
         together = self.groups(env, (0, 3, 5))
         for number, member in enumerate((0, 3, 5)):
             assert self.groups(env, (member,)) == together[12 * number : 12 * number + 12]
 
-    def test_further_rows_of_a_member_change_nothing(self, env):
+    def test_episodes_do_not_depend_on_later_rows_of_the_member(self, env: Any) -> None:
         assert self.groups(env, (2,), starts=2) == self.groups(env, (2,))[:8]
 
-    def test_where_a_start_stands_among_those_opened_changes_nothing(self, env):
+    def test_episodes_do_not_depend_on_the_position_of_their_start(self, env: Any) -> None:
         rows = [0, 0, 1, 1]
         one = self.play(env, [4, 6], rows, [1] * 4, greedy=False)
         other = self.play(env, [6, 5, 4], [2 - 2 * row for row in rows], [1] * 4, greedy=False)
         assert one == other
 
     @pytest.mark.parametrize("greedy", [False, True])
-    def test_play_repeats(self, env, greedy):
+    def test_play_is_reproducible(self, env: Any, greedy: bool) -> None:
         first = self.groups(env, (0, 1), greedy=greedy)
         self.groups(env, (4,), greedy=not greedy)
         assert self.groups(env, (0, 1), greedy=greedy) == first
         assert self.groups(self.make_env(), (0, 1), greedy=greedy) == first
 
-    def test_a_group_begins_alike(self, env):
+    def test_a_group_starts_in_one_state(self, env: Any) -> None:
         played = self.groups(env, (0, 1))
         for first in range(0, len(played), 4):
-            assert len({row.begins for row in played[first : first + 4]}) == 1
+            assert len({row.first for row in played[first : first + 4]}) == 1
         assert len({row.steps for row in played}) > 1
 
-    def test_illegal_actions_are_never_taken(self, env):
+    def test_illegal_actions_are_never_taken(self, env: Any) -> None:
         assert all(row.legal for row in self.groups(env, (0, 1)))
 
 
 class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium_groups.StartBatch`."""
+    """Tests of environments that open a `StartBatch` of `GymnasiumGroups`. Implement `make_env`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
@@ -330,9 +416,9 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
         """See `PlayedEnvironmentTestCase`."""
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        draws = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
+        noise = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
         played = env.open("train", starts).play(
-            Scrambler(env.action_space), start_of_row, members, uniforms=None if greedy else draws
+            PseudoRandomActor(env.action_space), start_of_row, members, uniforms=None if greedy else noise
         )
         leaves = flatten(env.observation_space, played.observations)
         rows = []
@@ -341,7 +427,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
             columns = (*leaves, played.actions, played.log_probs, played.step_rewards)
             rows.append(
                 PlayedRow(
-                    begins=tuple(leaf[row, 0].tobytes() for leaf in leaves),
+                    first=tuple(leaf[row, 0].tobytes() for leaf in leaves),
                     steps=(
                         *(column[row, :length].tobytes() for column in columns),
                         None if masks is None else masks.tobytes(),
@@ -355,7 +441,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
 
 
 class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo_groups.JointStartBatch`."""
+    """Tests of environments that open a `JointStartBatch` of `PettingZooGroups`. Implement `make_env`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
@@ -363,17 +449,17 @@ class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
         """See `PlayedEnvironmentTestCase`."""
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        draws = AgentActionNoise(
+        noise = AgentActionNoise(
             0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
         )
         mapping = map_policies(env.observation_spaces, env.action_spaces, "independent")
-        actors = {name: Scrambler(spec.action_space) for name, spec in mapping.specs.items()}
+        actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
         played = env.open("train", starts).play(
-            actors, mapping, start_of_row, members, uniforms=None if greedy else draws
+            actors, mapping, start_of_row, members, uniforms=None if greedy else noise
         )
         parts: list[list[Any]] = [[] for _ in members]
-        begins: list[list[Any]] = [[] for _ in members]
-        lawful = [True] * len(members)
+        first_of: list[list[Any]] = [[] for _ in members]
+        legal_rows = [True] * len(members)
         for policy, own in played.episodes.items():
             spec = mapping.specs[policy]
             leaves = flatten(spec.observation_space, own.observations)
@@ -393,17 +479,17 @@ class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
                     )
                 )
                 if here[0]:
-                    begins[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
-                lawful[row] &= legal(spec.action_space, own.actions[number][here], masks)
+                    first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
+                legal_rows[row] &= legal(spec.action_space, own.actions[number][here], masks)
         earned = [tuple(sorted(returns.items())) for returns in played.returns]
         return [
-            PlayedRow(begins=tuple(begins[row]), steps=(*parts[row], earned[row]), legal=lawful[row])
+            PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]), legal=legal_rows[row])
             for row in range(len(members))
         ]
 
 
 def legal(space: gymnasium.Space[Any], actions: np.ndarray, masks: np.ndarray | None) -> bool:
-    """Tell whether actions `[t, ...]` exist, and are legal under masks `[t, k]`."""
+    """Return True if actions `[t, ...]` are in the space and legal under masks `[t, k]`."""
     sizes = mask_sizes(space)
     if not sizes:
         return True

@@ -1,0 +1,391 @@
+"""Conformance suite of `Sampler`, and rows and batches of a tiny model to test samplers with."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from evogrpo.data import Batch, Rollout, SamplingBatch, SamplingOptions, TokenInputs
+from evogrpo.models.bank import Sampler
+from evogrpo.models.language.bank import AdapterBank
+from evogrpo.randomness import generator
+
+VOCABULARY, PAD, EOS = 64, 0, 1
+PROMPTS = ((3, 4, 5, 6, 7), (8, 9), (10, 11, 12))
+GROUP_SIZES, TEMPERATURES = (2, 3, 4), (1.0, 0.7, 1.3)
+"""By member, in turn."""
+LOG_PROB_ERROR = 1e-4
+"""Rounding error of log-probabilities in float32, in nats."""
+
+
+def tiny_llama() -> PreTrainedModel:
+    """Build a random Llama model whose next-token distributions are far from uniform."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        model = LlamaForCausalLM(config)
+    rng = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3, generator=rng)
+    return model
+
+
+def different_members(
+    model: PreTrainedModel, size: int, *, std: float = 0.2, lora_config: LoraConfig | None = None, **settings: Any
+) -> AdapterBank:
+    """Build a bank of members with different random adapters."""
+    lora_config = lora_config or LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
+    options: dict[str, Any] = {"pad_token_id": PAD, "eos_token_ids": [EOS]}
+    bank = AdapterBank(model, size=size, lora_config=lora_config, **options | settings)
+    for slot in range(size):
+        state = bank.state(slot)
+        values = generator(0, "test adapter", slot).standard_normal(state["adapter"].shape, dtype=np.float32)
+        bank.load_state(slot, state | {"adapter": std * torch.from_numpy(values)})
+    return bank
+
+
+def make_rows(
+    members: Sequence[int],
+    *,
+    seed: int = 0,
+    tokens: int = 6,
+    min_new_tokens: int = 0,
+    nudge: float = 0.0,
+    greedy: bool = False,
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+    keep: bool = False,
+) -> SamplingBatch:
+    """Return groups of rows in which slot i has the group size, temperature and uniforms of member `members[i]`.
+
+    Args:
+        members: Number of the member in each slot.
+        seed: Seed of the uniforms.
+        tokens: Maximum tokens per row.
+        min_new_tokens: See `SamplingBatch`.
+        nudge: Added to every uniform.
+        greedy: Set all temperatures to 0.
+        prompts: Token ids of the prompts.
+        keep: See `SamplingBatch`.
+    """
+    work = [
+        (slot, member, prompt, replica)
+        for slot, member in enumerate(members)
+        for prompt in range(len(prompts))
+        for replica in range(GROUP_SIZES[member % 3])
+    ]
+    draws = np.stack([generator(seed, "test draws", *place).random(tokens) for _, *place in work])
+    return SamplingBatch(
+        prompts=prompts,
+        prompt_ids=torch.tensor([prompt for _, _, prompt, _ in work]),
+        member_ids=torch.tensor([slot for slot, *_ in work]),
+        temperature=torch.tensor([0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]),
+        uniforms=torch.from_numpy(draws + nudge).clamp(0.0, 1.0 - 1e-9),
+        min_new_tokens=min_new_tokens,
+        keep=keep,
+    )
+
+
+def with_robust_uniforms(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> SamplingBatch:
+    """Return the rows with uniforms that sample the same tokens after any rounding.
+
+    A uniform near the boundary between two tokens may sample either, because other batch shapes round differently. If
+    log-probabilities are off by at most d, a boundary is off by at most d / 2.
+    """
+    assert rows.uniforms is not None
+    uniforms, plain = rows.uniforms.clone(), replace(rows, keep=False, kept=None, kept_rows=None)
+    left, apart = torch.arange(len(rows)), torch.tensor([-LOG_PROB_ERROR / 2, LOG_PROB_ERROR / 2])
+    for _ in range(50):
+        moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(0.0, 1.0 - 1e-7)
+        both = replace(plain.select(left.repeat(2)), uniforms=moved)
+        low, high = sampler.sample(both, base=base).actions.chunk(2)
+        left = left[(low != high).any(1)]
+        if not len(left):
+            return replace(rows, uniforms=uniforms)
+        uniforms[left] = (uniforms[left] + 0.37) % 1.0
+    raise AssertionError("no uniforms are far from all boundaries")
+
+
+def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
+    """Turn a rollout into a batch; the reward is a function of the completion."""
+    return Batch(
+        inputs=TokenInputs(
+            prompts=rows.prompts,
+            prompt_ids=rows.prompt_ids,
+            temperature=rows.temperature,
+            min_new_tokens=rows.min_new_tokens,
+        ),
+        actions=rollout.actions,
+        present=rollout.present,
+        action_mask=rollout.action_mask,
+        rewards=((rollout.actions * rollout.present).sum(1) % 7).float(),
+        group_ids=rows.member_ids * len(rows.prompts) + rows.prompt_ids,
+        member_ids=rows.member_ids,
+        sampler_log_probs=rollout.log_probs,
+    )
+
+
+def example_replies(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
+    """Return a reply of the environment to each row: up to three tokens, empty in every fourth row."""
+    return tuple(tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(row % 4)) for row in range(len(rows)))
+
+
+def next_turn(
+    rows: SamplingBatch, rollout: Rollout, replies: Sequence[Sequence[int]], *, seed: int = 1, **changes: Any
+) -> SamplingBatch:
+    """Return the rows of the next turn, with new uniforms, resumed from the saved caches."""
+    before = rows.history or ((),) * len(rows)
+    lengths = rollout.present.sum(1).tolist()
+    history = tuple(
+        (*old, *tokens[:length], *reply)
+        for old, tokens, length, reply in zip(before, rollout.actions.tolist(), lengths, replies, strict=True)
+    )
+    draws = np.stack([generator(seed, "test turns", row).random(rows.max_new_tokens) for row in range(len(rows))])
+    fields: dict[str, Any] = {
+        "history": history,
+        "kept": rollout.kept,
+        "kept_rows": None,
+        "uniforms": torch.from_numpy(draws),
+    }
+    return replace(rows, **(fields | changes))
+
+
+def join_turns(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
+    """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
+    table: list[list[tuple[int, bool, int, float]]] = [[] for _ in range(len(rows))]  # token, counts, place, log_prob
+    for rollout, replies in turns:
+        for row, cells in enumerate(table):
+            own = rollout.present[row]
+            sampled = zip(rollout.actions[row][own].tolist(), rollout.log_probs[row][own].tolist(), strict=True)
+            cells += [(token, True, place, value) for place, (token, value) in enumerate(sampled)]
+            cells += [(token, False, 0, 0.0) for token in replies[row]]
+    width = max(map(len, table))
+    whole = [[*cells, *[(PAD, False, 0, 0.0)] * (width - len(cells))] for cells in table]
+    actions, mask, places, log_probs = (
+        torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(4)
+    )
+    present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
+    rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
+    batch = as_batch(rows, rollout)
+    return replace(batch, inputs=replace(batch.inputs, turn_places=places))
+
+
+# ---- the suite
+
+SIZE = 3
+TOKENS = 6
+
+
+@cache
+def _frequent_tokens() -> list[int]:
+    tokens = different_members(tiny_llama(), SIZE).sample(make_rows(range(SIZE), tokens=8)).actions[:, 1:].flatten()
+    return tokens.bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
+
+
+class SamplerTestCase(ABC):
+    """Tests of a `Sampler` for the members of an `AdapterBank`. Implement `make_sampler`.
+
+    Attributes:
+        uses_uniforms: The sampler samples with `SamplingBatch.uniforms` if they are given.
+        tolerance: Bound on the difference to the trainer's log-probabilities in nats, for rollouts that are not exact.
+    """
+
+    uses_uniforms = True
+    tolerance = 0.1
+
+    @abstractmethod
+    def make_sampler(self, bank: AdapterBank) -> Sampler:
+        """Build a sampler of this bank's members, with their current weights."""
+
+    # ---- building blocks
+
+    def make_bank(self) -> AdapterBank:
+        """Build a bank of different members, in which several frequent tokens end a completion."""
+        return different_members(tiny_llama(), SIZE, eos_token_ids=[EOS, *_frequent_tokens()])
+
+    def rows(self, members: Sequence[int] = range(SIZE), **options: Any) -> SamplingBatch:
+        """Return rows for these members; without uniforms if the sampler does not use them."""
+        rows = make_rows(members, **({"tokens": TOKENS} | options))
+        return rows if self.uses_uniforms else replace(rows, uniforms=None)
+
+    def assert_scored(self, bank: AdapterBank, batch: Batch, rollout: Rollout, *, base: bool = False) -> None:
+        """Compare a rollout's log-probabilities with the trainer's, up to rounding if the rollout is exact."""
+        expected = bank.log_probs(batch, base=base)
+        assert batch.sampler_log_probs is not None
+        rtol, atol = (1e-4, 1e-4) if rollout.exact else (0.0, self.tolerance)
+        torch.testing.assert_close(batch.sampler_log_probs, expected, rtol=rtol, atol=atol)
+
+    # ---- completions
+
+    @pytest.mark.parametrize("min_new_tokens", [0, 4])
+    def test_rollouts_are_consistent(self, min_new_tokens: int) -> None:
+        bank = self.make_bank()
+        rows = self.rows(min_new_tokens=min_new_tokens)
+        rollout = self.make_sampler(bank).sample(rows)
+        shape = rollout.actions.shape
+        assert shape[0] == len(rows)
+        assert 1 <= shape[1] <= TOKENS
+        assert rollout.present.shape == rollout.log_probs.shape == rollout.action_mask.shape == shape
+        assert rollout.present.dtype == rollout.action_mask.dtype == rollout.truncated.dtype == torch.bool
+        assert torch.equal(rollout.action_mask, rollout.present), "a rollout is one turn"
+        lengths = rollout.present.sum(1)
+        assert torch.equal(rollout.present, torch.arange(shape[1]) < lengths[:, None]), "no gaps"
+        assert bool((lengths >= 1).all())
+        assert bool((rollout.actions[~rollout.present] == PAD).all())
+        assert not rollout.log_probs[~rollout.present].any()
+        assert bool((rollout.log_probs[rollout.present] <= 0).all())
+        assert bool((rollout.log_probs < 0).any())
+        ends = torch.isin(rollout.actions, bank.end_ids) & rollout.present
+        last = torch.arange(shape[1]) == lengths[:, None] - 1
+        assert not ends[~last].any(), "a row ends with its end of sequence"
+        assert torch.equal(rollout.truncated, ~ends.any(1))
+        assert bool((lengths[rollout.truncated] == TOKENS).all()), "truncated rows have the maximum length"
+        assert not ends[:, :min_new_tokens].any()
+        assert ends.any() or not self.uses_uniforms, "the test needs rows that end"
+
+    def test_log_probs_are_those_of_the_member(self) -> None:
+        bank = self.make_bank()
+        rows = self.rows(min_new_tokens=2)
+        rollout = self.make_sampler(bank).sample(rows)
+        batch = as_batch(rows, rollout)
+        self.assert_scored(bank, batch, rollout)
+        others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
+        assert float((bank.log_probs(others) - rollout.log_probs).abs().max()) > 1.0, (
+            "the test needs members that differ"
+        )
+
+    def test_completions_are_in_the_order_of_the_rows(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), self.rows(greedy=True)
+        expected = sampler.sample(rows)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        mixed = sampler.sample(rows.select(order))
+        for name in ("actions", "present", "truncated"):
+            assert torch.equal(getattr(mixed, name), getattr(expected, name)[order])
+        few = order[:5]
+        some = sampler.sample(rows.select(few))
+        width = min(some.actions.shape[1], expected.actions.shape[1])
+        assert torch.equal(some.actions[:, :width], expected.actions[few, :width])
+
+    def test_greedy_rows_take_the_trainers_most_likely_tokens(self) -> None:
+        bank = self.make_bank()
+        rows = self.rows(greedy=True)
+        rollout, expected = self.make_sampler(bank).sample(rows), bank.sample(rows)
+        width = min(rollout.actions.shape[1], expected.actions.shape[1])
+        assert torch.equal(rollout.actions[:, :width], expected.actions[:, :width])
+
+    def test_sampling_options_truncate_the_distribution(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), self.rows()
+        expected = sampler.sample(self.rows(greedy=True))
+        for options in (SamplingOptions(top_k=1), SamplingOptions(top_p=1e-6), SamplingOptions(min_p=0.999999)):
+            rollout = sampler.sample(replace(rows, options=options))
+            assert not rollout.exact, "the trainer scores the whole distribution"
+            width = min(rollout.actions.shape[1], expected.actions.shape[1])
+            assert torch.equal(rollout.actions[:, :width], expected.actions[:, :width])
+            assert float(rollout.log_probs.abs().max()) < 1e-3, "only one token is left"
+        greedy = replace(self.rows(greedy=True), options=SamplingOptions(repetition_penalty=1e6))
+        for tokens, present in zip(
+            *(getattr(sampler.sample(greedy), name) for name in ("actions", "present")), strict=True
+        ):
+            assert len(set(tokens[present].tolist())) == int(present.sum()), "no token is repeated"
+
+    def test_the_base_ignores_member_ids(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), self.rows()
+        rollout = sampler.sample(rows, base=True)
+        batch = as_batch(rows, rollout)
+        self.assert_scored(bank, batch, rollout, base=True)
+        assert float((bank.log_probs(batch) - rollout.log_probs).abs().max()) > 1.0, (
+            "the test needs members that differ from the base"
+        )
+        greedy = self.rows(greedy=True)
+        other = replace(greedy, member_ids=(greedy.member_ids + 1) % SIZE)
+        assert torch.equal(sampler.sample(greedy, base=True).actions, sampler.sample(other, base=True).actions)
+
+    def test_without_uniforms_the_sampler_draws_its_own(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), replace(self.rows(), uniforms=None)
+        assert rows.max_new_tokens == TOKENS
+        one, other = sampler.sample(rows), sampler.sample(rows)
+        self.assert_scored(bank, as_batch(rows, one), one)
+        assert one.actions.shape != other.actions.shape or not torch.equal(one.actions, other.actions)
+
+    def test_uniforms_determine_the_completions(self) -> None:
+        if not self.uses_uniforms:
+            pytest.skip("this sampler does not use uniforms")
+        sampler = self.make_sampler(self.make_bank())
+        rows = with_robust_uniforms(sampler, self.rows())
+        one = sampler.sample(rows)
+        assert torch.equal(one.actions, sampler.sample(rows).actions)
+        alone = sampler.sample(rows.select(torch.tensor([4])))
+        assert torch.equal(alone.actions[0][alone.present[0]], one.actions[4][one.present[4]])
+        assert not torch.equal(one.actions, sampler.sample(self.rows(seed=1)).actions)
+
+    # ---- weights that change
+
+    def test_sync_reloads_changed_weights(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), self.rows()
+        before = sampler.sample(self.rows(greedy=True))
+        bank.inherit([2, 1, 1])
+        sampler.sync([0, 2])
+        rollout = sampler.sample(rows)
+        self.assert_scored(bank, as_batch(rows, rollout), rollout)
+        after = sampler.sample(self.rows(greedy=True))
+        mine = rows.member_ids == 1
+        assert torch.equal(after.actions[mine], before.actions[mine])
+        assert not torch.equal(after.actions[~mine], before.actions[~mine])
+
+    # ---- further turns
+
+    def turns(self, sampler: Sampler, **options: Any) -> tuple[SamplingBatch, Rollout, SamplingBatch, Rollout]:
+        """Sample a turn, add replies, and sample a second turn from the kept caches."""
+        rows = replace(self.rows(**options), keep=True)
+        first = sampler.sample(rows)
+        second = next_turn(rows, first, example_replies(rows, 0))
+        if not self.uses_uniforms:
+            second = replace(second, uniforms=None)
+        return rows, first, second, sampler.sample(second)
+
+    def test_a_second_turn_continues_prompt_and_history(self) -> None:
+        bank = self.make_bank()
+        rows, first, _, rollout = self.turns(self.make_sampler(bank), min_new_tokens=2)
+        batch = join_turns(rows, [(first, example_replies(rows, 0)), (rollout, ((),) * len(rows))])
+        self.assert_scored(bank, batch, rollout)
+        assert rollout.present.shape[1] <= TOKENS
+        ends = torch.isin(rollout.actions, bank.end_ids) & rollout.present
+        assert not ends[:, :2].any(), "min_new_tokens applies to every turn"
+        assert torch.equal(rollout.action_mask, rollout.present), "a rollout is one turn"
+
+    def test_kept_caches_do_not_change_completions(self) -> None:
+        sampler = self.make_sampler(self.make_bank())
+        *_, second, rollout = self.turns(sampler, greedy=True)
+        again = sampler.sample(replace(second, kept=None, kept_rows=None))
+        for name in ("actions", "present", "truncated"):
+            assert torch.equal(getattr(rollout, name), getattr(again, name))
+
+    def test_some_rows_can_continue_from_kept_caches(self) -> None:
+        sampler = self.make_sampler(self.make_bank())
+        *_, second, rollout = self.turns(sampler, greedy=True)
+        few = torch.tensor([7, 2, 11])
+        some = sampler.sample(second.select(few))
+        width = min(some.actions.shape[1], rollout.actions.shape[1])
+        assert torch.equal(some.actions[:, :width], rollout.actions[few, :width])
