@@ -97,9 +97,6 @@ def test_k1_in_the_reward_is_accepted():
     assert Objective(kl_estimator="k1", kl_placement="reward").kl_estimator == "k1"
 
 
-# ---- values that members can evolve to
-
-
 def space(**choices):
     return HyperparameterConfig(**{name: RLParameter(choices=values) for name, values in choices.items()})
 

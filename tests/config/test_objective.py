@@ -26,7 +26,7 @@ NAMES = [
     *("loss_type", "advantage", "aggregation", "kl_estimator", "kl_placement", "importance_correction", "reward_norm"),
     *("reference", "entropy_reduction"),
 ]
-# Where a switch stands that would have no effect by itself.
+# Settings required by a field.
 BESIDE = {
     "kl_horizon": {"kl_target": 0.1},
     "importance_cap": {"importance_correction": "token_mask"},
@@ -134,9 +134,6 @@ def test_frozen_keyword_only_and_hashable():
 def test_json_round_trip():
     objective = Objective(loss_type="cispo", cispo_clip_low=True, kl_target=0.1, aggregation="seq-mean-token-sum")
     assert Objective(**json.loads(json.dumps(dataclasses.asdict(objective)))) == objective
-
-
-# ---- a member's own
 
 
 def test_members_without_names_have_the_objective():

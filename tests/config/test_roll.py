@@ -65,7 +65,7 @@ def test_documented_example():
         "clip_coef": 0.2,
         "max_grad_norm": 1.0,
         "entropy_coef": 0.0,
-        "gamma": 1.0,  # what ROLL takes where nothing is said
+        "gamma": 1.0,  # ROLL's defaults
     }
     assert dict(result.hyperparameters) == expected
     assert dict(result.settings) == {"samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048}

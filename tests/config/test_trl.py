@@ -299,9 +299,6 @@ def test_defaults_are_not_listed_as_ignored():
     assert imported(**{name: key.default for name, key in FIELDS.items()}) == imported()
 
 
-# ---- objects
-
-
 @dataclasses.dataclass
 class Settings:
     """A small GRPOConfig with an unknown field."""

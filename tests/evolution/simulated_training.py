@@ -1,8 +1,8 @@
-"""Training in numbers alone, to try strategies on: what members would learn is a formula of their learning rates.
+"""Simulated training for tests of strategies: learning is a formula of the learning rate.
 
-A member's skill grows each generation at a rate that is a bell in log10(lr); above an edge it collapses, and far above
-it the member fails. Fitness is a saturating function of skill, seen through noise. Histories, slots and plans are those
-that a run makes, so a strategy is led through thousands of generations in a few seconds:
+A member's skill grows each generation at a rate that is a bell in log10(lr). Above an edge it collapses, and far above
+it the member fails. Fitness is a saturating function of skill with noise. Histories, slots and plans are those of runs,
+so that a strategy can be run for thousands of generations in a few seconds:
 
     arm = Simulation(Tournament(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=0)
     arm.run(12)
@@ -39,18 +39,18 @@ SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Surface:
-    """How members learn.
+    """Learning speed as a function of the hyperparameters.
 
     Attributes:
         optimum: log10 of the learning rate that learns fastest.
-        width: Decades from there to where it is exp(-1/2) as fast.
-        clip_width: The same for log10 of the clip coefficient around 0.2; infinity where it does not matter.
+        width: Decades from the optimum at which the speed is exp(-1/2) of the maximum.
+        clip_width: The same for log10 of the clip coefficient around 0.2; infinity without effect.
         speed: Skill per generation at the optimum; a score is 1 - exp(-skill).
-        edge: Decades above the optimum from where a generation may ruin a member.
+        edge: Decades above the optimum from which a generation may ruin a member.
         luck: Standard deviation of a generation's speed, in log units.
         drift: Decades that the optimum falls per unit of skill.
-        noise: Standard deviation of a member's score on one question; what all share comes on top.
-        questions: Of the validation.
+        noise: Standard deviation of a member's score on one question, besides the noise shared by all members.
+        questions: Number of validation questions.
     """
 
     optimum: float = -2.5
@@ -65,12 +65,12 @@ class Surface:
 
 
 def wrong_founders(size: int, *, lr: float) -> tuple[Hyperparameters, ...]:
-    """Return founders that all begin with one learning rate."""
+    """Return founders with one learning rate."""
     return (Hyperparameters(lr=lr),) * size
 
 
 def simulated_founders(size: int, *, lr: float, space: HyperparameterConfig, seed: int) -> tuple[Hyperparameters, ...]:
-    """Return founders as a run makes them: one with this learning rate, the others spread over the space."""
+    """Return the founders of a run: one with this learning rate, the others spread over the space."""
     return spread_founders(Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES)
 
 
@@ -78,11 +78,11 @@ class Simulation:
     """A run without weights.
 
     Args:
-        strategy: Decides; as new.
-        surface: What members learn.
-        founders: Their hyperparameters.
-        seed: Of luck and noise; two strategies under one seed meet the same.
-        space: What evolves.
+        strategy: A new strategy.
+        surface: Learning speed of members.
+        founders: Hyperparameters of the founders.
+        seed: Seed of luck and noise, shared by compared strategies.
+        space: Evolving hyperparameters.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Simulation:
         self.plans: list[Plan] = []
 
     def run(self, generations: int) -> "Simulation":
-        """Train, evaluate and plan; nothing is planned after the last generation."""
+        """Train, evaluate and plan; there is no plan after the last generation."""
         for number in range(generations):
             history = self.evaluate()
             if number < generations - 1:
@@ -116,7 +116,7 @@ class Simulation:
         return self
 
     def evaluate(self) -> History:
-        """Let members learn for a generation and earn their fitness."""
+        """Train all members for a generation and measure their fitness."""
         number = len(self.generations) + 1
         difficulty = 0.3 * generator(self.seed, "questions").standard_normal(self.surface.questions)
         slots = []
@@ -129,7 +129,7 @@ class Simulation:
             scores = self.score(member.index) + difficulty + self.surface.noise * rng.standard_normal(len(difficulty))
             fitness = None if failed else Fitness.from_scores(scores.tolist())
             slots.append(SlotRecord(member=member, fitness=fitness, tokens=1000, seconds=1.0))
-        if not any(record.fitness for record in slots):  # a run would end here: let one member live
+        if not any(record.fitness for record in slots):  # a run would end here; keep one member alive
             slot = next(slot for slot, member in enumerate(self.members) if member)
             slots[slot] = dataclasses.replace(slots[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist()))
         generation = Generation(
@@ -140,17 +140,17 @@ class Simulation:
 
     @property
     def history(self) -> History:
-        """What a strategy sees."""
+        """History for the strategy."""
         return History(
             space=self.space, next_index=self.next_index, generations=self.generations, kept_states=self.kept
         )
 
     def score(self, index: int) -> float:
-        """Return what a member would earn without noise."""
+        """Return a member's score without noise."""
         return 1.0 - math.exp(-self.skill[index])
 
     def _learn(self, member: MemberRecord, rng: np.random.Generator) -> bool:
-        """Change a member's skill by a generation's training; say whether it failed."""
+        """Train a member for a generation; return True if it failed."""
         surface, values = self.surface, member.hyperparameters
         off = math.log10(values.lr) - surface.optimum + surface.drift * self.skill[member.index]
         rate = math.exp(-0.5 * (off / surface.width) ** 2)
@@ -163,7 +163,7 @@ class Simulation:
         return False
 
     def apply(self, plan: Plan) -> None:
-        """Let the next generation be born."""
+        """Apply a plan."""
         history = self.history
         plan.check(history)
         self.plans.append(plan)
@@ -193,28 +193,26 @@ class Simulation:
             return 0.0
         return self.skill[child.parent] if child.back_to is None else self.kept_skill[child.parent, child.back_to]
 
-    # ---- what came of it
-
     @property
     def elite(self) -> MemberRecord:
-        """The best member by its measured fitness."""
+        """Best member by measured fitness."""
         last = self.generations[-1]
         return last.member(last.ranked[0])
 
     @property
     def best_score(self) -> float:
-        """What the member that selection would hand out earns without noise."""
+        """Score without noise of the member that a run would save as the best."""
         return self.score(self.elite.index)
 
     @property
     def distance(self) -> float:
-        """Decades between the elite's learning rate and the best one for it."""
+        """Decades between the elite's learning rate and its optimum."""
         optimum = self.surface.optimum - self.surface.drift * self.skill[self.elite.index]
         return abs(math.log10(self.elite.hyperparameters.lr) - optimum)
 
     @property
     def lines(self) -> int:
-        """How many founders have living descendants."""
+        """Number of founders with living descendants."""
         parents = {member.index: member.parent for each in self.generations for member in each.members}
 
         def founder(index: int) -> int:

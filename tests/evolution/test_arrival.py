@@ -1,4 +1,4 @@
-"""On simulated training: populations that begin decades off arrive, and lines survive where there is only noise."""
+"""Strategies on simulated training: search from a bad start, and diversity under noise."""
 
 import math
 
@@ -14,7 +14,7 @@ SEEDS = range(24)
 
 @pytest.mark.parametrize(("start", "optimum"), [(1e-5, -2.0), (3e-2, -4.5)])
 def test_a_population_three_decades_off_arrives_within_six_generations(start, optimum):
-    """Nobody learns anything there at first, or everybody collapses; a walk by x1.2 would take 38 generations."""
+    """At the start no member learns, or all collapse. A walk by x1.2 would take 38 generations."""
     arrived = [
         Simulation(Tournament(), Surface(optimum=optimum), wrong_founders(8, lr=start), seed=seed).run(7).distance
         < 0.75
@@ -23,7 +23,7 @@ def test_a_population_three_decades_off_arrives_within_six_generations(start, op
     assert sum(arrived) >= 0.75 * len(arrived)
 
 
-def test_a_walk_by_a_given_factor_does_not():
+def test_a_walk_by_a_fixed_factor_does_not_arrive():
     walk = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log", factor=1.2))
     surface = Surface(optimum=-2.0)
     for seed in range(8):
@@ -31,8 +31,8 @@ def test_a_walk_by_a_given_factor_does_not():
         assert arm.distance > 2.4
 
 
-def test_where_the_start_was_right_little_is_lost():
-    """Against training on with the best learning rate, which nobody knows."""
+def test_a_good_start_loses_little():
+    """Compared with training on at the optimal learning rate."""
     lost = [
         fixed - evolved
         for fixed, evolved in (
@@ -47,13 +47,13 @@ def test_where_the_start_was_right_little_is_lost():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_on_noise_more_than_one_founders_line_lives_after_four_generations(seed):
+def test_several_founders_have_descendants_after_four_noisy_generations(seed):
     founders = simulated_founders(8, lr=1e-4, space=SPACE, seed=seed)
     assert Simulation(Tournament(), Surface(speed=0.0), founders, seed=seed).run(5).lines > 1
 
 
-def test_steps_descend_with_the_line_and_not_with_the_slot():
-    """Children of one who took a small step take small steps; a founder's take the usual ones."""
+def test_step_sizes_are_inherited_from_the_parent():
+    """Children of a member with small steps take small steps; founders take the default."""
     arm = Simulation(Tournament(), Surface(), simulated_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
     history = arm.evaluate()
     sizes = {}

@@ -1,4 +1,4 @@
-"""Going back after a collapse: who does, whereto, which states that needs; and that it pays where members collapse."""
+"""Backtracking after a collapse: which members return to which state, and its benefit where members collapse."""
 
 import dataclasses
 
@@ -22,12 +22,12 @@ def member(slot, index, parent=None, born=0, back_to=None):
 
 
 def earned(value, noise=0):
-    """Return a fitness; two under different noise differ by what they earned with a standard error near 0.25."""
+    """Return a fitness; the paired difference of two seeds has a standard error near 0.25."""
     return Fitness.from_scores((value + QUESTIONS + np.random.default_rng([7, noise]).standard_normal(16)).tolist())
 
 
-def told(*generations, kept=()):
-    """Return a history of generations that hold (member, fitness) by slot."""
+def history_of(*generations, kept=()):
+    """Return a history of generations of (member, fitness) by slot."""
     return History(
         space=HyperparameterConfig(),
         next_index=100,
@@ -51,16 +51,16 @@ def stay(count):
 A, B = member(0, 0), member(1, 1)
 
 
-def test_the_best_state_of_every_line_is_kept_and_nothing_else():
-    first = told([(A, earned(5)), (B, earned(3))])
+def test_the_best_state_of_every_lineage_is_kept():
+    first = history_of([(A, earned(5)), (B, earned(3))])
     assert apply_backtracking(first, stay(2)) == dataclasses.replace(
         apply_backtracking(first, stay(2)), choices=tuple(stay(2)), keep=(0, 1), drop=()
     )
     kept = [(A, 1, earned(5)), (B, 1, earned(3))]
-    second = told([(A, earned(5)), (B, earned(3))], [(A, earned(4.9)), (B, earned(3.1))], kept=kept)
-    after = apply_backtracking(second, stay(2))  # one is no better, the other is
+    second = history_of([(A, earned(5)), (B, earned(3))], [(A, earned(4.9)), (B, earned(3.1))], kept=kept)
+    after = apply_backtracking(second, stay(2))  # only one of them is better
     assert (after.keep, after.drop) == ((1,), ((1, 1),))
-    # A clone of the one that is not kept now takes its line's state with it; the other line ends.
+    # A clone inherits its lineage's kept state; the other lineage ends.
     after = apply_backtracking(second, [Choice(parent=0, reason="kept"), Choice(parent=0, reason="won")])
     assert (after.keep, after.drop) == ((), ((1, 1),))
     after = apply_backtracking(second, stay(2), allowed=False)
@@ -71,38 +71,38 @@ def test_the_best_state_of_every_line_is_kept_and_nothing_else():
 def test_a_fall_beyond_the_noise_sends_a_member_back(fall, back):
     then = earned(5.0)
     now = earned(5.0 - fall, noise=1)
-    choice = apply_backtracking(told([(A, then)], [(A, now)], kept=[(A, 1, then)]), stay(1)).choices[0]
+    choice = apply_backtracking(history_of([(A, then)], [(A, now)], kept=[(A, 1, then)]), stay(1)).choices[0]
     assert (choice.kept_state == (0, 1), choice.parent is None) == (back, back)
     if back:
         assert choice.reason.startswith("went back to #0 as it was in generation 1: fell by")
 
 
-def test_who_failed_goes_back_unless_whoever_replaces_it_earned_as_much():
+def test_failed_members_go_back_unless_their_replacement_is_as_good():
     then = [(A, earned(5)), (B, earned(3))]
     kept = [(A, 1, earned(5)), (B, 1, earned(3))]
     replaced = [Choice(parent=0, reason="kept"), Choice(parent=0, reason="replaced by slot 0: failed")]
-    history = told(then, [(A, earned(5)), (B, None)], kept=kept)
+    history = history_of(then, [(A, earned(5)), (B, None)], kept=kept)
     assert apply_backtracking(history, replaced).choices == tuple(replaced)
-    history = told(then, [(A, earned(1, noise=1)), (B, None)], kept=kept)
+    history = history_of(then, [(A, earned(1, noise=1)), (B, None)], kept=kept)
     choices = apply_backtracking(history, replaced).choices
     assert [choice.kept_state for choice in choices] == [(0, 1), (1, 1)]
     assert choices[1].reason == "went back to #1 as it was in generation 1: failed"
-    # Nobody's slot stays nobody's.
+    # Empty slots stay empty.
     retired = [Choice(parent=0, reason="kept"), Choice(parent=None, reason="retired: failed")]
     assert apply_backtracking(history, retired).choices[1] == retired[1]
 
 
-def test_only_states_on_the_way_to_a_member_are_its_own():
-    """A clone does not go back to what its parent became later, and one that went back not to what it left."""
+def test_members_go_back_to_states_of_their_own_lineage_only():
+    """A clone does not go back to a later state of its parent, nor a member to a state that it left."""
     clone = member(1, 5, parent=0, born=1)
     generations = [(A, earned(5)), (B, earned(0))], [(A, earned(9)), (clone, earned(5))]
     low = (A, earned(9)), (clone, earned(-9))
-    late = told(*generations, list(low), kept=[(A, 2, earned(9))])
+    late = history_of(*generations, list(low), kept=[(A, 2, earned(9))])
     assert apply_backtracking(late, stay(2)).choices[1].kept_state is None
-    early = told(*generations, list(low), kept=[(A, 1, earned(5)), (A, 2, earned(9))])
+    early = history_of(*generations, list(low), kept=[(A, 1, earned(5)), (A, 2, earned(9))])
     assert apply_backtracking(early, stay(2)).choices[1].kept_state == (0, 1)
     returned = member(1, 6, parent=0, born=3, back_to=1)
-    again = told(*generations, list(low), [(A, earned(9)), (returned, earned(-9))], kept=early_kept(early))
+    again = history_of(*generations, list(low), [(A, earned(9)), (returned, earned(-9))], kept=early_kept(early))
     assert apply_backtracking(again, stay(2)).choices[1].kept_state == (0, 1)
 
 
@@ -110,16 +110,16 @@ def early_kept(history):
     return [(kept.member, kept.generation, kept.fitness) for kept in history.kept_states]
 
 
-def test_members_that_answered_different_questions_are_compared_all_the_same():
+def test_members_are_compared_on_their_common_questions():
     then = earned(5)
     now = Fitness.from_scores(earned(0).scores, keys=range(100, 116))
-    history = told([(A, then)], [(A, now)], kept=[(A, 1, then)])
+    history = history_of([(A, then)], [(A, now)], kept=[(A, 1, then)])
     assert apply_backtracking(history, stay(1)).choices[0].kept_state == (0, 1)
 
 
-def test_a_state_whose_groups_no_longer_fit_the_samples_is_not_gone_back_to():
+def test_states_with_an_invalid_group_size_are_not_restored():
     odd = dataclasses.replace(A, hyperparameters=Hyperparameters(group_size=3))
-    history = told([(odd, earned(5))], [(A, earned(-5))], kept=[(odd, 1, earned(5))])
+    history = history_of([(odd, earned(5))], [(A, earned(-5))], kept=[(odd, 1, earned(5))])
     assert apply_backtracking(history, stay(1)).choices[0].kept_state is None
 
 
@@ -127,7 +127,7 @@ class TestTournamentThatGoesBack(StrategyTestCase):
     def make_strategy(self):
         return Tournament(backtrack=True)
 
-    def test_some_go_back(self):
+    def test_some_members_go_back(self):
         assert any(child.back_to is not None for _, plan in self.simulated() for child in plan.children)
 
 
@@ -138,13 +138,13 @@ class TestExactClonesThatGoBack(StrategyTestCase):
         return Tournament(mutation=None, backtrack=True)
 
 
-def test_the_setting_must_be_a_truth_value():
+def test_backtracking_must_be_a_bool():
     with pytest.raises(ValueError, match="backtrack must be True or False, got 'yes'"):
         Tournament(backtrack="yes")
 
 
-def test_it_pays_where_members_collapse():
-    """Learning rates that are nearly too high: a generation may ruin what was learnt, in all members at once."""
+def test_backtracking_pays_where_members_collapse():
+    """Learning rates just below the edge: a generation may ruin any member."""
     surface = Surface(optimum=-2.0, edge=-0.3)
     scores = {
         on: [

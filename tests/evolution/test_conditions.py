@@ -1,4 +1,4 @@
-"""Hyperparameters that count only where others have some value: not drawn, not mutated, and no difference elsewhere."""
+"""Conditional hyperparameters: an inactive one is neither sampled nor mutated and makes no difference."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TREE = HyperparameterConfig(
 
 
 def counting(space, values):
-    """The slow way: every condition of every condition, written out."""
+    """Slow oracle: check the conditions of every condition."""
     record = values.to_json()
 
     def holds(name):
@@ -37,7 +37,7 @@ def counting(space, values):
 
 @pytest.mark.parametrize("space", [SPACE, TREE], ids=["wide", "tree"])
 @pytest.mark.parametrize("probability", [0.2, 1.0])
-def test_mutation_moves_what_counts_and_nothing_else(space, probability):
+def test_mutation_changes_active_hyperparameters_only(space, probability):
     rng, parent, kinds = np.random.default_rng(0), Hyperparameters(loss_type="grpo"), set()
     for _ in range(200):
         child = Mutation(probability=probability)(parent, space, rng)
@@ -55,7 +55,7 @@ def test_mutation_moves_what_counts_and_nothing_else(space, probability):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_founders_are_not_spread_over_what_does_not_count(seed):
+def test_founders_differ_in_active_hyperparameters_only(seed):
     first = Hyperparameters(loss_type="cispo", batch_size=32)
     members = spread_founders(first, TREE, 30, np.random.default_rng(seed), 64)
     for member in members:
@@ -70,7 +70,7 @@ def test_every_point_of_a_tree_is_found_once():
     assert len(found) == len(set(found)) == 7
 
 
-def test_what_does_not_count_makes_no_difference():
+def test_inactive_hyperparameters_make_no_difference():
     occupied = TakenPoints(TREE)
     occupied.add(1, Hyperparameters(loss_type="gspo", batch_size=8))
     assert not occupied.free(1, Hyperparameters(loss_type="gspo", batch_size=16))
@@ -78,7 +78,7 @@ def test_what_does_not_count_makes_no_difference():
     assert occupied.free(2, Hyperparameters(loss_type="gspo", batch_size=8))
 
 
-def test_none_is_a_value_of_its_own():
+def test_none_is_a_value():
     space = HyperparameterConfig(beta=RLParameter(choices=[0.0, 0.1], when={"loss_type": [None, "dapo"]}))
     answers = {
         name: space.is_active("beta", Hyperparameters(loss_type=name).to_json()) for name in (None, "dapo", "grpo")
@@ -86,7 +86,7 @@ def test_none_is_a_value_of_its_own():
     assert answers == {None: True, "dapo": True, "grpo": False}
 
 
-def test_conditions_survive_json_and_another_number_of_samples():
+def test_conditions_round_trip_through_json():
     space = HyperparameterConfig(
         loss_type=NAMES, group_size=RLParameter(min=2, max=16, when={"loss_type": ["grpo", "gspo"]})
     )
@@ -131,20 +131,20 @@ def ladder(**when):
         ),
     ],
 )
-def test_conditions_that_mean_nothing_are_refused(make, message):
+def test_invalid_conditions_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("given", [{}, {"loss_type": "gspo"}])
-def test_what_waits_for_a_value_that_is_fixed_otherwise_is_refused_where_the_first_member_is_made(given):
+def test_conditions_on_fixed_values_are_refused_at_construction(given):
     space = HyperparameterConfig(clip_high=RLParameter(min=0.1, max=0.6, when={"loss_type": "grpo"}))
     with pytest.raises(ValueError, match=r"clip_high would never .*loss_type"):
         space.first({}, given)
     assert space.first({}, {"loss_type": "grpo"}).loss_type == "grpo"
 
 
-def test_a_configuration_says_when_a_hyperparameter_counts():
+def test_configurations_may_set_conditions():
     evolve = {
         "loss_type": {"choices": ["grpo", "gspo"]},
         "clip_high": {"min": 0.1, "max": 0.6, "when": {"loss_type": "gspo"}},

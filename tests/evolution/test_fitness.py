@@ -14,7 +14,7 @@ SCORES = st.lists(st.floats(-100, 100), min_size=2, max_size=50)
 
 
 @given(right=st.integers(0, 40), wrong=st.integers(0, 40))
-def test_right_and_wrong_answers_have_the_binomial_standard_error(right, wrong):
+def test_binary_scores_have_the_binomial_standard_error(right, wrong):
     n = right + wrong
     if n < 2:
         return
@@ -26,13 +26,13 @@ def test_right_and_wrong_answers_have_the_binomial_standard_error(right, wrong):
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e300])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_equal_scores_have_exactly_no_error(value, count):
+def test_equal_scores_have_no_standard_error(value, count):
     fitness = Fitness.from_scores([value] * count)
     assert (fitness.mean, fitness.standard_error) == (value, 0.0)
 
 
 @given(scores=SCORES, shift=st.floats(-10, 10))
-def test_what_is_common_to_a_question_cancels_in_a_paired_difference(scores, shift):
+def test_question_difficulty_cancels_in_a_paired_difference(scores, shift):
     a = Fitness.from_scores([score + shift for score in scores])
     difference, standard_error = paired_difference(a, Fitness.from_scores(scores))
     assert difference == pytest.approx(shift, abs=1e-10)
@@ -40,7 +40,7 @@ def test_what_is_common_to_a_question_cancels_in_a_paired_difference(scores, shi
 
 
 @given(data=st.data(), scores=SCORES)
-def test_a_paired_difference_is_antisymmetric_and_its_mean_is_the_difference_of_means(data, scores):
+def test_a_paired_difference_is_antisymmetric_with_the_difference_of_means(data, scores):
     a = Fitness.from_scores(scores)
     b = Fitness.from_scores(data.draw(st.lists(st.floats(-100, 100), min_size=len(scores), max_size=len(scores))))
     forward, backward = paired_difference(a, b), paired_difference(b, a)
@@ -49,7 +49,7 @@ def test_a_paired_difference_is_antisymmetric_and_its_mean_is_the_difference_of_
 
 
 @given(data=st.data(), scores=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), min_size=2, max_size=30))
-def test_members_are_compared_by_the_questions_that_both_answered(data, scores):
+def test_members_are_compared_on_common_questions(data, scores):
     other = data.draw(st.dictionaries(st.sampled_from(sorted(scores)), st.floats(-100, 100), min_size=2))
     extra = {key + 100: 1.0 for key in data.draw(st.sets(st.integers(0, 9)))}
     a, b = (
@@ -61,7 +61,7 @@ def test_members_are_compared_by_the_questions_that_both_answered(data, scores):
     assert found == pytest.approx((alone.mean, alone.standard_error), abs=1e-9)
 
 
-def test_members_with_too_few_questions_in_common_cannot_be_compared():
+def test_members_with_too_few_common_questions_cannot_be_compared():
     with pytest.raises(ValueError, match="at least 2 common questions, got 1"):
         paired_difference(Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1], keys=[1, 2, 3]))
     with pytest.raises(ValueError, match="keys must"):
@@ -70,7 +70,7 @@ def test_members_with_too_few_questions_in_common_cannot_be_compared():
 
 @pytest.mark.parametrize("keys", [None, [0, 1, 2], [4, 2, 9]])
 @pytest.mark.parametrize("shift", [0.0, 1.5])
-def test_a_fitness_comes_back_from_json(keys, shift):
+def test_json_round_trip(keys, shift):
     plain = Fitness.from_scores([1.0, 0.25, 3.0], keys=keys)
     fitness = replace(plain, mean=plain.mean + shift)
     assert Fitness.from_json(json.loads(json.dumps(fitness.to_json()))) == fitness
@@ -78,12 +78,12 @@ def test_a_fitness_comes_back_from_json(keys, shift):
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None], [1.0, "1"]])
-def test_scores_that_give_no_standard_error_are_refused(scores):
+def test_scores_without_a_standard_error_are_refused(scores):
     with pytest.raises(ValueError, match="score"):
         Fitness.from_scores(scores)
 
 
 @pytest.mark.parametrize(("mean", "standard_error"), [(float("nan"), 0.1), (0.5, -0.1), (0.5, float("inf"))])
-def test_a_fitness_that_is_no_number_is_refused(mean, standard_error):
+def test_a_non_finite_fitness_is_refused(mean, standard_error):
     with pytest.raises(ValueError, match="must be"):
         Fitness(mean=mean, standard_error=standard_error, scores=())

@@ -1,4 +1,4 @@
-"""Successive halving: how many are left at each rung, what they spend, and that the total stays what it was."""
+"""Successive halving: members per rung and constant cost per generation."""
 
 import math
 
@@ -9,14 +9,14 @@ from evogrpo.testing.strategies import SAMPLES_PER_STEP, STEPS_PER_GENERATION, S
 
 
 class SuccessiveHalvingTestCase(StrategyTestCase):
-    no_twins = False  # nobody is ever born
+    no_twins = False  # no member is ever born
 
     strategy = SuccessiveHalving()
 
     def make_strategy(self):
         return self.strategy
 
-    def test_nobody_is_born_and_nobody_comes_back(self):
+    def test_no_member_is_born_and_no_slot_is_filled_again(self):
         for history, plan in self.simulated():
             assert not plan.children
             assert set(history.last.empty) <= set(plan.vacant)
@@ -32,29 +32,29 @@ class TestSuccessiveThirding(SuccessiveHalvingTestCase):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 9, 27])
 @pytest.mark.parametrize("strategy", [SuccessiveHalving(), SuccessiveHalving(eta=3, every=2)])
-def test_rungs_follow_from_the_number_of_members_and_all_generations_cost_the_same(size, strategy):
+def test_rungs_follow_from_the_number_of_members_at_constant_cost(size, strategy):
     life = SimulatedPopulation(size)
     generations = 6 * strategy.every
     list(TestSuccessiveHalving().follow(strategy, life, generations))
-    told = life.generations
-    living = [len(each.members) for each in told]
+    notes = life.generations
+    living = [len(each.members) for each in notes]
     assert living == [math.ceil(size / strategy.eta ** (number // strategy.every)) for number in range(generations)]
     spent = 0
-    for number, (count, each) in enumerate(zip(living, told, strict=True), start=1):
+    for number, (count, each) in enumerate(zip(living, notes, strict=True), start=1):
         assert each.samples_per_step == SAMPLES_PER_STEP
         spent += count * each.steps_per_generation
-        left = size * STEPS_PER_GENERATION * number - spent
-        assert 0 <= left < count  # less than one more step for everybody
+        steps_left = size * STEPS_PER_GENERATION * number - spent
+        assert 0 <= steps_left < count  # less than one more step for each member
 
 
-def test_samples_may_grow_instead():
+def test_samples_may_grow_instead_of_steps():
     life = SimulatedPopulation(8)
     list(TestSuccessiveHalving().follow(SuccessiveHalving(grow="samples_per_step"), life, 4))
     assert [each.samples_per_step for each in life.generations] == [SAMPLES_PER_STEP * n for n in (1, 2, 4, 8)]
     assert {each.steps_per_generation for each in life.generations} == {STEPS_PER_GENERATION}
 
 
-def test_the_best_are_kept_and_what_failures_leave_is_handed_on():
+def test_the_best_stay_and_the_budget_of_failed_members_is_shared():
     life = SimulatedPopulation(8, spread=30.0, failures=0.4, seed=3)
     history = life.evaluate()
     failed = history.last.failed
@@ -75,6 +75,6 @@ def test_the_best_are_kept_and_what_failures_leave_is_handed_on():
         ({"grow": "members"}, "unknown grow 'members'"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, rule):
+def test_invalid_settings_are_refused(settings, rule):
     with pytest.raises(ValueError, match=rule):
         strategy_from_json({"name": "successive_halving", **settings})

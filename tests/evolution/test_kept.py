@@ -1,4 +1,4 @@
-"""KeptState states in plans and histories: what can be kept, dropped and gone back to, and what is refused."""
+"""Kept states in plans and histories."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ KEYS = ((10, 1), (13, 1))
 
 @pytest.fixture
 def history():
-    """Three slots after generation 2; the states of slots 0 and 1 after generation 1 are kept."""
+    """Return three slots after generation 2; the states of slots 0 and 1 after generation 1 are kept."""
     life = SimulatedPopulation(3)
     before = life.evaluate().last
     after = life.evaluate()
@@ -32,13 +32,13 @@ def choices(*parents):
     ]
 
 
-def test_a_history_with_kept_states_is_read_back_as_it_was(history):
+def test_history_json_round_trip(history):
     values = json.loads(json.dumps(history.to_json()))
     assert History.from_json(values) == history
     assert tuple(kept.key for kept in history.kept_states) == KEYS
 
 
-def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_with(history):
+def test_a_child_of_a_kept_state_inherits_its_hyperparameters(history):
     other = Hyperparameters(lr=0.123)
     plan = Plan.from_choices(history, choices(0, KEYS[0], KEYS[1]), {2: other}, keep=[0], drop=[KEYS[0]])
     plan.check(history)
@@ -55,7 +55,7 @@ def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_w
     assert not {"keep", "drop"} & set(Plan.from_choices(history, choices(0, 1, 2)).to_json())
 
 
-def test_whose_state_a_choice_takes(history):
+def test_sources_of_choices(history):
     assert parent_of(history, Choice(parent=None, kept_state=KEYS[1], reason="")) == history.kept_states[1].member
     assert parent_of(history, Choice(parent=2, reason="")) == history.last.member(2)
     assert parent_of(history, Choice(parent=None, reason="")) is None
@@ -74,7 +74,7 @@ def test_whose_state_a_choice_takes(history):
         ((0, 1, 2), {"keep": [3]}, r"every slot must lie in 0\.\.2.*keep \(3,\)"),
     ],
 )
-def test_plans_that_cannot_be_carried_out_are_refused(history, parents, changes, rule):
+def test_invalid_plans_are_refused(history, parents, changes, rule):
     slots = list(history.last.slots)
     if parents[1] == 0:  # its member failed
         slots[1] = dataclasses.replace(slots[1], fitness=None)
@@ -84,11 +84,11 @@ def test_plans_that_cannot_be_carried_out_are_refused(history, parents, changes,
         Plan.from_choices(history, choices(*parents), **changes).check(history)
 
 
-def test_every_slot_may_be_filled_with_a_state_when_as_many_are_dropped(history):
+def test_every_slot_may_be_filled_with_a_kept_state_if_as_many_are_dropped(history):
     Plan.from_choices(history, choices(0, 1, 2), keep=[0, 1, 2], drop=KEYS).check(history)
 
 
-def test_fields_that_contradict_each_other_are_refused(history):
+def test_contradictory_fields_are_refused(history):
     with pytest.raises(ValueError, match="back_to=1"):
         Child(slot=0, index=5, parent=None, hyperparameters=Hyperparameters(), back_to=1)
     plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
@@ -98,7 +98,7 @@ def test_fields_that_contradict_each_other_are_refused(history):
         dataclasses.replace(history, kept_states=history.kept_states * 2)
 
 
-def test_the_lineage_knows_the_generation_that_a_member_went_back_to(history):
+def test_lineage_records_the_generation_of_the_restored_state(history):
     members = [record.member for record in history.last.slots]
     plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
     lineage = Lineage.from_founders(members).with_children(plan.children, generation=2)

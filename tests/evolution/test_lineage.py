@@ -1,4 +1,4 @@
-"""The lineage finds a member's ancestors and every change on the way to it."""
+"""Lineage: ancestors of a member and the changes on the path to it."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ def child(index, parent, *, slot=0, hyperparameters=BASE, changes=None):
 
 
 def family():
-    """0 and 1 are founders; 2 is a child of 1 and 3 of 2, in the slot where 0 lived; 4 is another child of 1."""
+    """Return a lineage: founders 0 and 1; 2 is a child of 1 and 3 of 2, in the slot of 0; 4 is another child of 1."""
     first = Hyperparameters(lr=2e-4)
     second = Hyperparameters(lr=4e-4, clip_coef=0.1)
     return (
@@ -44,7 +44,7 @@ def test_ancestors_run_from_the_founder_to_the_parent():
     assert [family().ancestors(index) for index in range(5)] == [(), (), (1,), (1, 2), (1,)]
 
 
-def test_changes_are_those_on_the_path_only_and_add_up_to_the_members_hyperparameters():
+def test_changes_on_the_path_give_the_members_hyperparameters():
     lineage = family()
     changes = lineage.changes(3)
     assert changes == (
@@ -57,7 +57,7 @@ def test_changes_are_those_on_the_path_only_and_add_up_to_the_members_hyperparam
     assert lineage.changes(4) == ()
 
 
-def test_extending_leaves_the_old_lineage_as_it_was():
+def test_extending_keeps_the_old_lineage():
     lineage = Lineage.from_founders(founders(1))
     longer = lineage.with_children([child(1, 0)], generation=1)
     assert (len(lineage.births), len(longer.births)) == (1, 2)
@@ -68,7 +68,7 @@ def test_json_round_trip():
     assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
 
 
-def test_births_that_cannot_have_happened_are_refused():
+def test_impossible_births_are_refused():
     lineage = Lineage.from_founders(founders(2))
     with pytest.raises(ValueError, match="second birth of index 1"):
         lineage.with_children([child(1, 0)], generation=1)
@@ -81,7 +81,7 @@ def test_births_that_cannot_have_happened_are_refused():
 
 
 @given(parents=st.lists(st.integers(0, 10**6), max_size=40))
-def test_in_any_history_every_path_starts_at_a_founder_and_follows_parents(parents):
+def test_every_path_starts_at_a_founder_and_follows_parents(parents):
     births = [
         Birth(slot=0, index=i, parent=raw % i if i and raw % 5 else None, hyperparameters=BASE, born=i)
         for i, raw in enumerate(parents)

@@ -1,4 +1,4 @@
-"""Mutation always moves, stays in bounds and does not drift; a first population covers the space."""
+"""Mutation moves, stays in bounds and does not drift; founders cover the space."""
 
 import json
 import math
@@ -25,7 +25,7 @@ SPACE = HyperparameterConfig(
 
 @st.composite
 def parameters(draw, integer):
-    """A range or a ladder of positive numbers, with steps from tiny to wider than the range."""
+    """Return a range or choices of positive numbers, with steps from tiny to wider than the range."""
     numbers = st.integers(1, 1000) if integer else st.floats(1e-6, 1e3)
     if draw(st.booleans()):
         return RLParameter(choices=draw(st.lists(numbers, min_size=2, max_size=6, unique=True)))
@@ -38,7 +38,7 @@ def parameters(draw, integer):
 
 class TestNeighbour:
     @given(data=st.data(), integer=st.booleans(), upward=st.booleans())
-    def test_it_always_moves_and_stays_in_bounds(self, data, integer, upward):
+    def test_always_moves_and_stays_in_bounds(self, data, integer, upward):
         parameter = data.draw(parameters(integer))
         value = quantile(parameter, data.draw(st.floats(0, 1)), integer=integer)
         moved = neighbour(parameter, value, upward=upward, integer=integer)
@@ -62,7 +62,7 @@ class TestNeighbour:
         up = neighbour(parameter, value, upward=True, integer=False)
         down = neighbour(parameter, value, upward=False, integer=False)
         assert up / value == pytest.approx(factor, rel=1e-8)
-        # The geometric mean of the two outcomes is where they started: no drift.
+        # The geometric mean of both outcomes is the start: no drift.
         assert math.sqrt(up * down) == pytest.approx(value, rel=1e-8)
 
     @given(value=st.floats(0.15, 0.3))
@@ -79,7 +79,7 @@ class TestNeighbour:
 
     @pytest.mark.parametrize("scale", ["linear", "log"])
     @pytest.mark.parametrize("value", [2, 3, 4])
-    def test_an_integer_takes_a_step_that_rounds_to_nothing_as_one(self, scale, value):
+    def test_an_integer_moves_by_at_least_one(self, scale, value):
         parameter = RLParameter(min=1, max=8, scale=scale, factor=1.02)
         assert neighbour(parameter, value, upward=True, integer=True) == value + 1
         assert neighbour(parameter, value, upward=False, integer=True) == value - 1
@@ -90,7 +90,7 @@ class TestNeighbour:
         assert neighbour(parameter, 64, upward=False, integer=True) == 32
 
     @pytest.mark.parametrize("upward", [True, False])
-    def test_a_ladder_moves_one_rung_and_turns_at_its_ends(self, upward):
+    def test_choices_move_by_one_and_turn_at_the_ends(self, upward):
         parameter = RLParameter(choices=[4, 8, 16])
         assert neighbour(parameter, 8, upward=upward, integer=True) == (16 if upward else 4)
         assert neighbour(parameter, 4, upward=upward, integer=True) == 8
@@ -114,7 +114,7 @@ class TestNeighbour:
         ],
     )
     def test_bounds_are_reached_and_left_again(self, parameter, integer):
-        """A fair walk on 6 points in a row that turns at the ends visits each end a tenth of the time."""
+        """A fair walk on 6 points in a row that turns at the ends is at each end a tenth of the time."""
         rng = np.random.default_rng(0)
         low, high = parameter.bounds
         value, visits, steps = low, {low: 0, high: 0}, 20_000
@@ -131,7 +131,7 @@ class TestNeighbour:
 
 class TestMutation:
     @given(seed=st.integers(0, 2**32), probability=st.floats(0.001, 1))
-    def test_it_records_exactly_what_changed(self, seed, probability):
+    def test_changes_are_recorded(self, seed, probability):
         parent = Hyperparameters(max_grad_norm=0.7)
         child = Mutation(probability=probability)(parent, SPACE, np.random.default_rng(seed))
         before, after = parent.to_json(), child.to_json()
@@ -145,14 +145,14 @@ class TestMutation:
         assert set(changes_between(Hyperparameters(), child)) == set(SPACE)
 
     @pytest.mark.parametrize("probability", [1e-9, 0.5])
-    def test_each_changes_as_often_as_stated(self, probability):
+    def test_each_changes_with_the_stated_probability(self, probability):
         rng, trials, names = np.random.default_rng(1), 4000, len(SPACE)
         counts = dict.fromkeys(SPACE, 0)
         for _ in range(trials):
             child = Mutation(probability=probability)(Hyperparameters(), SPACE, rng)
             for name in changes_between(Hyperparameters(), child):
                 counts[name] += 1
-        # Where none moves by itself, one drawn uniformly does.
+        # If none moves by itself, one drawn uniformly does.
         expected = probability + (1 - probability) ** names / names
         for count in counts.values():
             assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
@@ -161,14 +161,14 @@ class TestMutation:
     def test_many_mutations_do_not_drift_on_a_log_scale(self, factor):
         rng, trials = np.random.default_rng(2), 4000
         space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
-        start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle: what leaves one way leaves the other
+        start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle of the range, by symmetry without drift
         logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
         assert abs(np.mean(logs)) < 5 * np.std(logs) / math.sqrt(trials)
-        if factor is not None:  # explicit: every step is of this size
+        if factor is not None:  # with an explicit factor every step has this size
             assert np.allclose(np.abs(logs), math.log(factor))
 
     @pytest.mark.parametrize("start", ["grpo", "cispo", "dapo", None])
-    def test_a_name_moves_to_any_other_one_with_equal_chance(self, start):
+    def test_a_name_moves_to_every_other_name_with_equal_probability(self, start):
         names, trials = ("grpo", "cispo", "sapo", "gspo"), 3000
         space = HyperparameterConfig(loss_type=RLParameter(choices=list(names)))
         rng = np.random.default_rng(0)
@@ -183,13 +183,13 @@ class TestMutation:
         for count in counts.values():
             assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
 
-    def test_of_two_names_the_other_one_is_taken(self):
+    def test_one_of_two_names_becomes_the_other(self):
         space = HyperparameterConfig(advantage=RLParameter(choices=["outcome", "rloo"]))
         child = Mutation()(Hyperparameters(advantage="rloo"), space, np.random.default_rng(0))
         assert child.advantage == "outcome"
 
     @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
-    def test_a_none_moves_from_the_number_it_stands_for(self, name):
+    def test_none_moves_from_the_number_it_stands_for(self, name):
         space = HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.9, scale="log", factor=1.5)})
         parent = Hyperparameters(clip_coef=0.3)
         child = Mutation()(parent, space, np.random.default_rng(0))
@@ -200,13 +200,13 @@ class TestMutation:
         "parameter",
         [RLParameter(min=0.5, max=4, scale="log"), RLParameter(min=0.5, max=4), RLParameter(choices=[1, 4])],
     )
-    def test_no_bound_on_advantages_moves_to_the_widest_one(self, parameter):
+    def test_no_advantage_clip_moves_to_the_widest_bound(self, parameter):
         space = HyperparameterConfig(advantage_clip=parameter)
         for seed in range(8):
             child = Mutation(resample=0)(Hyperparameters(), space, np.random.default_rng(seed))
             assert child.advantage_clip == 4
 
-    def test_names_draw_as_much_whether_they_move_or_not(self):
+    def test_names_use_equally_many_draws_if_unchanged(self):
         space = HyperparameterConfig(
             lr=LR, loss_type=RLParameter(choices=["grpo", "dapo"]), advantage=RLParameter(choices=["outcome", "rloo"])
         )
@@ -222,12 +222,12 @@ class TestMutation:
         assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == parent
 
     @pytest.mark.parametrize("resample", [-0.1, 1.1, float("nan"), True, "0.5", None])
-    def test_a_chance_of_drawing_anew_outside_its_range_is_refused(self, resample):
+    def test_invalid_resample_probabilities_are_refused(self, resample):
         with pytest.raises(ValueError, match="resample must"):
             Mutation(resample=resample)
 
     @pytest.mark.parametrize("probability", [0, -0.1, 1.1, float("nan"), True, "0.5"])
-    def test_a_probability_outside_its_range_is_refused(self, probability):
+    def test_invalid_probabilities_are_refused(self, probability):
         with pytest.raises(ValueError, match="probability must"):
             Mutation(probability=probability)
 
@@ -250,7 +250,7 @@ class TestSteps:
         assert parameter.choices is None or moved in parameter.choices
 
     @pytest.mark.parametrize("scale", ["linear", "log"])
-    def test_a_step_is_a_share_of_the_range_on_its_scale(self, scale):
+    def test_a_step_is_a_fraction_of_the_range_on_its_scale(self, scale):
         parameter = RLParameter(min=1e-4, max=1e-1, scale=scale)
         value = quantile(parameter, 0.4, integer=False)
         assert place(parameter, value) == pytest.approx(0.4)
@@ -258,14 +258,14 @@ class TestSteps:
             moved = neighbour(parameter, value, upward=upward, integer=False, size=size)
             assert place(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
 
-    def test_a_long_ladder_is_climbed_by_its_share_of_the_rungs(self):
+    def test_many_choices_are_passed_by_the_same_fraction(self):
         parameter = RLParameter(choices=[2**power for power in range(11)])
         assert neighbour(parameter, 1, upward=True, integer=True, size=0.3) == 8
         assert neighbour(parameter, 512, upward=True, integer=True, size=0.3) == 1024
         assert neighbour(parameter, 1024, upward=True, integer=True, size=0.3) == 128
         assert place(parameter, 8) == pytest.approx(0.3)
 
-    def test_ladders_are_climbed_by_more_than_one_rung_at_times_and_every_rung_is_reached(self):
+    def test_every_choice_is_reached_also_by_larger_steps(self):
         rungs = [4, 8, 16, 32, 64]
         space = HyperparameterConfig(batch_size=RLParameter(choices=rungs))
         rng, value, jumps, seen = np.random.default_rng(0), Hyperparameters(batch_size=4), set(), set()
@@ -277,7 +277,7 @@ class TestSteps:
         assert jumps == {1, 2, 3, 4}
         assert seen == set(rungs)
 
-    def test_sizes_descend_from_the_step_that_the_parent_was_born_with(self):
+    def test_step_sizes_descend_from_the_parents_step(self):
         space, start = HyperparameterConfig(lr=LR), Hyperparameters(lr=3e-5)
 
         def typical(steps):
@@ -288,18 +288,18 @@ class TestSteps:
         assert typical({"lr": 0.05}) == pytest.approx(0.05, rel=0.2)
         assert typical({"lr": -0.05}) == typical({"lr": 0.05})
         assert typical(None) == typical({}) == pytest.approx(0.2, rel=0.2)
-        assert typical({"lr": 1e-9}) == pytest.approx(0.02, rel=0.2)  # no line comes to rest
+        assert typical({"lr": 1e-9}) == pytest.approx(0.02, rel=0.2)  # step sizes have a lower bound
         assert typical({"lr": 1.0}) > 0.3
 
-    def test_one_that_moves_is_drawn_from_the_whole_range_as_often_as_stated(self):
+    def test_resampling_draws_from_the_whole_range_with_its_probability(self):
         narrow = RLParameter(min=1e-6, max=1e-3, scale="log", founders=(1e-6, 2e-6))
         space, rng, trials = HyperparameterConfig(lr=narrow), np.random.default_rng(0), 3000
         start = Hyperparameters(lr=1e-6)
         places = [place(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)]
-        # A hundredth of a step's sizes lie beyond 0.02 exp(3 x 0.75), a sixth of the range's draws below.
+        # A hundredth of the step sizes exceeds 0.02 exp(3 x 0.75); a sixth of the range's draws is below.
         far = sum(each > 0.2 for each in places) / trials
         assert far == pytest.approx(0.4 * 0.8, abs=0.04)
-        # What a factor is given for takes that step and no other.
+        # An explicit factor fixes the step.
         exact = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2))
         assert {round(Mutation(resample=1.0)(start, exact, rng).lr / start.lr, 6) for _ in range(50)} == {2.0}
 
@@ -310,14 +310,14 @@ class TestSpread:
             defaults or Hyperparameters(), space, size, np.random.default_rng(seed), samples_per_step
         )
 
-    def test_the_first_member_is_the_defaults_untouched_even_outside_the_space(self):
+    def test_the_first_member_has_the_defaults_even_outside_the_space(self):
         defaults = Hyperparameters(lr=0.5, group_size=32)
         assert self.spread(4, defaults=defaults)[0] == defaults
 
-    def test_a_population_of_one_is_the_defaults(self):
+    def test_a_population_of_one_has_the_defaults(self):
         assert self.spread(1) == (Hyperparameters(),)
 
-    def test_what_does_not_evolve_keeps_the_default(self):
+    def test_fixed_hyperparameters_keep_the_default(self):
         members = self.spread(6, defaults=Hyperparameters(beta=0.3, max_grad_norm=2.0))
         assert {(member.beta, member.max_grad_norm) for member in members} == {(0.3, 2.0)}
 
@@ -339,14 +339,14 @@ class TestSpread:
         assert all(4 <= member.batch_size <= 256 for member in others)
 
     @pytest.mark.parametrize(("size", "most"), [(4, 1), (7, 2), (10, 3)])
-    def test_names_share_the_members_evenly(self, size, most):
+    def test_names_are_shared_evenly(self, size, most):
         names = ["grpo", "cispo", "sapo"]
         space = HyperparameterConfig(loss_type=RLParameter(choices=names))
         others = [member.loss_type for member in self.spread(size, space=space)[1:]]
         assert {name: others.count(name) for name in names} == dict.fromkeys(names, most)
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_no_two_founders_are_alike_while_the_space_has_room(self, seed):
+    def test_founders_differ_while_the_space_has_room(self, seed):
         space = HyperparameterConfig(
             group_size=RLParameter(choices=[4, 8]),
             update_epochs=RLParameter(min=1, max=3),
@@ -356,7 +356,7 @@ class TestSpread:
             members = self.spread(size, space=space, seed=seed)
             assert len(set(members)) == min(size, 13)
 
-    def test_what_is_none_gets_a_number_once_it_evolves(self):
+    def test_none_becomes_a_number_once_it_evolves(self):
         space = HyperparameterConfig(clip_low=RLParameter(min=0.1, max=0.3), advantage_clip=RLParameter(choices=[1, 2]))
         first, *others = self.spread(5, space=space)
         assert (first.clip_low, first.advantage_clip) == (None, None)
@@ -372,7 +372,7 @@ class TestSpread:
         assert self.spread(5, seed=3) == self.spread(5, seed=3)
         assert self.spread(5, seed=3) != self.spread(5, seed=4)
 
-    def test_what_cannot_be_trained_at_equal_cost_is_refused(self):
+    def test_settings_of_unequal_cost_are_refused(self):
         with pytest.raises(ValueError, match=r"must divide samples_per_step=12.*got 8: use one of 2, 3, 4, 6, 12"):
             self.spread(2, space=HyperparameterConfig(lr=LR), samples_per_step=12)
         with pytest.raises(ValueError, match=r"got \[8, 16\]: choose from 2, 3, 4, 6, 12"):

@@ -1,4 +1,4 @@
-"""Narrowing: members get fewer, what a generation costs does not, and those that remain evolve."""
+"""Narrowing: the population shrinks at constant cost per generation while the rest evolves."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ class TestNarrowingToOne(NarrowingTestCase):
     strategy = Narrowing(eta=3, every=1, min_members=1, quantile=0.5)
 
 
-def test_members_get_fewer_and_each_learning_step_costs_the_same():
+def test_the_population_shrinks_at_constant_cost_per_step():
     life = SimulatedPopulation(8, spread=3.0)
     list(TestNarrowing().follow(Narrowing(z=0.0), life, 30))
     living = [len(each.members) for each in life.generations]
@@ -37,8 +37,8 @@ def test_members_get_fewer_and_each_learning_step_costs_the_same():
     }
 
 
-def test_nobody_is_stopped_while_nobody_gets_better():
-    """From far below every rate that teaches anything, members look for a way before they get fewer."""
+def test_no_member_stops_while_none_improves():
+    """Far below every useful learning rate, the search comes before narrowing."""
     runs = [Simulation(Narrowing(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=seed) for seed in range(8)]
     for run in runs:
         run.run(12)
@@ -54,6 +54,6 @@ def test_nobody_is_stopped_while_nobody_gets_better():
         ({"quantile": 0.6}, "quantile"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         strategy_from_json({"name": "narrowing", **settings})

@@ -1,4 +1,4 @@
-"""The noise rule against a plain tournament, when every difference between members is noise."""
+"""The noise rule and a plain tournament when all differences are noise."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ QUESTIONS = 32
 
 
 def surviving_founders(z, *, seed, size=8, generations=6):
-    """How many founders still have descendants when every difference between members is noise."""
+    """Return the number of founders with descendants when all differences are noise."""
     rng = np.random.default_rng(seed)
     members = [
         MemberRecord(slot=i, index=i, parent=None, born=0, hyperparameters=Hyperparameters()) for i in range(size)
@@ -41,7 +41,7 @@ def surviving_founders(z, *, seed, size=8, generations=6):
     return len({lineage.path(member.index)[0].index for member in members})
 
 
-def test_the_noise_rule_keeps_lines_of_descent_that_a_plain_tournament_loses():
+def test_the_noise_rule_keeps_more_founders_than_a_plain_tournament():
     plain, default, strict = (
         np.array([surviving_founders(z, seed=seed) for seed in range(30)]) for z in (0.0, 1.0, 3.0)
     )

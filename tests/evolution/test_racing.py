@@ -1,4 +1,4 @@
-"""Races: how often the best is left behind, against what is stated; and what members are worth that left early."""
+"""Racing: error rate of eliminations, and fitness of members eliminated early."""
 
 import math
 
@@ -19,16 +19,16 @@ from evogrpo.evolution.fitness import (
 
 
 @pytest.mark.parametrize("questions", [2, 8, 9, 16, 33, 64, 1000])
-def test_rounds_ask_every_question_once_in_order_and_looks_are_taken_between_them(questions):
-    asked = list(rounds(questions, racing=True))
-    assert [number for first, last in asked for number in range(first, last)] == list(range(questions))
-    assert len(asked) == looks(questions) + 1
+def test_rounds_cover_every_question_once_in_order(questions):
+    count = list(rounds(questions, racing=True))
+    assert [number for first, last in count for number in range(first, last)] == list(range(questions))
+    assert len(count) == looks(questions) + 1
     assert list(rounds(questions, racing=False)) == [(0, questions)]
     assert looks(questions) <= max(0, math.ceil(math.log2(questions / FIRST_ROUND)))
 
 
 @pytest.mark.parametrize(
-    ("probability", "degrees", "quantile"),  # of printed tables
+    ("probability", "degrees", "quantile"),  # from printed tables
     [(0.95, 8, 1.860), (0.975, 10, 2.228), (0.999, 8, 4.501), (0.9995, 20, 3.850), (0.995, 30, 2.750)],
 )
 def test_quantiles_of_students_t(probability, degrees, quantile):
@@ -36,12 +36,12 @@ def test_quantiles_of_students_t(probability, degrees, quantile):
 
 
 def race(scores, error):
-    """Return who is left of members whose scores `[members, questions]` are known."""
+    """Return the members that remain after a race with known scores `[members, questions]`."""
     members, questions = scores.shape
     running = list(range(members))
     for _, last in list(rounds(questions, racing=True))[:-1]:
-        left = still_racing(scores[running, :last], error / looks(questions) / (members - 1))
-        running = [running[row] for row in left]
+        remaining = still_racing(scores[running, :last], error / looks(questions) / (members - 1))
+        running = [running[row] for row in remaining]
     return running
 
 
@@ -63,7 +63,7 @@ def failing(rng, gap):
 
 @pytest.mark.parametrize("draw", [normal, right_or_wrong, failing])
 @pytest.mark.parametrize("error", [0.3])
-def test_the_best_is_left_behind_at_most_as_often_as_stated(draw, error):
+def test_the_best_is_eliminated_at_most_at_the_stated_rate(draw, error):
     rng = np.random.default_rng(0)
     runs = 150
     lost = sum(0 not in race(draw(rng, 0.02), error) for _ in range(runs))
@@ -71,27 +71,27 @@ def test_the_best_is_left_behind_at_most_as_often_as_stated(draw, error):
 
 
 @pytest.mark.parametrize("draw", [normal, right_or_wrong])
-def test_whoever_is_far_behind_leaves_and_the_leader_never_does(draw):
+def test_members_far_behind_are_eliminated_and_the_leader_never(draw):
     rng = np.random.default_rng(1)
     for _ in range(20):
         scores = draw(rng, 0.0)
         scores[1:3] -= 3
-        left = race(scores, 0.05)
-        assert not {1, 2} & set(left)
-        assert int(scores[left].mean(axis=1).argmax()) in range(len(left))
+        remaining = race(scores, 0.05)
+        assert not {1, 2} & set(remaining)
+        assert int(scores[remaining].mean(axis=1).argmax()) in range(len(remaining))
 
 
 @pytest.mark.parametrize("questions", [2, 4, 8])
-def test_questions_that_all_say_the_same_are_as_sure_as_a_sign_test(questions):
+def test_equal_scores_are_tested_like_a_sign_test(questions):
     ahead_everywhere, behind = np.ones(questions), np.zeros(questions)
-    sign_test = 0.5**questions  # the chance of it where both are alike
+    sign_test = 0.5**questions  # probability if both are equal
     assert not clearly_behind(ahead_everywhere, behind, sign_test / 3)
     if questions == 8:
         assert clearly_behind(ahead_everywhere, behind, sign_test * 3)
     assert not clearly_behind(behind, behind, 0.4)
 
 
-def test_who_left_early_is_worth_what_it_was_behind_on_the_same_questions():
+def test_fitness_of_eliminated_members_is_relative_to_the_same_questions():
     hard_at_first = np.concatenate([np.zeros(8), np.full(24, 10.0)])
     leader = Fitness.from_scores((hard_at_first + np.arange(32) % 3).tolist())
     early = Fitness.from_scores((np.arange(8) % 3 - 1.0).tolist())
@@ -101,4 +101,4 @@ def test_who_left_early_is_worth_what_it_was_behind_on_the_same_questions():
     assert on_all_questions(leader, leader) is leader
     assert ahead(leader, estimated)
     assert not ahead(estimated, leader)
-    assert ahead(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))  # nothing in common
+    assert ahead(Fitness.from_scores([2, 3], keys=[7, 8]), Fitness.from_scores([1, 1, 1, 2]))  # no common questions

@@ -1,4 +1,4 @@
-"""Replaying a hyperparameter schedule: the suite of every strategy, and that the schedule is followed to the step."""
+"""Replay of a hyperparameter schedule."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ class TestReplay(StrategyTestCase):
     def make_strategy(self):
         return Replay(stages=STAGES)
 
-    def test_every_healthy_member_has_what_the_schedule_says_and_nobody_copies_anybody(self):
+    def test_healthy_members_follow_the_schedule_without_selection(self):
         for size, failures in ((1, 0.0), (4, 0.3)):
             life = SimulatedPopulation(size, failures=failures)
             for history, plan in self.follow(self.make_strategy(), life):
@@ -42,7 +42,7 @@ class TestReplay(StrategyTestCase):
                 steps = plan.steps_per_generation or history.last.steps_per_generation
                 assert (samples, (steps,)) == (due.samples_per_step, due.generations)
 
-    def test_after_the_last_stage_nothing_changes_any_more(self):
+    def test_nothing_changes_after_the_last_stage(self):
         short = Replay(stages=STAGES[:2])
         plans = [plan for _, plan in self.follow(short, SimulatedPopulation(1))]
         assert [len(plan.children) for plan in plans] == [1] + [0] * (GENERATIONS - 1)
@@ -64,12 +64,12 @@ class TestReplay(StrategyTestCase):
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 8, "stepz": 1}], "unknown field of a stage"),
     ],
 )
-def test_stages_that_are_none_are_refused(stages, message):
+def test_invalid_stages_are_refused(stages, message):
     with pytest.raises(ValueError, match=message):
         Replay(stages=stages)
 
 
-def test_plans_draw_nothing():
+def test_plans_use_no_random_numbers():
     rng = np.random.default_rng(3)
     Replay(stages=STAGES).plan(SimulatedPopulation(3).evaluate(), rng)
     assert rng.random() == np.random.default_rng(3).random()

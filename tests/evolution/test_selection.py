@@ -1,4 +1,4 @@
-"""Tournaments pick the better member, and only where the difference is more than noise."""
+"""Tournaments pick the better member if the difference exceeds the noise."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def fitness_of(*means, noise=0.0, seed=0):
     return [Fitness.from_scores((mean + noise * rng.standard_normal(QUESTIONS)).tolist()) for mean in means]
 
 
-def test_the_best_is_the_first_of_several_equal_ones_and_never_a_failed_one():
+def test_the_best_is_the_first_of_equal_healthy_members():
     low, high = fitness_of(0.0, 1.0)
     assert best_slot([None, low, high, high]) == 2
     assert best_slot([high, high]) == 0
@@ -23,14 +23,14 @@ def test_the_best_is_the_first_of_several_equal_ones_and_never_a_failed_one():
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0, 3.0])
-def test_a_tournament_of_everyone_copies_a_clear_winner_everywhere(z):
+def test_a_tournament_of_all_members_copies_a_clear_winner_everywhere(z):
     choices = tournament(fitness_of(0.0, 0.1, 0.9, 0.2), 4, z, np.random.default_rng(0))
     assert [choice.parent for choice in choices] == [2, 2, 2, 2]
     assert choices[2].reason == "kept: elite"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_each_slot_keeps_its_own_or_takes_a_better_one_beyond_the_noise(size):
+def test_a_slot_is_replaced_if_the_challenger_is_better_beyond_the_noise(size):
     z = 1.0
     for seed in range(30):
         fitness = fitness_of(*np.linspace(0, 0.5, 6), noise=1.0, seed=seed)
@@ -43,7 +43,7 @@ def test_each_slot_keeps_its_own_or_takes_a_better_one_beyond_the_noise(size):
                 assert choice.reason.startswith(f"replaced by slot {choice.parent}")
 
 
-def test_the_reason_names_noise_exactly_where_a_better_challenger_is_held_back():
+def test_the_reason_names_noise_if_a_better_challenger_is_rejected():
     held_back = 0
     for seed in range(30):
         fitness = fitness_of(0.0, 0.0, 0.0, noise=1.0, seed=seed)
@@ -56,7 +56,7 @@ def test_the_reason_names_noise_exactly_where_a_better_challenger_is_held_back()
     assert held_back > 0
 
 
-def test_more_contestants_select_harder():
+def test_larger_tournaments_select_harder():
     fitness = fitness_of(*np.linspace(0, 1, 10))
     taken = [
         np.mean(
@@ -69,7 +69,7 @@ def test_more_contestants_select_harder():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_failed_members_are_replaced_by_healthy_ones_whatever_the_noise(size):
+def test_failed_members_are_replaced_regardless_of_noise(size):
     first, second = fitness_of(0.0, 0.0, noise=1.0)
     for seed in range(10):
         choices = tournament([None, first, None, second, None], size, 100.0, np.random.default_rng(seed))
@@ -77,8 +77,8 @@ def test_failed_members_are_replaced_by_healthy_ones_whatever_the_noise(size):
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
 
 
-def test_a_fixed_fitness_gap_is_seen_through_noise_that_members_share():
-    """Question difficulty with a spread of 10 hides a gap of 0.1 from plain means, not from paired ones."""
+def test_a_fixed_fitness_gap_is_detected_through_shared_noise():
+    """Question difficulty with a standard deviation of 10 hides a gap of 0.1 from plain means, not from paired ones."""
     difficulty = 10 * np.random.default_rng(0).standard_normal(QUESTIONS)
     fitness = [Fitness.from_scores((difficulty + gap).tolist()) for gap in (0.0, 0.1)]
     assert fitness[0].standard_error > 0.1

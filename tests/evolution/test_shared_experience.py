@@ -1,4 +1,4 @@
-"""Who learns from whose samples, and who samples how much: rules of numbers alone."""
+"""Shared experience: which samples each member learns from, and samples per member."""
 
 import dataclasses
 import math
@@ -21,14 +21,14 @@ REWARDS = {0: 3.0, 2: 5.0, 3: 3.0, 5: -1.0}
         ("all", dict.fromkeys((0, 2, 3, 5, 7), (0, 2, 3, 5))),
     ],
 )
-def test_members_learn_from_their_own_samples_and_from_those_of_whom_the_rule_names(learn_from, expected):
+def test_members_learn_from_their_own_and_selected_samples(learn_from, expected):
     """Slot 7 has not sampled."""
     assert SharedExperience(learn_from=learn_from).sources(REWARDS, list(expected)) == expected
 
 
 @pytest.mark.parametrize("learn_from", ["leader", "better", "all"])
 @pytest.mark.parametrize("unknown", [{1: math.nan}, {1: math.nan, 4: 2.0}, {1: math.nan, 4: math.nan}])
-def test_members_learn_from_somebody_although_no_reward_applies(learn_from, unknown):
+def test_members_learn_from_others_if_no_reward_applies(learn_from, unknown):
     sources = SharedExperience(learn_from=learn_from).sources(unknown, [1, 4])
     assert {1, 4} & {source for own in sources.values() for source in own} <= set(unknown)
     assert all(sources[slot] for slot in (1, 4))
@@ -46,7 +46,7 @@ def test_members_learn_from_somebody_although_no_reward_applies(learn_from, unkn
         ({"min_ess": "0.5"}, "must be a number"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SharedExperience(**settings)
     with pytest.raises(ValueError, match=message):
@@ -54,12 +54,12 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 
 @pytest.mark.parametrize("value", ["alone", "Shared", 1, True, ["shared"], {"own": 0.5}])
-def test_what_stands_for_no_experience_is_refused(value):
+def test_invalid_arguments_are_refused(value):
     with pytest.raises(ValueError, match=r"experience.*'?own"):
         shared_experience(value)
 
 
-def test_names_and_settings_stand_for_the_same():
+def test_names_and_settings_are_equivalent():
     settings = {"learn_from": "all", "min_ess": 0.5, "samplers": "rank"}
     assert shared_experience("own") is shared_experience(None) is None
     assert shared_experience("shared") == shared_experience({}) == SharedExperience()
@@ -68,11 +68,8 @@ def test_names_and_settings_stand_for_the_same():
     )
 
 
-# ---- better members sample more
-
-
 def ranked(means, **life):
-    """Return the plan of a strategy that keeps everybody, with samples by rank; and who is there."""
+    """Return a plan that keeps all members, with samples by rank, and its history."""
     history = SimulatedPopulation(len(means), **life).evaluate()
     slots = [
         record
@@ -83,12 +80,12 @@ def ranked(means, **life):
     last = dataclasses.replace(history.last, slots=tuple(slots))
     history = dataclasses.replace(history, generations=(last,))
     plan = samples_by_rank(Fixed().plan(history, np.random.default_rng(0)), history)
-    plan.check(history)  # whole groups, and no more in all than samples_per_step for each
+    plan.check(history)  # whole groups, on average at most samples_per_step
     return plan, history.last
 
 
 @pytest.mark.parametrize("means", [(1, 4, 2, 3), (0, 0, 0, 0), (-5, -1, 7, 7), (9, 8)])
-def test_better_members_sample_more_and_all_of_the_samples_are_dealt_out(means):
+def test_better_members_sample_more_at_constant_total(means):
     plan, last = ranked(means)
     sizes = [record.member.hyperparameters.group_size for record in last.slots]
     whole = last.samples_per_step * len(means)
@@ -100,7 +97,7 @@ def test_better_members_sample_more_and_all_of_the_samples_are_dealt_out(means):
     assert plan.samples[order[0]] >= plan.samples[order[-1]]
 
 
-def test_nobody_samples_where_nobody_lives_and_a_plan_that_says_who_samples_stays():
+def test_empty_slots_sample_nothing_and_explicit_samples_are_kept():
     plan, last = ranked((1, 4, 2, 3), empty=(3,))
     assert plan.samples[3] == 0
     size = last.member(0).hyperparameters.group_size

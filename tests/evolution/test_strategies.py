@@ -1,4 +1,4 @@
-"""The strategies of the package: the suite that every strategy passes, and what sets each apart."""
+"""Strategies of the package: conformance and specific behaviour."""
 
 import dataclasses
 import math
@@ -40,18 +40,18 @@ COSTLY = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
 
 
 class BuiltInTestCase(StrategyTestCase):
-    """What the package's own strategies promise beyond that."""
+    """Additional promises of the package's strategies."""
 
     strategy = Fixed()
 
     def make_strategy(self):
         return self.strategy
 
-    def test_the_reason_for_a_failed_members_end_is_that_it_failed(self):
+    def test_failure_is_the_reason_for_replacing_a_failed_member(self):
         for history, plan in self.simulated():
             assert all("failed" in plan.reasons[slot] for slot in history.last.failed)
 
-    def test_empty_slots_stay_empty_and_budgets_stay_as_they_are(self):
+    def test_empty_slots_stay_empty_and_budgets_stay_equal(self):
         vacancies = 0
         for history, plan in self.simulated():
             assert plan.vacant == history.last.empty
@@ -60,7 +60,7 @@ class BuiltInTestCase(StrategyTestCase):
         assert vacancies
 
     @pytest.mark.parametrize("size", [3, 9])
-    def test_where_the_space_runs_out_members_are_alike_and_the_reason_says_so(self, size):
+    def test_members_are_equal_where_the_space_is_exhausted(self, size):
         if not self.no_twins:
             pytest.skip("its clones may be exact")
         for history, plan in self.follow(self.make_strategy(), SimulatedPopulation(size, spread=3.0, space=NARROW)):
@@ -71,7 +71,7 @@ class BuiltInTestCase(StrategyTestCase):
                     each.hyperparameters for each in unchanged_members(history, plan) if each.index == child.parent
                 }
                 if "nothing else is left" in child.reason:
-                    assert len(around) >= 6  # all that there is
+                    assert len(around) >= 6  # the whole space
                 else:
                     twins = [
                         c
@@ -85,7 +85,7 @@ class BuiltInTestCase(StrategyTestCase):
                         if child.parent in (each.index, each.parent)
                     ]
 
-    def test_choices_of_group_size_that_cost_more_are_refused(self):
+    def test_group_sizes_of_unequal_cost_are_refused(self):
         history = dataclasses.replace(SimulatedPopulation(3).evaluate(), space=COSTLY)
         with pytest.raises(ValueError, match=r"got \[5\]: choose from 2, 3, 4, 6"):
             self.strategy.plan(history, np.random.default_rng(0))
@@ -94,7 +94,7 @@ class BuiltInTestCase(StrategyTestCase):
 class TestTournament(BuiltInTestCase):
     strategy = Tournament()
 
-    def test_every_replacement_is_mutated_and_nobody_else(self):
+    def test_all_replacements_are_mutated(self):
         replacements = 0
         for _, plan in self.simulated():
             assert {child.slot for child in plan.children} == {
@@ -106,7 +106,7 @@ class TestTournament(BuiltInTestCase):
             replacements += len(plan.children)
         assert replacements > 0
 
-    def test_all_but_the_best_are_mutated_on_their_own_lines_exactly_where_nobody_got_better(self):
+    def test_without_improvement_all_but_the_best_are_mutated(self):
         stuck = 0
         for history, plan in self.simulated():
             explored = {slot for slot, reason in enumerate(plan.reasons) if reason.startswith("mutated in place")}
@@ -122,7 +122,7 @@ class TestTournament(BuiltInTestCase):
 
 
 def got_better(history):
-    """Whether a member earned more than it, or its parent, did the generation before, by more than a standard error."""
+    """Return True if a member improved on itself or its parent by more than a standard error."""
     if len(history.generations) < 2:
         return False
     before = {record.member.index: record.fitness for record in history.generations[-2].slots if record.member}
@@ -138,7 +138,7 @@ def got_better(history):
 class TestTournamentOfEveryone(BuiltInTestCase):
     strategy = Tournament(size=9, z=0.0, mutation=Mutation(probability=1.0))
 
-    def test_everyone_becomes_a_child_of_the_elite(self):
+    def test_all_members_become_children_of_the_elite(self):
         for history, plan in self.simulated():
             assert set(plan.parents) - {None} == {plan.elite}
             assert len(plan.children) == history.capacity - len(plan.vacant) - 1
@@ -148,7 +148,7 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
     strategy = Tournament(elitism=False)
     keeps_elite = False
 
-    def test_the_best_is_replaced_by_a_mutated_clone_of_itself(self):
+    def test_without_elitism_the_best_is_mutated_as_well(self):
         for history, plan in self.simulated():
             (child,) = [child for child in plan.children if child.slot == plan.elite]
             assert child.parent == history.last.member(plan.elite).index
@@ -158,7 +158,7 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
 class TestTruncationPBT(BuiltInTestCase):
     strategy = TruncationPBT()
 
-    def test_as_many_of_the_worst_as_of_the_best_are_replaced_by_clones_of_these(self):
+    def test_the_worst_are_replaced_by_clones_of_the_best(self):
         for history, plan in self.simulated():
             ranked = history.last.ranked
             count = min(len(ranked) // 2, math.ceil(len(ranked) / 4))
@@ -166,7 +166,7 @@ class TestTruncationPBT(BuiltInTestCase):
             assert {child.slot for child in plan.children} == replaced
             assert {plan.parents[slot] for slot in replaced} <= set(ranked[: max(count, 1)])
 
-    def test_numbers_are_multiplied_by_a_factor_or_drawn_anew_and_ladders_move_one_rung(self):
+    def test_numbers_are_multiplied_or_resampled_and_choices_move_by_one(self):
         space = HyperparameterConfig(
             lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
         )
@@ -177,13 +177,13 @@ class TestTruncationPBT(BuiltInTestCase):
         expected = {1.2: 3 / 8, 0.8: 3 / 8}
         for factor, chance in expected.items():
             assert rates.count(factor) / trials == pytest.approx(chance, abs=0.05)
-        # A rung away: 3/8 each, and as often as any other where it is drawn anew; drawn as itself it takes a rung.
+        # A neighbour has 3/8, plus its share of resampling; resampling the same value moves to a neighbour.
         assert 16 not in rungs
         for rung, chance in {8: 3 / 8 + 1 / 4 * 0.3, 32: 3 / 8 + 1 / 4 * 0.3, 4: 1 / 20, 64: 1 / 20}.items():
             assert rungs.count(rung) / trials == pytest.approx(chance, abs=0.05)
 
     @pytest.mark.parametrize("resample", [0.0, 0.25])
-    def test_whole_numbers_move_bounds_hold_and_nothing_is_absorbing(self, resample):
+    def test_integers_move_within_bounds_without_absorbing_values(self, resample):
         strategy = TruncationPBT(resample=resample)
         space = HyperparameterConfig(
             lr=RLParameter(min=1e-4, max=2e-4, scale="log"),
@@ -207,7 +207,7 @@ class TestTruncationPBT(BuiltInTestCase):
 class TestMutationOnly(BuiltInTestCase):
     strategy = MutationOnly()
 
-    def test_all_but_the_best_change_on_their_own_lines(self):
+    def test_all_but_the_best_mutate_without_selection(self):
         for history, plan in self.simulated():
             healthy = set(history.last.ranked)
             assert all(plan.parents[slot] == slot for slot in healthy)
@@ -218,7 +218,7 @@ class TestMutationOnly(BuiltInTestCase):
 class TestRandomSearch(BuiltInTestCase):
     strategy = RandomSearch()
 
-    def test_nothing_changes_and_whoever_failed_makes_room_for_a_fresh_founder(self):
+    def test_nothing_changes_but_failed_members_become_founders(self):
         drawn = []
         for history, plan in self.simulated():
             assert {child.slot for child in plan.children} == set(history.last.failed)
@@ -234,7 +234,7 @@ class TestSelectionOnly(BuiltInTestCase):
     no_twins = False
     strategy = SelectionOnly()
 
-    def test_it_selects_as_the_tournament_does_and_changes_no_hyperparameter(self):
+    def test_selects_like_the_tournament_without_changing_hyperparameters(self):
         for situation in SITUATIONS:
             history = SimulatedPopulation(*situation).evaluate()
             plan, mutated = (each.plan(history, np.random.default_rng(1)) for each in (self.strategy, Tournament()))
@@ -248,17 +248,17 @@ class TestFixed(BuiltInTestCase):
     strategy = Fixed()
 
     def test_plans_have_no_memory(self):
-        """What came before the last generation changes nothing, and nobody but members decides how many draws."""
+        """Earlier generations and empty slots have no influence."""
         for history, plan in self.follow(self.strategy, SimulatedPopulation(4, failures=0.3)):
             last = dataclasses.replace(history, generations=history.generations[-1:])
             assert self.strategy.plan(last, np.random.default_rng([0, 1000 + history.last.number])) == plan
 
-    def test_healthy_members_all_stay_and_clones_of_failed_ones_are_exact(self):
+    def test_healthy_members_stay_and_clones_of_failed_ones_are_exact(self):
         for history, plan in self.simulated():
             assert {child.slot for child in plan.children} == set(history.last.failed)
             assert not any(child.changes for child in plan.children)
 
-    def test_it_prefers_no_healthy_member_when_replacing(self):
+    def test_replacements_are_chosen_uniformly(self):
         history = SimulatedPopulation(4, spread=3.0).evaluate()
         slots = (dataclasses.replace(history.last.slots[0], fitness=None), *history.last.slots[1:])
         failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=slots),))
@@ -280,7 +280,7 @@ class TestFixed(BuiltInTestCase):
         ({"elitism": False, "mutation": None}, "elitism=False needs a mutation"),
     ],
 )
-def test_tournament_settings_out_of_range_are_refused(settings, message):
+def test_invalid_tournament_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Tournament(**settings)
 
@@ -299,7 +299,7 @@ def test_tournament_settings_out_of_range_are_refused(settings, message):
         ({"backtrack": None}, "backtrack must be True or False"),
     ],
 )
-def test_truncation_settings_out_of_range_are_refused(settings, message):
+def test_invalid_truncation_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         TruncationPBT(**settings)
 
@@ -318,32 +318,29 @@ def test_truncation_settings_out_of_range_are_refused(settings, message):
         ({"name": "tests.strategies.halving:Halving"}, "unknown strategy 'tests.strategies.halving:Halving'"),
     ],
 )
-def test_unknown_strategies_and_settings_are_refused_by_name(values, message):
+def test_unknown_strategies_and_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         strategy_from_json(values)
 
 
-def test_settings_left_out_of_json_take_their_defaults():
+def test_missing_settings_take_their_defaults():
     assert strategy_from_json({"name": "tournament", "size": 3}) == Tournament(size=3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(Fixed):
+class UserStrategy(Fixed):
     width: float
     depth: int = 1
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "settings of mine:Own are not complete.*'width'")],
+    [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "mine:UserStrategy.*'width'")],
 )
-def test_settings_of_ones_own_class_are_checked_by_its_arguments(settings, message):
-    assert strategy_from_json({"name": "mine:Own", "width": 0.5}, Own) == Own(width=0.5)
+def test_settings_of_a_user_class_are_validated_by_its_constructor(settings, message):
+    assert strategy_from_json({"name": "mine:UserStrategy", "width": 0.5}, UserStrategy) == UserStrategy(width=0.5)
     with pytest.raises(ValueError, match=message):
-        strategy_from_json({"name": "mine:Own", **settings}, Own)
-
-
-# ---- plans
+        strategy_from_json({"name": "mine:UserStrategy", **settings}, UserStrategy)
 
 
 def born(slot, index, parent, group_size=8):
@@ -374,14 +371,14 @@ def born(slot, index, parent, group_size=8):
         ),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(fields, message):
+def test_contradictory_plans_are_refused(fields, message):
     valid = {"generation": 0, "parents": (0, 1), "children": (), "reasons": ("a", "b"), "elite": 0}
     assert Plan(**valid).vacant == ()
     with pytest.raises(ValueError, match=message):
         Plan(**{**valid, **fields})
 
 
-def test_a_slot_without_parent_holds_a_founder_or_nobody():
+def test_a_slot_without_parent_is_empty_or_gets_a_founder():
     plan = Plan(generation=0, parents=(0, None, None), children=(born(2, 4, None),), reasons=("a", "b", "c"), elite=0)
     assert plan.vacant == (1,)
 
@@ -432,8 +429,8 @@ def test_choices_become_births_retirements_and_founders():
         ({"samples_per_step": 13}, "must hold at least two divisors of samples_per_step=13"),
     ],
 )
-def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
-    """The member of slot 1 has failed, and slot 3 is empty."""
+def test_invalid_plans_are_refused(fields, message):
+    """The member of slot 1 failed, and slot 3 is empty."""
     history = SimulatedPopulation(4, empty=(3,)).evaluate()
     slots = [*history.last.slots]
     slots[1] = dataclasses.replace(slots[1], fitness=None)
@@ -445,10 +442,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
         Plan(**{**valid, **fields}).check(history)
 
 
-# ---- histories
-
-
-def test_a_history_that_contradicts_itself_is_refused():
+def test_contradictory_histories_are_refused():
     life = SimulatedPopulation(3)
     first = life.evaluate()
     second = life.evaluate()

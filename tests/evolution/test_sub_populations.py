@@ -1,4 +1,4 @@
-"""Sub-populations at several intervals: who evolves when, who migrates where, and with whose hyperparameters."""
+"""Multi-frequency PBT: sub-populations with different intervals, and migration between them."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class TestMultiFrequencyThatGoesBack(StrategyTestCase):
 
 
 def ranked(life, order):
-    """Return a history in which the members of these slots rank like this in the newest generation, the best first."""
+    """Return a history whose newest generation ranks these slots, the best first."""
     history = life.evaluate()
     slots = list(history.last.slots)
     for place, slot in enumerate(order):
@@ -33,20 +33,20 @@ def ranked(life, order):
     return life.history
 
 
-def told(life, order, strategy):
+def notes_of(life, order, strategy):
     history = ranked(life, order)
     return history, strategy.plan(history, np.random.default_rng(0))
 
 
 def halve(hyperparameters, space, rng):
-    """A mutation of one's own."""
+    """A mutation defined by the user."""
     return dataclasses.replace(hyperparameters, lr=max(hyperparameters.lr / 2, 1e-6))
 
 
-def test_mutations_may_be_ones_own():
+def test_user_mutations_are_applied():
     strategy = MultiFrequency(mutation=halve)
-    history, plan = told(SimulatedPopulation(8), range(8), strategy)
-    # A second clone of one parent would be the same, and is drawn from elsewhere.
+    history, plan = notes_of(SimulatedPopulation(8), range(8), strategy)
+    # A second clone of one parent would be equal and is drawn from elsewhere.
     (child, *_) = plan.children
     assert child.hyperparameters == halve(history.last.member(plan.parents[child.slot]).hyperparameters, None, None)
     assert strategy.to_json()["mutation"]["name"].endswith(":halve")
@@ -56,42 +56,42 @@ def test_mutations_may_be_ones_own():
 FAST, SLOW = (0, 2, 4, 6), (1, 3, 5, 7)
 
 
-def test_only_sub_populations_whose_interval_has_ended_evolve():
+def test_sub_populations_evolve_at_their_interval_only():
     life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
-    _, plan = told(life, (*FAST, *SLOW), strategy)
-    assert [child.slot for child in plan.children] == [6]  # no migrant is better than any of the fast
+    _, plan = notes_of(life, (*FAST, *SLOW), strategy)
+    assert [child.slot for child in plan.children] == [6]  # no migrant is better than any of the fast members
     life.apply(plan)
-    _, plan = told(life, (*FAST, *SLOW), strategy)
+    _, plan = notes_of(life, (*FAST, *SLOW), strategy)
     assert [child.slot for child in plan.children] == [5, 6, 7]
 
 
-def test_a_migrant_to_the_slow_brings_its_weights_alone():
+def test_a_migrant_to_the_slow_keeps_the_hyperparameters_there():
     life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
-    life.apply(told(life, (*FAST, *SLOW), strategy)[1])
-    history, plan = told(life, (0, 2, 4, 1, 3, 5, 6, 7), strategy)
+    life.apply(notes_of(life, (*FAST, *SLOW), strategy)[1])
+    history, plan = notes_of(life, (0, 2, 4, 1, 3, 5, 6, 7), strategy)
     births = {child.slot: child for child in plan.children}
     assert (plan.parents[5], plan.parents[7]) == (0, 1)
     assert births[5].hyperparameters == history.last.member(1).hyperparameters  # those of the best where it arrives
     assert "weights only" in plan.reasons[5]
 
 
-def test_a_migrant_to_the_fast_brings_all():
+def test_a_migrant_to_the_fast_brings_its_hyperparameters():
     life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 2))
-    history, plan = told(life, (1, 3, 0, 2, 4, 6, 5, 7), strategy)
+    history, plan = notes_of(life, (1, 3, 0, 2, 4, 6, 5, 7), strategy)
     (migrant,) = (child for child in plan.children if child.slot == 4)
     assert migrant.parent == history.last.member(1).index
     assert set(migrant.changes) < set(history.space)  # a mutated clone, not the best of the fast
     assert "weights and hyperparameters" in plan.reasons[4]
 
 
-def test_who_fails_is_replaced_whatever_the_interval():
+def test_failed_members_are_replaced_at_any_interval():
     life, strategy = SimulatedPopulation(8), MultiFrequency(intervals=(1, 5))
     history = ranked(life, (*FAST, *SLOW))
     slots = list(history.last.slots)
     slots[3] = dataclasses.replace(slots[3], fitness=None)
     history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=tuple(slots)),))
     assert strategy.plan(history, RNG).parents[3] == 1
-    # With its whole sub-population failed, the best of all takes their places.
+    # If its whole sub-population failed, it is replaced by the best of all.
     for slot in SLOW:
         slots[slot] = dataclasses.replace(slots[slot], fitness=None)
     history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, slots=tuple(slots)),))
@@ -99,7 +99,7 @@ def test_who_fails_is_replaced_whatever_the_interval():
 
 
 @pytest.mark.parametrize(("size", "groups"), [(1, [1]), (7, [7]), (8, [4, 4]), (11, [6, 5]), (12, [4, 4, 4])])
-def test_members_are_dealt_by_who_they_are(size, groups):
+def test_sub_populations_follow_from_member_indices(size, groups):
     strategy = MultiFrequency(intervals=(1, 2, 4))
     history = SimulatedPopulation(size).evaluate()
     dealt = strategy._groups(history)
@@ -120,6 +120,6 @@ def test_members_are_dealt_by_who_they_are(size, groups):
         ({"backtrack": "no"}, "backtrack must be True or False"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, rule):
+def test_invalid_settings_are_refused(settings, rule):
     with pytest.raises(ValueError, match=rule):
         strategy_from_json({"name": "multi_frequency", **settings})

@@ -126,9 +126,6 @@ def test_quantile_one_keeps_the_mask():
     assert torch.equal(high_entropy_mask(entropies, mask, torch.tensor([0, 1, 2]), 1.0), mask)
 
 
-# ---- effective sample size
-
-
 @pytest.mark.parametrize("learner", [(0.2, 0.3, 0.5), (0.5, 0.25, 0.25), (0.1, 0.1, 0.8), (0.001, 0.001, 0.998)])
 def test_effective_sample_size_of_two_categorical_policies(learner):
     """With actions in proportion to the acting policy p it is 1 / sum q^2 / p."""

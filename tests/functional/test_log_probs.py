@@ -234,8 +234,6 @@ def test_sampling_with_non_finite_rows():
     assert torch.equal(sample_inverse_cdf(weights, uniforms)[[0, 2]], clean[[0, 2]])
 
 
-# ---- truncation
-
 LOGITS = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
 TIED = LOGITS.round()
 

@@ -39,20 +39,11 @@ class TestAdapterBankWithOwnReferences(TestAdapterBank):
         return bank
 
 
-class TestPlainAdapterBank(TestAdapterBank):
-    """Conformance without shared prefixes."""
-
-    def make_bank(self, size):
-        bank = super().make_bank(size)
-        bank.base.shares_prefix = False
-        return bank
-
-
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 20, 60, 10_000])
+@pytest.mark.parametrize("budget", [1, 60])
 def test_gradients_do_not_depend_on_micro_batches(budget, shared):
     whole = different_members(MODEL, 3, micro_batch_tokens=10**6)
     split = different_members(MODEL, 3, micro_batch_tokens=budget)

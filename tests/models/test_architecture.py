@@ -27,7 +27,7 @@ from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe
 HIDDEN = (7, 5)
 
 
-def learnt(config, space=VECTOR, outputs=3):
+def random_parameters(config, space=VECTOR, outputs=3):
     """Return a train state's random parameters."""
     network = DefaultNetwork(config, space, outputs)
     random = torch.Generator().manual_seed(0)
@@ -42,9 +42,6 @@ def outputs_of(parameters, config, space=VECTOR):
     rng = np.random.default_rng(1)
     seen = tensors(stacked([observe(space, rng) for _ in range(50)]), (1, 50))
     return network({name: value[None] for name, value in parameters.items()}, seen)[0]
-
-
-# ---- the record
 
 
 def test_json_and_bytes_round_trip():
@@ -80,15 +77,12 @@ def test_unknown_settings_and_damaged_bytes_are_rejected():
             NetworkConfig.from_tensor(broken)
 
 
-# ---- changes that keep the function
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("hidden", [(9, 5), (7, 8), (12, 11)])
 @pytest.mark.parametrize("space", [VECTOR, MIXED], ids=["vector", "images"])
 def test_added_units_preserve_the_function(activation, hidden, space):
     old, new = (NetworkConfig(hidden=sizes, activation=activation) for sizes in (HIDDEN, hidden))
-    before = learnt(old, space)
+    before = random_parameters(old, space)
     after = morph(before, old, new, generator(0, "test"))
     for name in ("weights", "reference"):
         one, other = outputs_of(before[name], old, space), outputs_of(after[name], new, space)
@@ -102,12 +96,12 @@ def test_added_units_preserve_the_function(activation, hidden, space):
 def test_added_layers_preserve_the_function(activation, layers):
     old = NetworkConfig(hidden=HIDDEN, activation=activation)
     new = NetworkConfig(hidden=HIDDEN + HIDDEN[-1:] * layers, activation=activation)
-    before = learnt(old)
+    before = random_parameters(old)
     after = morph(before, old, new, generator(0, "test"))
     for name in ("weights", "reference"):
         one, other = outputs_of(before[name], old), outputs_of(after[name], new)
         if activation == "tanh":
-            # Each layer takes at most 2 % off each value h in [-1, 1], so at most 2 % of sum |h W| off an output.
+            # Each layer changes each value h in [-1, 1] by at most 2 %, so an output by at most 2 % of sum |h W|.
             bound = 0.0205 * layers * float(before[name]["output.weight"].abs().sum(0).max())
             assert float((one - other).abs().max()) <= bound
             assert not torch.equal(one, other)
@@ -118,7 +112,7 @@ def test_added_layers_preserve_the_function(activation, layers):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_remove_layer_inverts_add_layer(activation):
     config = NetworkConfig(hidden=HIDDEN, activation=activation)
-    before = learnt(config)
+    before = random_parameters(config)
     after = remove_layer(add_layer(before, 2, activation), 3)
     for name in ("weights", "reference"):
         for key, value in before[name].items():
@@ -127,7 +121,7 @@ def test_remove_layer_inverts_add_layer(activation):
 
 def test_units_with_the_largest_outgoing_weights_are_kept():
     old, new = NetworkConfig(hidden=(6,)), NetworkConfig(hidden=(3,))
-    before = learnt(old)
+    before = random_parameters(old)
     strengths = torch.tensor([0.0, 5.0, 0.1, 3.0, 0.0, 4.0])
     rows = torch.nn.functional.normalize(before["weights"]["output.weight"], dim=1)
     before["weights"]["output.weight"] = strengths[:, None] * rows
@@ -142,7 +136,7 @@ def test_units_with_the_largest_outgoing_weights_are_kept():
 
 def test_removing_added_units_restores_the_state():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(20, 5))
-    before = learnt(old)
+    before = random_parameters(old)
     rng = generator(0, "test")
     after = morph(morph(before, old, new, rng), new, old, rng)
     for name, parameters in before.items():
@@ -152,7 +146,7 @@ def test_removing_added_units_restores_the_state():
 
 def test_moments_are_kept_and_zero_for_new_weights():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(9, 5))
-    before = learnt(old)
+    before = random_parameters(old)
     after = morph(before, old, new, generator(0, "test"))
     for name in ("exp_avg", "exp_avg_sq"):
         one, other = before[name], after[name]
@@ -165,7 +159,7 @@ def test_moments_are_kept_and_zero_for_new_weights():
 
 def test_moments_are_rescaled_with_weights():
     """With tanh the output's weights are multiplied by 4, so its gradients are divided by 4."""
-    before = learnt(NetworkConfig(hidden=HIDDEN))
+    before = random_parameters(NetworkConfig(hidden=HIDDEN))
     after = add_layer(before, 2, "tanh")
     assert torch.equal(after["weights"]["output.weight"], 4 * before["weights"]["output.weight"])
     assert torch.equal(after["exp_avg"]["output.weight"], before["exp_avg"]["output.weight"] / 4)
@@ -174,7 +168,7 @@ def test_moments_are_rescaled_with_weights():
 
 def test_changed_activation_keeps_all_values():
     old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=HIDDEN, activation="relu")
-    before = learnt(old)
+    before = random_parameters(old)
     after = morph(before, old, new, generator(0, "test"))
     assert all(torch.equal(after[n][key], value) for n, part in before.items() for key, value in part.items())
 
@@ -190,10 +184,7 @@ def test_changed_activation_keeps_all_values():
 def test_other_changes_are_rejected(new):
     old = NetworkConfig(hidden=HIDDEN)
     with pytest.raises(ValueError, match="hidden"):
-        morph(learnt(old), old, new, generator(0, "test"))
-
-
-# ---- proposals
+        morph(random_parameters(old), old, new, generator(0, "test"))
 
 
 def test_mutations_cover_all_kinds_within_limits():
@@ -208,7 +199,7 @@ def test_mutations_cover_all_kinds_within_limits():
         kinds.add(("layer", layers) if layers else ("units", units))
         assert limits.min_layers <= len(changed.hidden) <= limits.max_layers
         assert all(8 <= units <= 40 for units in changed.hidden)
-        # One thing at a time: an architecture is never more than one layer, one width or one activation away.
+        # A mutation changes one layer, one width or one activation.
         differing = sum(one != other for one, other in zip(config.hidden, changed.hidden, strict=False))
         moved = abs(len(config.hidden) - len(changed.hidden)) + differing + (config.activation != changed.activation)
         assert moved == 1
@@ -235,9 +226,6 @@ def test_limits_without_possible_changes_are_rejected():
 def test_invalid_limits_are_rejected(fields):
     with pytest.raises(ValueError, match=r"min_|activation|unit_steps"):
         ArchitectureLimits(**fields)
-
-
-# ---- in a bank
 
 
 @pytest.mark.parametrize("name", ["discrete", "box", "some alike", "images"])

@@ -39,9 +39,6 @@ def folder(tmp_path):
     return place
 
 
-# ---- folders and objects
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_local_folder_round_trip(architecture, tmp_path):
     model = tiny_model(architecture)
@@ -101,9 +98,6 @@ def test_remote_code_is_never_executed(folder, tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_base(folder)
     assert not witness.exists()
-
-
-# ---- errors
 
 
 @pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "no-such-model", "./no/such/folder"])
@@ -179,9 +173,6 @@ def test_missing_demo_wheel_raises(monkeypatch):
         load_base("smollm2-135m")
 
 
-# ---- GGUF
-
-
 @pytest.fixture
 def gguf_file(tmp_path):
     """Return a tiny Llama as a GGUF file and as a model."""
@@ -222,11 +213,11 @@ def gguf_file(tmp_path):
     writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
     writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
     for layer in range(config.num_hidden_layers):
-        for ours, theirs in names.items():
+        for ours, gguf_name in names.items():
             values = weights[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):  # the format interleaves the halves that rotate together
+            if gguf_name in ("attn_q", "attn_k"):  # the format interleaves the halves that rotate together
                 values = values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-            writer.add_tensor(f"blk.{layer}.{theirs}.weight", values.copy())
+            writer.add_tensor(f"blk.{layer}.{gguf_name}.weight", values.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -273,13 +264,13 @@ def test_conversion_by_old_transformers_is_repeated(gguf_file, monkeypatch):
     path, _ = gguf_file
     folder = convert_gguf(path)
     before = (folder / "config.json").stat().st_ino
-    told = r"wrong end token, from transformers \d.*"
+    messages = r"wrong end token, from transformers \d.*"
     with monkeypatch.context() as patched:
         patched.setattr(conversions, "MIN_TRANSFORMERS", Version("999"))
-        with pytest.warns(UserWarning, match=told):
+        with pytest.warns(UserWarning, match=messages):
             assert convert_gguf(path) == folder
     assert (folder / "config.json").stat().st_ino != before
-    convert_gguf(path)  # which is taken as it is now
+    convert_gguf(path)  # relabels the file with the current version
 
 
 def test_drafts_of_killed_conversions_are_removed(gguf_file, cache, monkeypatch):
@@ -292,7 +283,7 @@ def test_drafts_of_killed_conversions_are_removed(gguf_file, cache, monkeypatch)
     assert left.name.startswith(".draft-")
     (left / "model.safetensors").write_bytes(b"half")
     with ThreadPoolExecutor() as pool, (cache / ".converting").open("r+b") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as a process that is at it
+        fcntl.flock(other, fcntl.LOCK_EX)  # as a running conversion does
         converted = pool.submit(convert_gguf, path)
         assert wait([converted], timeout=0.5).not_done
         assert left.exists()
@@ -352,9 +343,6 @@ def test_demo_model_loads_without_importing_its_wheel(monkeypatch):
     text = base.tokenizer.decode(base.model.eval().generate(**ids, max_new_tokens=12, do_sample=False)[0])
     assert "Paris" in text
     assert demo_model_folder().is_dir()
-
-
-# ---- fingerprints
 
 
 def test_fingerprints_differ_between_models():

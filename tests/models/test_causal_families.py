@@ -25,11 +25,11 @@ from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch
 from tests.tiny_models import tiny_model
 
-# Experts beside dense and shared layers, a layer that PEFT refuses, one that is not linear, names that PEFT takes for
-# experts' in a model without any, scaled hidden states, and an inner model under another name.
+# Experts beside dense and shared layers, an unsupported and a non-linear layer, modules named like experts, scaled
+# hidden states, and an inner model under another name.
 DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "phimoe", "beam", "minicpm3", "llama4_text"]
 NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
-# Encoders under a causal head, models that padding on the left confuses, heads of several layers, and two others.
+# Encoders under a causal head, models that left padding breaks, heads of several layers, and two others.
 REFUSED = {
     *NOT_CAUSAL, "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -111,9 +111,6 @@ def test_model_without_gradient_raises():
         different_members(family_model("reformer"), 1)
 
 
-# ---- what is left out
-
-
 @pytest.mark.parametrize(
     ("family", "told"),
     [
@@ -136,11 +133,11 @@ def test_left_out_modules_are_warned_about(family, told):
         different_members(model, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Adapters train")
-        different_members(model, 2)  # not again
+        different_members(model, 2)  # warns once
 
 
 def test_unused_layers_are_adapted_if_named():
-    named = lora(target_modules=["x_proj", "dt_proj"])  # as an adapter may be that somebody starts from
+    named = lora(target_modules=["x_proj", "dt_proj"])  # as a starting adapter may name them
     bank = different_members(family_model("mamba"), 1, lora_config=named)
     assert {target.name.split(".")[-1] for target in bank.weights.targets} == {"x_proj", "dt_proj"}
 
@@ -167,9 +164,6 @@ def test_modules_misread_by_peft_are_named_by_weight():
     assert "model.layers.1.mlp.up_proj.weight" in record["target_parameters"]
     assert "model.layers.1.self_attn.q_proj" in record["target_modules"]
     assert len(record["target_parameters"]) + len(record["target_modules"]) == len(bank.weights.targets)
-
-
-# ---- the vocabulary head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,9 +212,6 @@ def test_half_precision_is_as_accurate_as_transformers(family):
         )
     batch = sampled_batch(full, tokens=4)
     assert 1e-5 < float((half.log_probs(batch) - full.log_probs(batch)).abs().max()) < 0.1
-
-
-# ---- exports
 
 
 def written(bank, folder):
@@ -276,9 +267,6 @@ def test_export_names_the_base(tmp_path, monkeypatch):
 
 def test_export_without_source_names_no_base():
     assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None
-
-
-# ---- what is no causal language model, or does not fit
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
@@ -346,7 +334,7 @@ def test_context_limit_of_longrope():
     bank = different_members(Phi3ForCausalLM(config), 2)
     assert bank.base.context == 24
     short, longest = (5, 6, 7), tuple(range(3, 20))
-    batch = sampled_batch(bank, tokens=7, prompts=(short, longest, short))  # of 24 tokens at most
+    batch = sampled_batch(bank, tokens=7, prompts=(short, longest, short))  # at most 24 tokens
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
@@ -358,7 +346,7 @@ def test_context_limit_of_temperature_tuning():
     bank = different_members(family_model("llama4_text", no_rope_layers=[1, 0], floor_scale=25), 2)
     assert bank.base.context == 24
     longest = tuple(range(3, 20))
-    batch = sampled_batch(bank, tokens=7, prompts=((5, 6, 7), longest, (8, 9)))  # of 24 tokens at most
+    batch = sampled_batch(bank, tokens=7, prompts=((5, 6, 7), longest, (8, 9)))  # at most 24 tokens
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)

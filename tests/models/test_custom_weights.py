@@ -62,7 +62,7 @@ def scaling_bank(model, ends=(EOS,)):
     )
 
 
-class TestMembersThatScaleSample(SamplerTestCase):
+class TestScalingBankSamples(SamplerTestCase):
     def make_bank(self):
         tokens = scaling_bank(tiny_model("llama")).sample(make_rows(range(SIZE), tokens=8)).actions[:, 1:].flatten()
         return scaling_bank(tiny_model("llama"), tokens.bincount().argsort(descending=True)[:3].tolist())

@@ -26,7 +26,7 @@ def test_categorical_frequencies_match_probabilities(temperature):
     heat = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
     actions, log_probs = law.sample(repeated(logits), UNIFORMS, heat, None)
     chances = torch.softmax(torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0).numpy()
-    # A grid of uniform numbers hits an interval of length p in p * GRID places, give or take one at either end.
+    # A grid of uniform numbers hits an interval of length p in p * GRID places, up to one at either end.
     assert np.abs(np.bincount(actions, minlength=5) - GRID * chances).max() <= 1.01
     np.testing.assert_allclose(log_probs, np.log(chances)[actions], rtol=1e-4, atol=1e-5)
     assert actions.dtype == np.int64
@@ -84,7 +84,7 @@ def test_temperature_zero_takes_the_most_likely_action(space):
         np.testing.assert_array_equal(actions[heat == 0], best[heat == 0])
         np.testing.assert_allclose(values[heat == 0], log_probs[heat == 0], rtol=1e-6)
     assert any((actions[row] != best[row]).any() for actions, _ in results for row in (1, 3, 4))
-    # No other action is more likely: the mode of each law, by trying many.
+    # Slow oracle: the most likely of many actions.
     scored = law.evaluate_actions(
         torch.from_numpy(outputs), torch.from_numpy(best), torch.ones(6), None, entropy_gradient=False
     )[0]

@@ -41,7 +41,7 @@ from tests.tiny_models import COMMON, tiny_model
 SIZE = 3
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(SIZE)}
 SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
-EACH_ITS_OWN = {"num_key_value_heads": 4}
+ONE_KEY_PER_HEAD = {"num_key_value_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -49,12 +49,12 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 
 MIXED = ["sliding_attention", "full_attention"]
-OWN_TURNS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e2}, "full_attention": YARN}
+ROPE_PER_LAYER_TYPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e2}, "full_attention": YARN}
 
-KNOWN = {
+SUPPORTED = {
     "llama, tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
     "llama, biases everywhere": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
-    "llama, keys for every head": LlamaConfig(**COMMON | EACH_ITS_OWN),
+    "llama, keys for every head": LlamaConfig(**COMMON | ONE_KEY_PER_HEAD),
     "llama, wide heads": LlamaConfig(**COMMON | {"head_dim": 16, "num_key_value_heads": 1}),
     "llama, linear": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
     "llama, a window that it has not": LlamaConfig(**COMMON, sliding_window=3, layer_types=["sliding_attention"] * 2),
@@ -69,8 +69,8 @@ KNOWN = {
     "olmo2": Olmo2Config(**COMMON),
     "olmo2, biases": Olmo2Config(**COMMON, attention_bias=True),
     "gemma": GemmaConfig(**COMMON | {"head_dim": 16}),
-    "olmo3": Olmo3Config(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
-    "gemma3": Gemma3TextConfig(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
+    "olmo3": Olmo3Config(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=ROPE_PER_LAYER_TYPE),
+    "gemma3": Gemma3TextConfig(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=ROPE_PER_LAYER_TYPE),
     "gemma, silu": GemmaConfig(**COMMON | {"head_dim": 8}, hidden_act="silu", tie_word_embeddings=False),
 }
 
@@ -85,7 +85,7 @@ def built(config, seed=0):
     return model
 
 
-def known_to(model, **settings):
+def uses_fast_llama(model, **settings):
     """Return True if a bank on a model uses fast_llama."""
     base = different_members(model, SIZE, **settings).base
     with base.working():
@@ -93,13 +93,13 @@ def known_to(model, **settings):
 
 
 @pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
+def unset_evogrpo_slow(monkeypatch):
     """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
 
 @pytest.fixture
-def both(monkeypatch):
+def fast_and_slow(monkeypatch):
     """Build the same bank with fast_llama and with transformers."""
 
     def build(model, **settings):
@@ -138,30 +138,30 @@ def assert_same(fast, slow, rows):
         assert_gradients_agree(one, other)
 
 
-@pytest.mark.parametrize("architecture", KNOWN)
-def test_matches_transformers(architecture, both):
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_matches_transformers(architecture, fast_and_slow):
     rows = make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,)))
-    assert_same(*both(built(KNOWN[architecture])), rows)
+    assert_same(*fast_and_slow(built(SUPPORTED[architecture])), rows)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 @pytest.mark.parametrize(
     ("architecture", "few"), [("llama, tied", 4), ("llama, biases everywhere", 4), ("gemma3", 4), ("qwen2", 128)]
 )
-def test_matches_transformers_with_onednn(architecture, few, both, monkeypatch):
+def test_matches_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added either way, more or fewer
-    fast, slow = both(built(KNOWN[architecture]))
-    with Products() as asked:
+    monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added in fast_and_slow cases
+    fast, slow = fast_and_slow(built(SUPPORTED[architecture]))
+    with OneDNNCalls() as calls:
         assert_same(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))
-    assert asked.of_onednn
+    assert calls.of_onednn
 
 
 @pytest.mark.parametrize("architecture", ["mistral, window", "qwen2, yarn"])
-def test_common_prompt_beginnings(architecture, both):
+def test_common_prompt_beginnings(architecture, fast_and_slow):
     rows = make_rows(range(SIZE), tokens=7, prompts=tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))))
-    assert_same(*both(built(KNOWN[architecture]), micro_batch_tokens=270), rows)
+    assert_same(*fast_and_slow(built(SUPPORTED[architecture]), micro_batch_tokens=270), rows)
 
 
 @pytest.mark.parametrize(
@@ -169,22 +169,23 @@ def test_common_prompt_beginnings(architecture, both):
     [["q_proj"], ["v_proj", "down_proj"], ["o_proj", "gate_proj"], r".*layers\.1\.self_attn\.k_proj"],
     ids=str,
 )
-def test_adapters_on_some_layers(targets, both):
-    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=targets))
+def test_adapters_on_some_layers(targets, fast_and_slow):
+    fast, slow = fast_and_slow(built(SUPPORTED["qwen2"]), lora_config=lora(target_modules=targets))
     assert_same(fast, slow, make_rows(range(SIZE)))
 
 
 @pytest.mark.parametrize("members", [(0, 0, 0), (0, 0, 1), (1, 0, 0)], ids=str)
-def test_members_with_equal_rows_share_products(members, both):
-    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=["k_proj", "v_proj", "up_proj"]))
-    fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # all in one
+def test_members_with_equal_rows_share_products(members, fast_and_slow):
+    targets = lora(target_modules=["k_proj", "v_proj", "up_proj"])
+    fast, slow = fast_and_slow(built(SUPPORTED["qwen2"]), lora_config=targets)
+    fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # a single micro-batch
     assert_same(fast, slow, make_rows(members))
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, tuple((*SYSTEM, *prompt) for prompt in PROMPTS)], ids=["apart", "root"])
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 1, 1)], ids=str)
-def test_joint_pass_of_prompts_and_rows_equals_separate_passes(members, prompts, both):
-    base = both(built(KNOWN["qwen3"]))[0]
+def test_joint_pass_of_prompts_and_rows_equals_separate_passes(members, prompts, fast_and_slow):
+    base = fast_and_slow(built(SUPPORTED["qwen3"]))[0]
     rows = make_rows(members, prompts=prompts)
     batch = as_batch(rows, base.sample(rows))
     route = base.weights.hook_factory("weights")
@@ -199,7 +200,7 @@ def test_joint_pass_of_prompts_and_rows_equals_separate_passes(members, prompts,
 
 
 def test_prompts_of_other_members_run_separately():
-    base = different_members(built(KNOWN["qwen3"]), SIZE).base
+    base = different_members(built(SUPPORTED["qwen3"]), SIZE).base
     weights = different_members(base.model, SIZE).weights
     route, ids = weights.hook_factory("weights"), torch.tensor([[5, 6], [7, 8]])
     rows, members, present = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones_like(ids, dtype=torch.bool)
@@ -210,8 +211,8 @@ def test_prompts_of_other_members_run_separately():
     torch.testing.assert_close(once, apart, rtol=LOG_PROB, atol=LOG_PROB)
 
 
-def test_no_backward_pass_below_the_first_adapter(both):
-    fast, _ = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
+def test_no_backward_pass_below_the_first_adapter(fast_and_slow):
+    fast, _ = fast_and_slow(built(SUPPORTED["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
     with fast.base.working():
         prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.hook_factory("weights"))
     assert [keys.requires_grad for keys, _ in prefix.layers] == [False, False]
@@ -220,17 +221,17 @@ def test_no_backward_pass_below_the_first_adapter(both):
 
 @pytest.mark.parametrize("folded", [0, 4])
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "llama, keys for every head", "gemma3"])
-def test_blockwise_attention_with_recomputation(architecture, folded, both, monkeypatch):
+def test_blockwise_attention_with_recomputation(architecture, folded, fast_and_slow, monkeypatch):
     monkeypatch.setattr(attention, "FOLDED", folded)
     for block in (64, 2):
         monkeypatch.setattr(attention, "BLOCK", block)
-        assert_same(*both(built(KNOWN[architecture])), make_rows(range(SIZE), tokens=7))
+        assert_same(*fast_and_slow(built(SUPPORTED[architecture])), make_rows(range(SIZE), tokens=7))
 
 
-def test_attention_of_other_devices(both, monkeypatch):
+def test_attention_of_other_devices(fast_and_slow, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 0)
     monkeypatch.setattr(attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))
-    assert_same(*both(built(KNOWN["qwen2, some windows"])), make_rows(range(SIZE)))
+    assert_same(*fast_and_slow(built(SUPPORTED["qwen2, some windows"])), make_rows(range(SIZE)))
 
 
 @pytest.mark.parametrize("length", [8, 200])
@@ -258,21 +259,21 @@ def test_attention_weights_are_saved_for_short_sequences_only(length, past):
 
 
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
-def test_kv_cache_grows(architecture, both, monkeypatch):
+def test_kv_cache_grows(architecture, fast_and_slow, monkeypatch):
     monkeypatch.setattr(decoding, "MIN_GROWTH", 2)
-    fast, slow = both(built(KNOWN[architecture]))
+    fast, slow = fast_and_slow(built(SUPPORTED[architecture]))
     assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
 
 
-def test_custom_hooks_apply_in_decoding(both):
-    class Other:  # acts as adapters do, and is no adapter
+def test_custom_hooks_apply_in_decoding(fast_and_slow):
+    class Other:  # a hook that is no adapter
         def __init__(self, view):
             self.view = view
 
         def __call__(self, module, inputs, output):
             return self.view(module, inputs, output)
 
-    banks = both(built(KNOWN["qwen2"]))
+    banks = fast_and_slow(built(SUPPORTED["qwen2"]))
     plain = banks[1].sample(rows := with_robust_uniforms(banks[1], make_rows(range(SIZE))))
     hook_factory = banks[0].weights.hook_factory
     banks[0].weights.hook_factory = lambda policy: lambda slots: Other(hook_factory(policy)(slots))
@@ -282,7 +283,7 @@ def test_custom_hooks_apply_in_decoding(both):
 
 
 def test_rows_in_any_order():
-    base = different_members(built(KNOWN["llama 3"]), SIZE).base
+    base = different_members(built(SUPPORTED["llama 3"]), SIZE).base
     rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
     present = torch.ones_like(ids, dtype=torch.bool)
     with base.working(), torch.no_grad():
@@ -293,10 +294,7 @@ def test_rows_in_any_order():
             torch.testing.assert_close(together[row, None], alone, rtol=1e-4, atol=1e-4)
 
 
-# ---- waiting
-
-
-class Products(TorchDispatchMode):
+class OneDNNCalls(TorchDispatchMode):
     """Records calls of oneDNN in float32."""
 
     of_onednn = False
@@ -306,23 +304,23 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class Asking(TorchDispatchMode):
+class SynchronisingCalls(TorchDispatchMode):
     """Counts operations that synchronise with the device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
-    asked = 0
+    calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = args[1] if "index" in str(func) and len(args) > 1 and isinstance(args[1], list | tuple) else ()
         by_mask = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
-        self.asked += by_mask or any(name in str(func) for name in self.WAITS)
+        self.calls += by_mask or any(name in str(func) for name in self.WAITS)
         return func(*args, **kwargs or {})
 
 
 SETTINGS = {
     "temperatures": {},
     "greedy": {"temperature": torch.zeros(27)},
-    "both": {"temperature": torch.arange(27) % 3 / 2},
+    "fast_and_slow": {"temperature": torch.arange(27) % 3 / 2},
     "truncated": {"options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2)},
 }
 
@@ -332,23 +330,20 @@ SETTINGS = {
 def test_decoding_does_not_synchronise_per_token(settings, architecture, monkeypatch):
     monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 100)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
-    bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
+    bank, counts = different_members(built(SUPPORTED[architecture]), SIZE), []
     for tokens in (4, 11):
         rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)
-        with Asking() as asking:
+        with SynchronisingCalls() as asking:
             bank.sample(dataclasses.replace(rows, **SETTINGS[settings]))
-        counts.append(asking.asked)
+        counts.append(asking.calls)
     assert counts[0] == counts[1] > 0
 
 
-# ---- precision
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "olmo2", "gemma", "gemma3"])
-def test_bfloat16_is_as_accurate_as_transformers(architecture, both):
-    model = built(KNOWN[architecture])
-    exact, _ = both(copy.deepcopy(model), std=0.05)
-    fast, slow = both(model.to(torch.bfloat16), std=0.05)
+def test_bfloat16_is_as_accurate_as_transformers(architecture, fast_and_slow):
+    model = built(SUPPORTED[architecture])
+    exact, _ = fast_and_slow(copy.deepcopy(model), std=0.05)
+    fast, slow = fast_and_slow(model.to(torch.bfloat16), std=0.05)
     rows = make_rows(range(SIZE))
     batch = as_batch(rows, exact.sample(rows))
     found = {}
@@ -364,21 +359,18 @@ def test_bfloat16_is_as_accurate_as_transformers(architecture, both):
         assert 1e-4 < off("fast", what) < 1.5 * off("slow", what)
 
 
-# ---- what is refused
-
-
 def other_numbers(model):
     model.model.layers[1].self_attn.scaling = 0.7
 
 
-def own_layer(model):
+def custom_layer(model):
     class Odd(torch.nn.Linear):
         pass
 
     model.model.layers[0].mlp.up_proj.__class__ = Odd
 
 
-def own_tensors(model):
+def custom_tensors(model):
     class Odd(torch.Tensor):
         pass
 
@@ -407,15 +399,15 @@ def replaced(model):
 def test_unsupported_models_use_transformers(config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not known_to(built(config))
+        assert not uses_fast_llama(built(config))
 
 
-@pytest.mark.parametrize("change", [own_layer, own_tensors, hooked, replaced])
+@pytest.mark.parametrize("change", [custom_layer, custom_tensors, hooked, replaced])
 def test_user_hooks_run(change):
     model = tiny_model("llama")
-    assert known_to(model)
+    assert uses_fast_llama(model)
     change(model)
-    assert not known_to(model)
+    assert not uses_fast_llama(model)
 
 
 def test_hooks_added_later_run():
@@ -429,10 +421,10 @@ def test_hooks_added_later_run():
         assert bank.base.uses_fast_llama
 
 
-def test_unused_layers_are_skipped(both):
-    model = built(KNOWN["qwen3"])
+def test_unused_layers_are_skipped(fast_and_slow):
+    model = built(SUPPORTED["qwen3"])
     model.config.num_hidden_layers = 1
-    assert_same(*both(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE)))
+    assert_same(*fast_and_slow(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE)))
 
 
 def test_outer_autocast_uses_transformers():
@@ -461,7 +453,7 @@ def test_mismatch_in_decoding_warns(monkeypatch):
     turned = columns._turned
     monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
     with pytest.warns(UserWarning, match="fast_llama"):
-        assert not known_to(tiny_model("llama"))
+        assert not uses_fast_llama(tiny_model("llama"))
 
 
 def test_head_matrix_requires_a_plain_linear_head():
@@ -486,4 +478,4 @@ def test_head_matrix_requires_a_plain_linear_head():
 @pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])
 def test_evogrpo_slow_disables_it(value, direct, monkeypatch):
     monkeypatch.setenv("EVOGRPO_SLOW", value)
-    assert known_to(tiny_model("llama")) is direct
+    assert uses_fast_llama(tiny_model("llama")) is direct

@@ -40,7 +40,7 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
 
 
 def test_remaining_rows_are_multiples_of_eight(monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # each is run by itself
+    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # each row is run by itself
     bank = different_members(MODEL, 1)
     counts = rows_run(bank, monkeypatch)
     rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))
@@ -48,9 +48,6 @@ def test_remaining_rows_are_multiples_of_eight(monkeypatch):
     assert len(set(counts)) >= 3
     assert set(counts) <= {45, 40, 32, 24, 16, *range(1, 9)}
     assert all(living <= carried for carried, living in zip(counts, alive, strict=True))
-
-
-# ---- the distribution
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -143,9 +140,6 @@ def test_extreme_uniforms_give_valid_tokens(edge):
     assert bool((rollout.actions < VOCABULARY).all())
 
 
-# ---- the end
-
-
 def tokens_that_occur(bank, tokens=10):
     """Return tokens at second or later positions of many completions, to use as EOS."""
     batch = sampled_batch(bank, tokens=tokens)
@@ -173,7 +167,7 @@ def test_rows_end_at_their_first_eos(shared):
         len({rollout.actions[row, length - 1].item() for row, length in enumerate(lengths.tolist()) if length < 10}) > 1
     )
     assert lengths.unique().numel() > 3
-    # Until its end a row is what it would have been without ends.
+    # Tokens before the end do not depend on end tokens.
     endless = different_members(MODEL, 3, eos_token_ids=[EOS])
     endless.base.shares_prefix = shared
     free = endless.sample(rows).actions
@@ -225,9 +219,6 @@ def test_single_token_completions():
     rollout = bank.sample(make_rows([0, 1], tokens=1))
     assert rollout.actions.shape[1] == 1
     assert bool(rollout.present.all())
-
-
-# ---- who else is in the batch
 
 
 @pytest.mark.parametrize(("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)])

@@ -21,7 +21,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in
 
 
 @pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
+def unset_evogrpo_slow(monkeypatch):
     """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
@@ -37,7 +37,7 @@ def repeated(bank, *, tokens=8):
 
 
 @pytest.fixture
-def run(monkeypatch):
+def row_counts(monkeypatch):
     """Return a function that records the number of rows a bank runs."""
 
     def watch(bank):
@@ -72,11 +72,11 @@ def distinct(batch, *, of_base=False):
     ("architecture", "entropy_gradient"),
     [("llama", False), ("llama", True), ("gemma2", False), ("gpt2", True), ("opt", False)],
 )
-def test_matches_running_every_row(architecture, entropy_gradient, run, monkeypatch):
+def test_matches_running_every_row(architecture, entropy_gradient, row_counts, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, micro_batch_tokens=70)
     batch, several = repeated(bank)
     assert several > 10
-    loss, sizes = grpo_loss(batch), run(bank)
+    loss, sizes = grpo_loss(batch), row_counts(bank)
 
     def both(rows, log_probs, entropies):
         return loss(rows, log_probs, entropies) - 0.1 * entropies.sum(1)
@@ -95,7 +95,7 @@ def test_matches_running_every_row(architecture, entropy_gradient, run, monkeypa
             return scores, [(slot, gradient.clone(), value) for slot, gradient, value in learnt], sum(sizes)
 
     scores, learnt, ran = found()
-    monkeypatch.setenv("EVOGRPO_SLOW", "1")  # the model and its passes are the same, built before
+    monkeypatch.setenv("EVOGRPO_SLOW", "1")  # the model stays the same
     expected, expected_learnt, all_ran = found()
     assert all_ran == 4 * len(batch)
     assert ran == 3 * distinct(batch) + distinct(batch, of_base=True) < 0.6 * all_ran
@@ -109,7 +109,7 @@ def test_matches_running_every_row(architecture, entropy_gradient, run, monkeypa
         assert_gradients_agree(gradient, expected_gradient, what=f"gradient of slot {slot}")
 
 
-def test_base_runs_identical_rows_of_members_once(run):
+def test_base_runs_identical_rows_of_members_once(row_counts):
     bank = different_members(tiny_model("llama"), SIZE)
     batch, _ = repeated(bank)
     alone = batch.select((batch.member_ids == 0).nonzero()[:, 0])
@@ -121,7 +121,7 @@ def test_base_runs_identical_rows_of_members_once(run):
             for name in ("actions", "present", "action_mask", "rewards", "group_ids")
         },
     )
-    sizes = run(bank)
+    sizes = row_counts(bank)
     found = bank.reference_log_probs(every)
     assert sizes == [distinct(alone)]
     assert torch.equal(found, bank.reference_log_probs(alone).repeat(SIZE, 1))
@@ -152,8 +152,6 @@ def test_completion_beyond_memory_fails_one_member():
     for slot in (0, 2):
         assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-3)
 
-
-# ---- which rows repeat each other
 
 NUMBERS = st.integers(0, 1)
 ROWS = st.lists(

@@ -60,7 +60,7 @@ def test_all_unsupported_fields_are_named():
         default_lora_config(),
         LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], base_model_name_or_path="x", revision="main"),
         lora(use_rslora=True, exclude_modules=["k_proj"], init_lora_weights="gaussian"),
-        LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # decided by the kind of layer
+        LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # fixed by the type of the layer
     ],
 )
 def test_supported_fields(config):

@@ -27,7 +27,7 @@ def test_micro_batches_respect_the_budget(rows, widths, budget):
     for rows_of_part, following in itertools.zip_longest(parts, parts[1:]):
         part = rows_of_part.tolist()
         assert len(part) == 1 or cost(part) <= budget
-        if following is not None:  # full: the next row would not have fitted
+        if following is not None:  # full: the next row would exceed the budget
             assert cost([*part, int(following[0])]) > budget
 
 

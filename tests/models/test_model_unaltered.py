@@ -17,7 +17,7 @@ def hooks(module):
     return {name: list(value.items()) for name, value in vars(module).items() if "hooks" in name and value}
 
 
-def portrait(model):
+def state_of(model):
     """Return the visible state of a model, without logits."""
     return {
         "modules": [(name, type(module), module.training) for name, module in model.named_modules()],
@@ -53,18 +53,18 @@ def unusual(request):
 
 def test_working_restores_the_model(unusual):
     before, weights, expected = (
-        portrait(unusual),
+        state_of(unusual),
         {k: v.clone() for k, v in unusual.state_dict().items()},
         logits(unusual),
     )
     bank = different_members(unusual, 2)
-    assert portrait(unusual) == before
+    assert state_of(unusual) == before
     batch = sampled_batch(bank)
     bank.log_probs(batch)
     bank.reference_log_probs(batch)
     bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
     bank.peft_files(0)
-    assert portrait(unusual) == before
+    assert state_of(unusual) == before
     assert torch.equal(logits(unusual), expected)
     after = unusual.state_dict()
     assert set(after) == set(weights)
@@ -78,7 +78,7 @@ class ForcedError(Exception):
 def test_exceptions_restore_the_model(unusual):
     bank = different_members(unusual, 2)
     batch = sampled_batch(bank)
-    before, expected = portrait(unusual), logits(unusual)
+    before, expected = state_of(unusual), logits(unusual)
     states = [bank.state(slot) for slot in range(2)]
 
     def failing(rows, log_probs, entropies):
@@ -86,8 +86,8 @@ def test_exceptions_restore_the_model(unusual):
 
     with pytest.raises(ForcedError):
         bank.update(batch, failing, HYPERPARAMETERS)
-    assert portrait(unusual) == before
-    # A forward pass that fails half-way, as an interrupt would make it.
+    assert state_of(unusual) == before
+    # A forward pass that fails half-way, like an interrupt.
     layer = next(module for name, module in unusual.named_modules() if name.endswith(("layers.1", "h.1")))
 
     def interrupt(*_):
@@ -103,10 +103,10 @@ def test_exceptions_restore_the_model(unusual):
         with pytest.raises(KeyboardInterrupt):
             work()
     handle.remove()
-    assert portrait(unusual) == before
+    assert state_of(unusual) == before
     assert torch.equal(logits(unusual), expected)
     assert all(same_state(bank.state(slot), states[slot]) for slot in range(2))
-    # And the bank itself goes on as if nothing had happened.
+    # The bank keeps working.
     control = different_members(unusual, 2)
     assert (
         bank.update(batch, grpo_loss(batch), HYPERPARAMETERS).reports

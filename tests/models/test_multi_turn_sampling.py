@@ -26,7 +26,7 @@ from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model
 
 MODEL = tiny_model("llama")
 SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
-LEAST = 2  # tokens of every turn
+MIN_TOKENS = 2  # minimum number of tokens of every turn
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
 
 
@@ -47,7 +47,7 @@ def ending(model, **settings):
 
 
 def fed(model, work):
-    """Return the number of tokens, padding included, that `work` feeds, and its result."""
+    """Return the number of tokens, padding included, that a call feeds, and its result."""
     counts = []
     hook = model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -60,7 +60,7 @@ def fed(model, work):
 def played(bank, rows, turns=3, like=None):
     """Sample turns with resumed caches and again without; return (rows, rollout, replies) of each.
 
-    `like` are turns of the same bank whose draws are taken again, which are clear of the boundaries between tokens.
+    `like` are turns of the same bank; their uniforms, which are clear of token boundaries, are used again.
     """
     rows, found = dataclasses.replace(rows, keep=True), []
     for turn in range(turns):
@@ -86,14 +86,12 @@ def before():
     return bank, played(bank, make_rows(range(3), tokens=6))
 
 
-# ---- going on
-
-
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["prompts", "prompts that begin alike"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_resuming_equals_rerunning(architecture, system):
     bank = ending(tiny_model(architecture))
-    rows = make_rows(range(3), tokens=7, min_new_tokens=LEAST, prompts=tuple((*system, *prompt) for prompt in PROMPTS))
+    prompts = tuple((*system, *prompt) for prompt in PROMPTS)
+    rows = make_rows(range(3), tokens=7, min_new_tokens=MIN_TOKENS, prompts=prompts)
     turns = played(bank, rows)
     lengths = turns[0][1].present.sum(1)
     assert lengths.unique().numel() > 2, "the test needs ragged completions"
@@ -114,7 +112,7 @@ def test_resuming_feeds_only_new_tokens():
     first = bank.sample(rows)
     further = next_turn(rows, first, example_replies(rows, 0))
     tokens, _ = fed(MODEL, lambda: bank.sample(further))
-    assert tokens == len(rows) * (1 + 3 + 5)  # the last said, up to three heard, all but the last that are said now
+    assert tokens == len(rows) * (1 + 3 + 5)  # the last turn, up to three reply tokens, all but the last new tokens
     again, _ = fed(MODEL, lambda: bank.sample(dataclasses.replace(further, kept=None)))
     assert again > tokens
 
@@ -162,7 +160,7 @@ def test_some_rows_resume_in_any_order():
     tokens, some = fed(MODEL, lambda: bank.sample(chosen))
     assert torch.equal(some.actions, everyone.actions[order])
     assert tokens < fed(MODEL, lambda: bank.sample(dataclasses.replace(chosen, kept=None)))[0]
-    # And on from there: rows are counted by the rollout that kept them.
+    # A later turn resumes as well; its rows are counted by the rollout that kept them.
     third = with_robust_uniforms(bank, next_turn(chosen, some, example_replies(chosen, 1), seed=2))
     assert torch.equal(
         bank.sample(third).actions, bank.sample(dataclasses.replace(third, kept=None, kept_rows=None)).actions
@@ -191,10 +189,7 @@ def test_outdated_caches_are_not_used(what):
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
 
 
-# ---- learning from what was said
-
-
-def two_turns(bank, *, least=LEAST):
+def two_turns(bank, *, least=MIN_TOKENS):
     """Return episodes of two turns and their replies."""
     turns = played(bank, make_rows(range(3), tokens=6, min_new_tokens=least), turns=2)
     return turns[0][0], [(rollout, heard) for _, rollout, heard in turns]
@@ -224,7 +219,7 @@ def test_later_turns_match_a_plain_model(architecture, shared):
         for rollout, heard in turns:
             said = rollout.actions[row][rollout.present[row]].tolist()
             temperature = float(rows.temperature[row])
-            expected = member.log_probs(context, said, temperature=temperature, min_new_tokens=LEAST)
+            expected = member.log_probs(context, said, temperature=temperature, min_new_tokens=MIN_TOKENS)
             own = slice(column, column + len(said))
             torch.testing.assert_close(scored[row, own], expected.detach(), rtol=1e-4, atol=1e-4)
             total = total + (weights[row, own] * expected).sum()
@@ -252,8 +247,8 @@ def test_min_new_tokens_applies_to_every_turn():
     batch = join_turns(rows, turns)
     unaware = dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, turn_places=None))
     right, wrong = bank.log_probs(batch), bank.log_probs(unaware)
-    second = batch.action_mask & (batch.inputs.turn_places < LEAST)
-    second[:, :LEAST] = False
+    second = batch.action_mask & (batch.inputs.turn_places < MIN_TOKENS)
+    second[:, :MIN_TOKENS] = False
     assert second.any()
     assert bool((right[second] > wrong[second]).all()), "ruling ends out raises what is left"
     torch.testing.assert_close(right[~second], wrong[~second], rtol=1e-4, atol=1e-4)
@@ -284,9 +279,6 @@ def test_episode_gradients_do_not_depend_on_micro_batches():
     for slot in range(3):
         one, other = (bank.state(slot)["exp_avg"] for bank in banks)
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(one.abs().max()))
-
-
-# ---- records
 
 
 def inputs(places, prompts=((3,), (4,))):

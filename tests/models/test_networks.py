@@ -19,12 +19,9 @@ def image(*shape):
     return spaces.Box(0, 255, shape, np.uint8)
 
 
-def drawn(space, count, seed=0):
+def sample_weights(space, count, seed=0):
     rng = np.random.default_rng(seed)
     return stacked([observe(space, rng) for _ in range(count)])
-
-
-# ---- initial weights
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
@@ -77,9 +74,6 @@ def test_split_and_join():
     assert not flat[:, 6:10].any(), "parts are views"
 
 
-# ---- observations
-
-
 def test_parts_of_observations_are_concatenated():
     encoder = ObservationEncoder(MIXED)
     seen = {
@@ -104,7 +98,7 @@ def test_parts_of_observations_are_concatenated():
 )
 def test_image_channels_come_first(space, expected):
     encoder = ObservationEncoder(space)
-    seen = drawn(space, 4)
+    seen = sample_weights(space, 4)
     vector, (pixels,) = encoder(seen, "cpu")
     assert vector is None
     assert encoder.images == [expected]
@@ -131,14 +125,11 @@ def test_unsupported_spaces_are_rejected(space):
 
 def test_observations_of_another_space_are_rejected():
     bank = StackedBank(MIXED, spaces.Discrete(2), size=1)
-    seen = drawn(MIXED, 2)
+    seen = sample_weights(MIXED, 2)
     with pytest.raises(ValueError, match="keys"):
         bank.act({"camera": seen["camera"]}, np.zeros(2, np.int64), uniforms=None)
     with pytest.raises(ValueError, match="shape"):
         bank.act(seen | {"camera": np.zeros((2, 3, 3, 2), np.uint8)}, np.zeros(2, np.int64), uniforms=None)
-
-
-# ---- images
 
 
 @pytest.mark.parametrize("convolutions", [None, ((4, 3, 2), (5, 2, 1)), ()])
@@ -154,7 +145,7 @@ def test_convolutions_match_torch(side, convolutions):
         for seed in range(2)
     ]
     stacked_parameters = {name: torch.stack([member[name] for member in members]) for name in network.shapes}
-    seen = tensors(drawn(space, 6), (2, 3))
+    seen = tensors(sample_weights(space, 6), (2, 3))
     outputs = network(stacked_parameters, seen)
     recorded, _ = network.vjp(stacked_parameters, seen)
     assert torch.equal(outputs, recorded)
@@ -174,9 +165,6 @@ def test_convolutions_match_torch(side, convolutions):
 def test_convolutions_larger_than_the_image_are_rejected():
     with pytest.raises(ValueError, match="convolutions"):
         DefaultNetwork(NetworkConfig(convolutions=((8, 5, 1),)), image(4, 4, 3), 2)
-
-
-# ---- modules of users
 
 
 def test_user_module_is_copied():
@@ -220,7 +208,7 @@ def test_user_module_gets_composite_observations():
             return self.layer(observations["speed"])
 
     network = ModuleNetwork(Reading(), MIXED, 2)
-    seen = tensors(drawn(MIXED, 3), (1, 3))
+    seen = tensors(sample_weights(MIXED, 3), (1, 3))
     network({name: value[None] for name, value in network.initial_parameters(0).items()}, seen)
     shapes = map_tensors(seen_by_module[-1], lambda leaf: torch.tensor(leaf.shape))
     assert shapes["camera"].tolist() == [3, 7, 6, 2]

@@ -24,7 +24,7 @@ HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr 
 
 
 def sampled(bank, device, **choices):
-    """Let all members of a bank sample, and return the batch on its device."""
+    """Sample with all members of a bank and return the batch on its device."""
     rows = make_rows(range(bank.size), **choices)
     return as_batch(rows, bank.sample(rows).to(torch.device("cpu"))).to(device)
 

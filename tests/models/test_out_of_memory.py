@@ -36,7 +36,7 @@ def test_micro_batches_are_halved(limit):
         assert reports[slot].loss == pytest.approx(expected[slot].loss, rel=1e-3, abs=1e-5)
         one, other = bank.state(slot)["exp_avg"], roomy.state(slot)["exp_avg"]
         assert_gradients_agree(one, other)
-    # What fits once is kept: the next step does not run out again.
+    # The smaller size is kept: the next step does not run out of memory again.
     sizes.clear()
     bank.update(batch, scarce, HYPERPARAMETERS)
     assert max(sizes) <= limit
@@ -92,7 +92,7 @@ def test_completion_beyond_memory_fails_one_member():
     for slot in (0, 2):
         assert got[slot] == expected[slot]
         assert same_state(bank.state(slot), control.state(slot))
-    # Its next step, without that completion, is healthy.
+    # Its next step, without that completion, works.
     assert bank.update(batch, loss, {1: HYPERPARAMETERS[1]}).reports[1] == expected[1]
 
 

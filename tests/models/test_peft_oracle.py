@@ -38,7 +38,7 @@ def assert_exports_to_peft(model, lora_config, folder):
     (folder / "adapter_config.json").write_bytes(config)
     fresh = tiny_model(model.config.model_type).eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PEFT's, about GPT-2's transposed weights
+        warnings.simplefilter("ignore", UserWarning)  # PEFT warns about GPT-2's transposed weights
         loaded = PeftModel.from_pretrained(fresh, folder).eval()
     assert {
         name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
@@ -77,7 +77,7 @@ def test_targets_match_peft(architecture, name):
     config = LORA_CONFIGS[name]
     model = tiny_model(architecture)
     bank = different_members(model, 1, lora_config=config)
-    PeftMember(model, config, bank.peft_files(0)[0], END_IDS)  # checks that the adapters are PEFT's, no more, no fewer
+    PeftMember(model, config, bank.peft_files(0)[0], END_IDS)  # checks that exactly these adapters exist
 
 
 def test_export_contains_all_fields(tmp_path):
@@ -157,13 +157,13 @@ def test_bank_equals_separate_peft_models(architecture):
 
 
 def compare(bank, slot, member, read, name, lr=None):
-    """Compare one vector of a member's state, tensor by tensor, with what `read` returns of the oracle's parameters."""
+    """Compare one vector of a member's state, tensor by tensor, with `read` of the oracle's parameters."""
     state = bank.state(slot)
     tensors, _ = peft_files(bank.weights.targets, bank.lora_config, state[name])
     for key, got in tensors.items():
         expected = read(member.parameters[key])
         if lr is None:
-            # A tensor of its own may be far smaller than the whole gradient that its terms cancel in.
+            # A single tensor may be far smaller than the whole gradient.
             assert_gradients_agree(got, expected, steps=MOMENT_STEPS, what=f"{name} of {key}")
         else:
             assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, what=f"{name} of {key}")

@@ -22,7 +22,7 @@ def test_a_bfloat16_base_trains_float32_adapters(device):
     batch = sampled_batch(different_members(tiny_model("llama"), 3, std=0.05)).to(device)
     assert bank.state(0)["adapter"].dtype == torch.float32
     difference = (bank.log_probs(batch) - reference.log_probs(batch)).abs()
-    # A bfloat16 has 8 bits of mantissa; logits here are of the order of 10.
+    # A bfloat16 has 8 bits of mantissa; logits are of the order of 10.
     assert 1e-4 < float(difference.max()) < 0.5
     hyperparameters = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(3)}
     got = bank.update(batch, grpo_loss(batch), hyperparameters).reports

@@ -95,7 +95,7 @@ def test_gradients_flow_through_the_prompt(architecture):
 @pytest.mark.parametrize("kind", UNSHAREABLE)
 def test_model_without_shared_cache_is_exact(kind):
     model = AutoModelForCausalLM.from_config(UNSHAREABLE[kind])
-    config = lora(exclude_modules=["out_proj", "dt_proj"])  # what is left out: fused kernels pass these by
+    config = lora(exclude_modules=["out_proj", "dt_proj"])  # excluded: fused kernels bypass their hooks
     bank = different_members(model, 3, lora_config=config)
     assert not bank.base.shares_prefix
     batch = sampled_batch(bank)

@@ -1,6 +1,6 @@
-"""Bases in 8 and 4 bits: members learn together what they learn alone, and what such a base cannot do is refused.
+"""Bases in 8 and 4 bits: members learn together as alone; unsupported operations raise.
 
-What loads one runs where the packages of the extra `quantised` are installed.
+Tests that load one run if the packages of the extra `quantised` are installed.
 """
 
 import importlib.util

@@ -44,8 +44,8 @@ class Returned:
         return self._copy.sample(rows, base=base)
 
 
-class TestSamplerWithCopiesOfItsOwn(SamplerTestCase):
-    uses_uniforms = False  # as most engines
+class TestSamplerWithCopies(SamplerTestCase):
+    uses_uniforms = False  # as engines that take no uniforms
 
     def make_sampler(self, bank):
         return Returned(bank)

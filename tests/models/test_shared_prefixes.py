@@ -17,7 +17,7 @@ KNOWN = ["llama", "qwen3"]
 
 
 @pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
+def unset_evogrpo_slow(monkeypatch):
     """Unset EVOGRPO_SLOW."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
 
@@ -131,10 +131,7 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
     torch.testing.assert_close(turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4)
 
 
-# ---- each row comes to the stem of what it has written
-
-
-class Listed:
+class RecordedDecoding:
     """A decoding that records its prefixes; the hidden state is the number of the prefix."""
 
     def __init__(self, rows):
@@ -155,12 +152,12 @@ class Listed:
         self.rows = [self.rows[row] for row in rows.tolist()]
 
 
-def listed(prompt_of):
+def recorded(prompt_of):
     """Return a shared decoding and its inner decoding."""
     begun = []
 
     def begin(rows):
-        begun.append(Listed(prompt_of[rows]))
+        begun.append(RecordedDecoding(prompt_of[rows]))
         return begun[0]
 
     return shared_prefixes.shared_prefix_decoding(begin, prompt_of), begun[0]
@@ -172,7 +169,7 @@ def test_hidden_states_match_the_tokens(most, monkeypatch):
     rng = torch.Generator().manual_seed(0)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
     prompt_of = torch.arange(24) // 6
-    decoding, beginnings = listed(prompt_of)
+    decoding, beginnings = recorded(prompt_of)
     written = [(prompt,) for prompt in prompt_of.tolist()]
     hidden = decoding.start()
     for step in range(8):
@@ -192,6 +189,6 @@ def test_rows_separate_when_copies_cost_too_much(most, ran, monkeypatch):
     """32 rows with 16 prefixes; one fork copies 17 rows, padded to 24."""
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
     monkeypatch.setattr(shared_prefixes, "MAX_COPIED_PER_SKIPPED", most)
-    decoding, beginnings = listed(torch.arange(16).repeat_interleave(2))
+    decoding, beginnings = recorded(torch.arange(16).repeat_interleave(2))
     decoding.advance((torch.arange(32) == 1).long())
     assert beginnings.advances == [ran]

@@ -9,8 +9,8 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-CHOSEN = "(other_rows and not resumed) or waves or separate or devices_agree"
-MIXING = """
+SELECTION = "(other_rows and not resumed) or waves or separate or devices_agree"
+PROGRAM = """
 import sys
 
 import pytest
@@ -39,7 +39,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 def test_accelerator_tests_pass_on_a_simulated_device():
     files = ["tests/models/test_on_accelerators.py", "tests/models/test_stacked_acting.py"]
     done = subprocess.run(
-        [sys.executable, "-c", MIXING, "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *files],
+        [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", SELECTION, *files],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -156,9 +156,6 @@ def test_size_zero_is_rejected():
         Case(actions=spaces.Discrete(2)).bank(0)
 
 
-# ---- layouts
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60))
 def test_layouts_contain_each_item_once_with_limited_padding(members):
     rows = np.array(members, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""StackedBank: the contract of every bank, in many spaces and with members of different architectures."""
+"""StackedBank: conformance for several spaces and members of different architectures."""
 
 from evogrpo.testing.policy_banks import PolicyBankTestCase
 from tests.tiny_networks import CASES, acted_batch
@@ -18,20 +18,12 @@ class StackedBankTestCase(PolicyBankTestCase):
         return acted_batch(self.case, bank, members, seed=seed, nudge=nudge, equal_shapes=equal_shapes, base=base)
 
 
-class TestDiscrete(StackedBankTestCase):
-    pass
-
-
 class TestArchitectures(StackedBankTestCase):
     case = CASES["architectures"]
 
 
 class TestSomeAlike(StackedBankTestCase):
     case = CASES["some alike"]
-
-
-class TestBox(StackedBankTestCase):
-    case = CASES["box"]
 
 
 class TestImages(StackedBankTestCase):

@@ -1,4 +1,4 @@
-"""A bandit over the learning rate: a Gaussian process of fitness over its logarithm, and Thompson sampling from it."""
+"""A bandit over the log learning rate: Gaussian process and Thompson sampling."""
 
 import math
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ GRID = 32
 
 
 class GaussianProcess:
-    """Replace failed members and the worst one by clones of the best, whose learning rate the process proposes.
+    """Replace failed members and the worst one by clones of the best with a learning rate from Thompson sampling.
 
-    It remembers what every learning rate has earned, how many members failed, and a generator of its own, which runs on
-    from plan to plan.
+    Its state holds the fitness of every learning rate, the number of failures and a random generator.
 
     Args:
-        scale: Length scale, as a share of the range of log learning rates.
-        noise: Variance of an observation, where the process has variance 1.
-        seed: Of its own generator.
+        scale: Length scale, as a fraction of the range of log learning rates.
+        noise: Variance of an observation, relative to the process.
+        seed: Seed of its generator.
     """
 
     mutates = True
@@ -57,11 +56,11 @@ class GaussianProcess:
 
     @staticmethod
     def _place(lr: float, low: float, high: float) -> float:
-        """Return where on the range, from 0 to 1, a learning rate lies."""
+        """Return the position of a learning rate in the range, from 0 to 1."""
         return math.log(lr / low) / math.log(high / low)
 
     def _sample(self, rng: np.random.Generator) -> float:
-        """Draw a function from the posterior; return where it is highest."""
+        """Return the maximum of a function drawn from the posterior."""
         x, y = np.array(self.observed).T
         y = (y - y.mean()) / (y.std() + 1e-9)
         grid = np.linspace(0.0, 1.0, GRID) + rng.uniform(-0.4, 0.4) / GRID

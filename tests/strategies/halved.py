@@ -1,4 +1,4 @@
-"""Mutations of a user's own: a function, and a class with settings."""
+"""User-defined mutations: a function, and a class with settings."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 
 
 def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:
-    """Halve or double the learning rate, inside its range."""
+    """Halve or double the learning rate within its range."""
     low, high = space["lr"].bounds
     lr = hyperparameters.lr * (0.5 if rng.random() < 0.5 else 2.0)
     return dataclasses.replace(hyperparameters, lr=min(max(lr, low), high))
@@ -18,7 +18,7 @@ def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: n
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian:
-    """Move every number of a range by a normal step on its scale."""
+    """Move every number by a normal step on its scale."""
 
     width: float = 0.1
 

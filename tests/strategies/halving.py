@@ -1,4 +1,4 @@
-"""Successive halving, again and again: the worse half retires and the others spend twice as much, then all slots fill.
+"""Repeated successive halving: the worse half retires at doubled cost, then all slots fill.
 
 Source: Jamieson and Talwalkar, AISTATS 2016, for successive halving.
 """
@@ -13,10 +13,10 @@ from evogrpo.evolution import Choice, History, Mutation, Plan, Proposal, Statele
 
 @dataclass(frozen=True, kw_only=True)
 class Halving(Stateless):
-    """Keep the better half, at least `survivors`, and double the samples; then fill the bank and start over.
+    """Keep the better half, at least `survivors`, and double the samples; then fill all slots and start again.
 
     Attributes:
-        survivors: How few members begin a new round.
+        survivors: Number of members that start a new round.
     """
 
     survivors: int = 1

@@ -1,4 +1,4 @@
-"""Keep the best and, every second time, let the worst go back to what was kept before."""
+"""A strategy that uses kept states."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from evogrpo.evolution import Choice, History, Plan, best_slot, healthy_slots
 
 
 class Returning:
-    """Exercise kept states: the best member's state is kept in turns with the worst going back to it.
+    """Alternate between keeping the best member's state and restoring it in the worst slot.
 
-    It remembers how often one went back, and says so in the reason.
+    Its state counts the restorations.
     """
 
     mutates = False

@@ -1,4 +1,4 @@
-"""Strategies from outside the package keep the contract as those inside do."""
+"""Conformance of strategies defined outside the package."""
 
 import math
 
@@ -13,14 +13,14 @@ class TestGaussianProcess(StrategyTestCase):
     def make_strategy(self):
         return GaussianProcess(scale=0.15, seed=3)
 
-    def test_what_it_remembers_is_what_members_earned(self):
+    def test_state_holds_the_fitness_of_members(self):
         strategy, life = self.make_strategy(), SimulatedPopulation(4, failures=0.3, spread=3.0)
         histories = [history for history, _ in self.follow(strategy, life)]
         earned = [record.fitness for each in histories[-1].generations for record in each.slots]
         assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]
         assert strategy.failures == earned.count(None) > 0
 
-    def test_it_finds_the_learning_rates_that_earn_most(self):
+    def test_it_finds_the_best_learning_rates(self):
         # Fitness falls by 3 a decade on both sides of the middle of the range; uniform draws lie 0.75 decades from it.
         proposed = [
             child.hyperparameters.lr
@@ -32,16 +32,16 @@ class TestGaussianProcess(StrategyTestCase):
 
 
 class TestHalving(StrategyTestCase):
-    independent_of_slots = False  # the first free slot gets the founder
+    independent_of_slots = False  # the founder goes to the first free slot
 
     def make_strategy(self):
         return Halving()
 
-    def test_halves_retire_at_doubled_cost_until_all_slots_fill_again(self):
+    def test_half_retires_at_doubled_cost_until_all_slots_fill(self):
         history = [h for h, _ in self.follow(self.make_strategy(), SimulatedPopulation(8, spread=3.0), 5)][-1]
         living = [len(each.members) for each in history.generations]
         assert living == [8, 4, 2, 1, 8]
         samples = [each.samples_per_step for each in history.generations]
         assert samples == [SAMPLES_PER_STEP * factor for factor in (1, 2, 4, 8, 1)]
         founders = [record.member.index for record in history.last.slots if record.member.parent is None]
-        assert len(founders) == 2  # who survived the round, and one that starts afresh
+        assert len(founders) == 2  # the survivor and a new founder
