@@ -12,12 +12,12 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __all__ = [
-    "GRPO", "ArchitectureLimits", "EvalCallback", "EvolvableAlgorithm", "FitnessConfig", "Fixed", "GymnasiumGroups",
-    "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO", "MultiFrequency", "MultiTurnGym",
-    "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer", "PettingZooGroups", "Population",
-    "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience", "StepRewards", "Strategy",
-    "SuccessiveHalving", "Tournament", "TruncationPBT", "best_hyperparameters", "evolve", "load_base", "read_run",
-    "record_video", "replay", "report", "resume", "train",
+    "GRPO", "ArchitectureLimits", "Callback", "EvalCallback", "EvolvableAlgorithm", "FitnessConfig", "Fixed",
+    "GymnasiumGroups", "HuggingFaceGym", "HyperparameterConfig", "Hyperparameters", "MultiAgentGRPO", "MultiFrequency",
+    "MultiTurnGym", "MutationOnly", "Narrowing", "NetworkConfig", "Objective", "Optimizer", "PettingZooGroups",
+    "Population", "RLParameter", "RandomSearch", "Replay", "SelectionOnly", "SharedExperience", "StepRewards",
+    "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT", "best_hyperparameters", "evolve", "load_base",
+    "read_run", "record_video", "replay", "report", "resume", "train",
 ]  # fmt: skip
 
 # Public names by the module that defines them.
@@ -49,6 +49,7 @@ _MODULES = {
     "reporting.data_frames": ("read_run",),
     "reporting.lineage": ("best_hyperparameters",),
     "reporting.report": ("report",),
+    "training.callback": ("Callback",),
     "training.eval_callback": ("EvalCallback",),
     "training.evolve": ("evolve", "resume"),
     "training.replay": ("replay",),
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from evogrpo.reporting.data_frames import read_run
     from evogrpo.reporting.lineage import best_hyperparameters
     from evogrpo.reporting.report import report
+    from evogrpo.training.callback import Callback
     from evogrpo.training.eval_callback import EvalCallback
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.replay import replay

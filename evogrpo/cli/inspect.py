@@ -9,7 +9,7 @@ from rich.text import Text
 
 from evogrpo.cli.main import OK
 from evogrpo.text import extra_command, number_text, printable
-from evogrpo.training.display.console import Hung, make_console, working
+from evogrpo.training.display.console import HangingIndent, make_console, working
 
 
 def report(args: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def tasks(args: argparse.Namespace) -> int:
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
-        console.print(Hung(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
+        console.print(HangingIndent(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if not is_installed():
@@ -46,15 +46,17 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(Hung(Text(f"  {', '.join(native_ids())} are vectorised; other environments run as they are")))
-    console.print(Hung(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
+    console.print(
+        HangingIndent(Text(f"  {', '.join(native_ids())} are vectorised; other environments run as they are"))
+    )
+    console.print(HangingIndent(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
-    console.print(Hung(Text.assemble(("PettingZoo", "bold"), games)))
+    console.print(HangingIndent(Text.assemble(("PettingZoo", "bold"), games)))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
     console.print()
     own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
-    console.print(Hung(Text.assemble(("Your own", "bold"), own)))
+    console.print(HangingIndent(Text.assemble(("Your own", "bold"), own)))
     return OK
 
 

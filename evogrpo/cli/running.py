@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -132,13 +132,13 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
     args.training = True  # from here on, errors mean a failed run, not a wrong setting
     run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, trainer)
+    trainer.callbacks.append(display)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # 1. Train; after an error, print how to continue.
     try:
-        with stopping_on_signals(trainer.stopping, _announce), display, clean_warnings(console):
-            for report in trainer.reports():
-                display.show(report)
+        with stopping_on_signals(trainer.stop_request, _announce), display, clean_warnings(console):
+            deque(trainer.reports(), maxlen=0)
     except KeyboardInterrupt:
         say_error("aborted: training since the last checkpoint is lost")
         _show_resume(console, run_dir)
@@ -161,10 +161,9 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
         raise
     # 2. Report the end; a stopped run can be resumed.
-    display.say_end()
     if not trainer.result.complete:
         _show_resume(console, run_dir)
-        number = trainer.stopping.signal
+        number = trainer.stop_request.signal
         if number is None:
             return OK
         on_stop: int | None = args.exit_code_on_stop

@@ -1,6 +1,6 @@
 """`evolve` and `resume`: start a run from Python, or continue one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.training.callback import Callback
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
@@ -30,7 +31,7 @@ from evogrpo.training.task_types.registry import TASK_TYPES
 from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
-_SHOWN = ("strategy", "progress", "skip_memory_check")
+_SHOWN = ("strategy", "callbacks", "progress", "skip_memory_check")
 _EVOLVE = ("population", "env", "experience", "fitness", *_SHOWN, *_RECORDS)
 _RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
 
@@ -48,6 +49,7 @@ def evolve(
     checkpoint_steps: int | None = None,
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     skip_memory_check: bool = False,
     **schedule: Any,
@@ -73,6 +75,7 @@ def evolve(
         checkpoint_steps: See `LoggingConfig`.
         completions: See `LoggingConfig`.
         completions_format: See `LoggingConfig`.
+        callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         progress: Show a live display; None = only on a terminal and in a notebook.
         skip_memory_check: Start although the estimated memory exceeds the available memory.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
@@ -109,6 +112,7 @@ def evolve(
         experience=shared,
         fitness=measured,
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
+        callbacks=callbacks,
     )
     return _shown(run, console)
 
@@ -122,6 +126,7 @@ def resume(
     strategy: Strategy | type[Strategy] | None = None,
     algorithm: type[Agent] | None = None,
     allow_changed_data: bool = False,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     skip_memory_check: bool = False,
     **limits: Any,
@@ -138,6 +143,7 @@ def resume(
         algorithm: Class of custom agents, for the same reason.
         allow_changed_data: Continue although the environment differs. Journal and report list the differences; fitness
             before and after cannot be compared.
+        callbacks: See `evolve`.
         progress: Show a live display; see `evolve`.
         skip_memory_check: See `evolve`.
         limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
@@ -168,6 +174,7 @@ def resume(
         run_state=so_far,
         changed_data=changed,
         experience=saved.experience,
+        callbacks=callbacks,
     )
     if run.finished():
         warn(f"The run in {run_dir} has finished ({run.ended()}). To train further, pass a higher limit.")

@@ -24,8 +24,8 @@ class Schedule:
     """Length and limits of a run.
 
     A run ends at the first of its limits. A limit reached within a generation ends that generation early, with its
-    evaluation. `max_seconds` includes evaluations and the test: a step is abandoned when only these still fit, and
-    fewer held-out questions are used where all of them would take too long. Both cases issue a warning.
+    evaluation. `max_seconds` includes evaluations and the test: a step begins only if the longest step, the longest
+    evaluation and a test fit. Nothing is cut short, so a run may exceed the limit; its result says by how much.
 
     Attributes:
         generations: Generations in all, resumed ones included; None = until another limit.

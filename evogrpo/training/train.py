@@ -1,6 +1,6 @@
 """`train`: train a population of small networks in one call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import reference_to
+from evogrpo.training.callback import Callback
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.reading import parse_config
@@ -23,7 +24,7 @@ from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start
-from evogrpo.training.loop.run import Callback, Run
+from evogrpo.training.loop.run import AfterGeneration, Run
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.presets import packaged_values, with_own_limits, with_sections
 from evogrpo.training.run_dir import RunDir
@@ -47,7 +48,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
 }
 """Section of each setting; names are unique over all sections."""
 _OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
-_OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "skip_memory_check")
+_OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "callbacks", "skip_memory_check")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
 
@@ -70,7 +71,8 @@ def train(
     preset: bool = False,
     run_dir: str | Path | None = None,
     progress: bool | None = None,
-    callback: Callback | None = None,
+    callback: AfterGeneration | None = None,
+    callbacks: Sequence[Callback] = (),
     skip_memory_check: bool = False,
     **settings: Any,
 ) -> Run:
@@ -88,6 +90,7 @@ def train(
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         progress: Show a live display; None = only on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
+        callbacks: Hooks called after every learning step, generation and test; see `evogrpo.Callback`.
         skip_memory_check: Go on although more memory is estimated to be needed than is there.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
             hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
@@ -115,6 +118,7 @@ def train(
     if need is not None:
         check_memory(need, allowed=skip_memory_check)
     trainer = _evolution(prepared, run_dir, registered=isinstance(env, str))
+    trainer.callbacks.extend(callbacks)
     display = None if console is None else RunDisplay(console, trainer)
     try:
         return Run(trainer, display, one_thread=prepared.one_thread).finish(callback)

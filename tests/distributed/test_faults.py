@@ -38,7 +38,7 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     assert "the verifier is gone" in leader[1]
     assert other[0] == 1
     assert "LookupError: the verifier is gone" in other[1]
-    assert "while collecting" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
+    assert "in learning step" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
     run = resumed_run(tmp_path / "run", generations=2)
     assert run.run_state.step >= 1
     finish(run)

@@ -86,7 +86,7 @@ def test_measuring_takes_a_small_part_of_the_time(clock):
     for seconds in (20.0, 100.0, 1000.0):
         before = clock.now
         prepare_in(configured(seconds), env)
-        assert clock.now - before <= min(0.05 * seconds, 10.0) + 0.011
+        assert clock.now - before <= min(0.05 * seconds, 10.0) + 1.0  # up to one step of all environments more
 
 
 def test_episodes_are_expected_to_become_longer(clock):

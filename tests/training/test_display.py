@@ -155,10 +155,9 @@ def test_the_bar_moves_inside_every_part_of_a_run():
     run = tiny_run(None, env=tiny_env(reward_fn=looking), generations=2)
     display = RunDisplay(console, run)
     fractions = [display._estimate.fraction()]
+    run.callbacks.append(display)
     with display:
-        for report in run.reports():
-            display.show(report)
-            fractions.append(display._estimate.fraction())
+        fractions += [display._estimate.fraction() for _ in run.reports()]
     within = {phase: fraction for phase, fraction, _ in heard}
     assert list(within) == [
         "measuring the untrained base",
@@ -184,9 +183,9 @@ def test_the_star_marks_what_is_kept():
     console = Console(file=io.StringIO(), width=140)
     run = tiny_run(None, env=tiny_env(reward_fn=lambda completion, answer, question: float(next(falling))))
     display = RunDisplay(console, run)
+    run.callbacks.append(display)
     with display:
-        for report in run.reports():
-            display.show(report)
+        list(run)
     tables = console.file.getvalue().split("Generation ")[1:]
     assert "★ best so far" in tables[0]
     for table in tables[1:]:

@@ -191,7 +191,7 @@ def test_a_reward_function_that_raises_stops_the_run_where_it_can_be_mended(whol
 def test_the_journal_says_what_stopped_the_run(tmp_path):
     with pytest.raises(RewardError):
         finish(tiny_run(tmp_path / "run", env=tiny_env(reward_fn=Fragile(BASELINE + 5))))
-    assert [event["reason"] for event in events(tmp_path / "run", "stopped")] == ["RewardError while collecting step 0"]
+    assert [event["reason"] for event in events(tmp_path / "run", "stopped")] == ["RewardError in learning step 0"]
 
 
 def test_completions_whose_reward_raises_can_be_left_out(tmp_path):

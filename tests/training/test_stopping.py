@@ -17,7 +17,7 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop import stages, stopping
+from evogrpo.training.loop import stopping
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.stopping import RunStop
 from tests.forking import Forked
@@ -63,20 +63,17 @@ def whole(request, tmp_path_factory):
     """Return a kind of runs, the folder of one that was never stopped, and how often it looked whether it shall be."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     begin, resume = KINDS[request.param]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stages, "PATIENCE_SECONDS", 0.0)
-        run = begin(folder)
-        run.stages.stop = After(float("inf"))
-        finish(run)
-    return begin, resume, folder, run.stopping.looks
+    run = begin(folder)
+    run.stop_request = After(float("inf"))
+    finish(run)
+    return begin, resume, folder, run.stop_request.looks
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_path, share, monkeypatch):
-    monkeypatch.setattr(stages, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
+def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_path, share):
     begin, resume, folder, looks = whole
     run = begin(tmp_path / "run")
-    run.stages.stop = After(int(share * looks))
+    run.stop_request = After(int(share * looks))
     finish(run)
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
     assert not run.result.complete

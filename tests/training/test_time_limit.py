@@ -1,8 +1,6 @@
 """`max_seconds` holds for everything that a run does. The clock of these tests moves when an environment steps."""
 
 import json
-import os
-import signal
 import time
 import warnings
 
@@ -12,7 +10,6 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
 from evogrpo.training.loop.run_logger import RunLogger
 from tests.envs import probes
-from tests.tiny_training import tiny_env, tiny_population
 
 BEGAN = 1000.0
 
@@ -56,7 +53,7 @@ def members(env, size=3):
 
 
 def run(env, *, size=3, **schedule):
-    """Run to the end, and return what it came to with what was warned of."""
+    """Run to the end; return the run and its warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         going = evolve(members(env, size), env, **{"steps_per_generation": 2, "samples_per_step": 8} | schedule)
@@ -64,84 +61,54 @@ def run(env, *, size=3, **schedule):
     return going, [str(warning.message) for warning in said]
 
 
-@pytest.mark.parametrize("limit", [0.1, 2.0, 10.0, 40.0, 150.0, 600.0])
-def test_everything_together_keeps_to_the_limit(clock, limit):
-    env = costly(clock)
-    before = clock.now
+@pytest.mark.parametrize("limit", [0.1, 60.0, 100.0, 150.0, 600.0])
+def test_a_step_begins_only_if_a_step_an_evaluation_and_the_test_still_fit(clock, limit):
+    # 25 steps an episode: a step takes 6 s, an evaluation of three members 12 s, that of the base 4 s, the test 16 s.
+    env, before = costly(clock, validation_size=16, test_size=32), clock.now
     going, said = run(env, max_seconds=limit)
-    spent = clock.now - before
     result = going.result
-    assert spent <= limit + 0.2  # the step under way is taken to its end
-    assert result.reason == f"max_seconds {limit:g} is reached"
     assert result.complete
-    assert result.seconds == pytest.approx(spent)
-    if limit >= 10:
-        assert result.steps > 0
-        assert result.generations > 0
-        assert result.test is not None
-        assert spent > 0.7 * limit  # and makes use of it
+    assert result.seconds == pytest.approx(clock.now - before)
+    assert result.test is not None or not result.steps
+    if limit < 12 + 16 + 4:
+        assert not result.steps
+        assert any("fewer members (now 3) or a smaller samples_per_step (now 8)" in words for words in said)
     else:
-        assert any("No learning step fitted" in words for words in said)
-        assert any("fewer members (now 3) or a smaller samples_per_step (now 8)" in w for w in said)
+        assert limit - 6 - 12 <= result.seconds <= limit
+        assert result.reason == f"max_seconds {limit:g} is reached"
+        assert result.generations > 0
 
 
-def test_held_out_questions_are_as_many_as_a_share_of_the_time_answers(clock):
-    few, said = run(costly(clock), max_seconds=40.0)
-    validation = few.trainer.schedule.validation_questions
-    # Three members' questions of 25 steps in 15 % of 40 seconds, with a quarter more as a caution.
-    assert validation == int(0.15 * 40 / (3 * 0.25 * 1.25)) == 6
-    assert any(f"on {validation} validation questions: all 64" in words for words in said)
-    assert few.result.test.questions < 256
-    assert any(f"The test uses {few.result.test.questions} of 256 questions" in words for words in said)
-    assert {len(agent.fitness.scores) for agent in few.population.agents} == {validation}
-    assert len(few.trainer.run_state.baseline.scores) == validation
-
-    clock.now = BEGAN
-    many, said = run(costly(clock), max_seconds=10_000.0, generations=2)
-    assert many.trainer.schedule.validation_questions is None
-    assert many.result.test.questions == 256
-    assert not said
-
-
-@pytest.mark.parametrize("growth", [5.0, 100.0])
-@pytest.mark.parametrize("after", range(1, 20, 3))
-def test_whenever_episodes_take_longer_the_run_ends_in_time_and_says_what_is_missing(clock, growth, after):
-    env, before = costly(clock, growth=growth, after=after), clock.now
-    going, said = run(env, max_seconds=20.0, generations=100)
+@pytest.mark.parametrize("growth", [2.0, 10.0])
+def test_one_part_may_exceed_the_limit_and_the_end_says_by_how_much(clock, growth):
+    env, before = costly(clock, growth=growth, after=60.0, validation_size=16, test_size=32), clock.now
+    going, _ = run(env, max_seconds=100.0)
     result = going.result
-    assert clock.now - before <= 20.0 + 0.3 * growth
-    assert result.reason == "max_seconds 20 is reached"
-    if not result.steps:
-        assert any("No learning step fitted" in words for words in said)
-    elif result.test is None:
-        assert any("not evaluated" in words or "The test is left out" in words for words in said)
-    assert (result.best is None) == (result.generations == 0)
+    assert result.generations > 0
+    assert result.test is not None
+    over = clock.now - before - 100.0
+    assert result.reason == f"max_seconds 100 is reached, exceeded by {over:.1f} s"
+    assert over < growth * (6 + 12 + 16)
 
 
 def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
-    env = costly(clock)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = evolve(
-            members(env), env, run_dir=tmp_path / "run", max_seconds=20.0, steps_per_generation=2, samples_per_step=8
-        )
-        list(first)
-        questions = first.trainer.schedule.validation_questions
-        again = resume(tmp_path / "run", costly(clock))
-        assert list(again) == []
-        assert again.result.reason == "max_seconds 20 is reached"
-        before = clock.now
-        further = resume(tmp_path / "run", costly(clock), max_seconds=60.0)
-        generations = list(further)
-    assert generations
+    quick = {"steps_per_generation": 2, "samples_per_step": 8}
+    env = costly(clock, validation_size=16, test_size=32)
+    first = evolve(members(env), env, run_dir=tmp_path / "run", max_seconds=100.0, **quick)
+    list(first)
+    again = resume(tmp_path / "run", env)
+    assert list(again) == []
+    before = clock.now
+    further = resume(tmp_path / "run", env, max_seconds=200.0)
+    assert list(further)
     assert further.result.steps > first.result.steps
-    assert 20.0 < clock.now - before <= 40.0 + 0.3
-    assert {generation.questions for generation in generations} == {questions}  # as many as before
+    assert clock.now - before <= 100.0 + 16.0
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    assert [event["reason"] for event in events if event["event"] == "stopped"] == [
-        "max_seconds 20 is reached",
-        "max_seconds 20 is reached",
-        "max_seconds 60 is reached",
+    reasons = [event["reason"] for event in events if event["event"] == "stopped"]
+    assert [reason.split(",")[0] for reason in reasons] == [
+        "max_seconds 100 is reached",
+        "max_seconds 100 is reached",
+        "max_seconds 200 is reached",
     ]
 
 
@@ -159,43 +126,11 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
         warnings.simplefilter("ignore")
         first = evolve(members(costly(clock)), costly(clock), run_dir=tmp_path / "run", **given)
         assert len(list(first)) == 1
-        assert first.result.reason == "max_seconds 100 is reached"
+        assert first.result.reason.startswith("max_seconds 100 is reached, exceeded by")
         again = resume(tmp_path / "run", costly(clock))
         assert list(again) == []
-    assert again.result.reason == first.result.reason
+    assert again.result.reason.startswith("max_seconds 100 is reached")
     assert again.result.steps == first.result.steps
-
-
-@pytest.mark.parametrize("after", [0.3, 12.0])
-def test_a_run_killed_after_its_questions_were_cut_goes_on_with_as_many(clock, tmp_path, after):
-    begins = [float("inf")]
-
-    def lethal():
-        if clock.now > begins[0] + after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    limits = {"max_seconds": 40.0, "steps_per_generation": 2, "samples_per_step": 8}
-    if (child := os.fork()) == 0:
-        env = costly(clock, watch=lethal)
-        run = evolve(members(env), env, run_dir=tmp_path / "run", **limits)
-        begins[0] = clock.now
-        list(run)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = resume(tmp_path / "run", costly(clock))
-        assert (again.trainer.run_state.baseline is None) == (after == 0.3)
-        list(again)
-    asked = again.trainer.schedule.validation_questions
-    assert asked == 6  # as in the run that nobody killed
-    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    generations = [event for event in events if event["event"] == "generation"]
-    assert {event["questions"] for event in generations} == {asked}
-    assert {event["questions"] for event in events if event["event"] == "baseline"} == {asked}
-    assert {len(agent.fitness.scores) for agent in again.population.agents} == {asked}
-    assert len(again.trainer.run_state.baseline.scores) == asked
-    assert again.result.reason == "max_seconds 40 is reached"
-    assert again.result.test is not None
 
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
@@ -213,24 +148,9 @@ def test_the_callers_own_time_between_reports_is_not_counted(clock):
     assert again.result.reason == "2 generations"
 
 
-def test_members_that_write_keep_to_the_limit_too(clock):
-    def reward(completion, answer, question):
-        clock.now += 0.1
-        return float(len(completion))
-
-    env = tiny_env(reward_fn=reward)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        going = evolve(tiny_population(2), env, max_seconds=30.0, steps_per_generation=2, samples_per_step=8)
-        generations = list(going)
-    assert generations
-    assert going.result.test is not None
-    assert clock.passed <= 30.0 + 4.0  # a call of the reward function is not broken off
-
-
 @pytest.mark.parametrize("make", [probes.Slow, probes.Endless])
 def test_slow_and_endless_environments_end_in_time_on_a_real_clock(make):
     env = GymnasiumGroups(make, validation_size=4, test_size=4)
     going, _ = run(env, max_seconds=0.3)
-    assert going.result.reason == "max_seconds 0.3 is reached"
+    assert going.result.reason.startswith("max_seconds 0.3 is reached")
     assert going.result.seconds < 3.0  # nothing that is measured: only that it did not go on and on

@@ -69,7 +69,7 @@ def console_for(progress: bool | None) -> Console | None:
 
 
 @dataclass(frozen=True)
-class Hung:
+class HangingIndent:
     """Text with a hanging indent.
 
     Attributes:

@@ -18,10 +18,11 @@ from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.reporting.records import GenerationReport, Report
 from evogrpo.reporting.records import TestReport as TestOutcome
-from evogrpo.reporting.results import Terms, evaluated, processed, second_set_lines, terms_of, verdict
+from evogrpo.reporting.results import Result, Terms, evaluated, processed, second_set_lines, terms_of, verdict
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.text import count_text, duration_text, score_text
-from evogrpo.training.display.console import Hung, VisibleConsole
+from evogrpo.training.callback import Callback
+from evogrpo.training.display.console import HangingIndent, VisibleConsole
 from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text
 from evogrpo.training.loop.trainer import Trainer
 
@@ -79,7 +80,7 @@ class TimeEstimate:
         parts = [0.0]
         if schedule.generations is not None:
             # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
-            baseline, test = 1 / self._members, self._test(1.0)
+            baseline, test = 1 / self._members, self._trainer.test_seconds(1.0)
             done = progress.step + progress.generation
             whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
             within = self._within if self._unit == self._present() else 0.0
@@ -111,13 +112,13 @@ class TimeEstimate:
             generations = schedule.generations - progress.generation
             bounds.append(self.steps_left() * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
-            bounds.append(max(schedule.max_seconds - progress.seconds - self._test(evaluation), 0.0))
+            bounds.append(max(schedule.max_seconds - progress.seconds - self._trainer.test_seconds(evaluation), 0.0))
         if schedule.max_timesteps is not None and progress.timesteps:
             bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
         if schedule.max_tokens is not None and progress.tokens:
             bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
         waited = min(time.monotonic() - self._last, per_step)
-        return max(min(bounds) - waited, 0.0) + self._test(evaluation)
+        return max(min(bounds) - waited, 0.0) + self._trainer.test_seconds(evaluation)
 
     def _present(self) -> tuple[str, int]:
         """Return kind and step of the current part: baseline, step or evaluation."""
@@ -126,13 +127,6 @@ class TimeEstimate:
             return "baseline", 0
         stepping = progress.step_in_generation < progress.steps_per_generation and not self._trainer.finished()
         return "step" if stepping else "evaluation", progress.step
-
-    def _test(self, evaluation: float) -> float:
-        """Return the estimated seconds of the test: two passes, where an evaluation makes one per member."""
-        stages = self._trainer.stages
-        if stages.schedule.test_questions == 0:
-            return 0.0
-        return evaluation * 2 * stages.questions("test") / (stages.questions("validation") * self._members)
 
 
 SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook
@@ -215,7 +209,7 @@ SECONDS_BETWEEN_LINES = 1.0  # in a log
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
 
 
-class RunDisplay:
+class RunDisplay(Callback):
     """Live display of a run; a context manager that may be entered repeatedly.
 
     Args:
@@ -231,7 +225,7 @@ class RunDisplay:
         self._began = time.monotonic() - trainer.run_state.seconds
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
-        self._entered = self._said_end = False
+        self._entered = False
         self._outcome: TestOutcome | None = None
         self._baseline_shown = trainer.run_state.baseline is not None
         self._region = live_region(console, self)
@@ -263,24 +257,26 @@ class RunDisplay:
         if self._region is not None:
             self._region.refresh()
 
-    def show(self, report: Report) -> None:
-        """Show a report of the run."""
+    def on_step(self, report: StepReport) -> None:
+        """Show a learning step."""
         self._estimate.note(report)
         self._show_baseline()
-        if isinstance(report, StepReport):
-            self._step = report
-            if self._region is None:
-                self._log_step(report)
-        elif isinstance(report, GenerationReport):
-            self._show_generation(report)
-        else:
-            self._outcome = report
+        self._step = report
+        if self._region is None:
+            self._log_step(report)
 
-    def say_end(self) -> None:
-        """Print the result of a run that has ended, once."""
-        if self._said_end:
-            return
-        self._said_end, result, console = True, self._trainer.result, self._console
+    def on_generation(self, report: GenerationReport) -> None:
+        """Show a generation."""
+        self._estimate.note(report)
+        self._show_generation(report)
+
+    def on_test(self, report: TestOutcome) -> None:
+        """Keep the test for the end."""
+        self._outcome = report
+
+    def on_run_end(self, result: Result) -> None:
+        """Print the result."""
+        console = self._console
         if not result.complete:
             kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
@@ -326,7 +322,7 @@ class RunDisplay:
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it stays the best")
-        shown += map(Hung, plan_lines(report))
+        shown += map(HangingIndent, plan_lines(report))
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]
@@ -346,7 +342,7 @@ class RunDisplay:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
-        self._spinner.style = "yellow" if self._trainer.stopping.reason else "cyan"
+        self._spinner.style = "yellow" if self._trainer.stop_request.reason else "cyan"
         bar = ProgressBar(total=1.0, completed=self._estimate.fraction(), complete_style="cyan", finished_style="green")
         left = self._estimate.left()
         gone = duration_text(time.monotonic() - self._began)
@@ -361,7 +357,7 @@ class RunDisplay:
             head = f"  mean reward in step {self._step.step + 1}"
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
-        if self._trainer.stopping.reason:
+        if self._trainer.stop_request.reason:
             lines.append(Text("  stopping… Ctrl-C again aborts at once", "yellow"))
         return Group(*lines)
 
@@ -373,7 +369,7 @@ class RunDisplay:
         if not progress.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
         if trainer.finished():
-            return Text(f"testing on {self._trainer.stages.questions('test')} {self.terms.questions}")
+            return Text(f"testing on {self._trainer.questions('test')} {self.terms.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)

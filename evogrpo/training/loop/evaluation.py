@@ -23,7 +23,9 @@ class TooFewStartsError(ValueError):
     """A member has too few training rewards to be selected by."""
 
 
-TOO_FEW = "fitness 'rollouts' needs rewards from at least 2 starts in the last half of a generation's steps"
+TOO_FEW = (
+    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last half of a generation"
+)
 REMEDY = "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or fitness='validation'."
 
 
@@ -118,7 +120,8 @@ def measure(
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
-        raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} lacks. {REMEDY}")
+        count = len({(step, place) for step, place, _ in run_state.rollouts[lacking]})
+        raise TooFewStartsError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions, for all members or for those near the best.
     slots = list(earned) if config.by == "validation" else []
     if config.by == "both":

@@ -37,13 +37,18 @@ class Run(Iterator[GenerationReport]):
     """
 
     def __init__(self, trainer: Trainer, display: RunDisplay | None = None, *, one_thread: bool = False) -> None:
-        self.trainer, self._display, self._one_thread = trainer, display, one_thread
-        self._reports = trainer.reports()
+        self._one_thread = one_thread
+        self._start(trainer, display)
 
     def __repr__(self) -> str:
         run_state, run_dir = self.trainer.run_state, self.trainer.shared_run_dir
         where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
         return f"Run(after generation {run_state.generation}, learning step {run_state.step}{where})"
+
+    def _start(self, trainer: Trainer, display: RunDisplay | None) -> None:
+        self.trainer, self._display, self._generations = trainer, display, iter(trainer)
+        if display is not None:
+            trainer.callbacks.append(display)
 
     @property
     def population(self) -> Population:
@@ -74,7 +79,7 @@ class Run(Iterator[GenerationReport]):
             raise ValueError("There is no best member before the end of the first generation.")
         return best_agent(population, best)
 
-    def finish(self, callback: "Callback | None" = None) -> Self:
+    def finish(self, callback: "AfterGeneration | None" = None) -> Self:
         """Run to the end of the schedule.
 
         Args:
@@ -88,7 +93,7 @@ class Run(Iterator[GenerationReport]):
                 self.stop("stopped by the callback")
         return self
 
-    def learn(self, total_timesteps: int, callback: "Callback | None" = None) -> Self:
+    def learn(self, total_timesteps: int, callback: "AfterGeneration | None" = None) -> Self:
         """Continue a run that has ended, for more steps in the environment.
 
         Args:
@@ -102,9 +107,8 @@ class Run(Iterator[GenerationReport]):
             ValueError: If the members are language models, which take no steps.
         """
         whole_between("total_timesteps", total_timesteps, 1)
-        self.trainer = _extended(self.trainer, total_timesteps)
-        self._display = None if self._display is None else self._display.of(self.trainer)
-        self._reports = self.trainer.reports()
+        trainer = _extended(self.trainer, total_timesteps, without=self._display)
+        self._start(trainer, None if self._display is None else self._display.of(trainer))
         return self.finish(callback)
 
     def stop(self, reason: str = STOPPED) -> None:
@@ -120,13 +124,15 @@ class Run(Iterator[GenerationReport]):
             SystemExit: After SIGTERM, SIGHUP or SIGUSR1, once everything is saved; with status 128 + signal.
         """
         # Outermost, as a signal may arrive while the display starts or stops.
-        with stopping_on_signals(self.trainer.stopping) as received:
-            report = self._advance()
+        with (
+            stopping_on_signals(self.trainer.stop_request) as received,
+            single_threaded(enabled=self._one_thread),
+            self._display or nullcontext(),
+        ):
+            report = next(self._generations, None)
             if received:  # the signal may have arrived after the generation ended
-                self._advance()
-        if self._display is not None and self.trainer.over:
-            self._display.say_end()
-        number = received[0] if received else self.trainer.stopping.signal  # perhaps of another rank
+                next(self._generations, None)
+        number = received[0] if received else self.trainer.stop_request.signal  # perhaps of another rank
         if number is not None:
             run_dir, step = self.trainer.shared_run_dir, self.trainer.run_state.step
             where = (
@@ -148,23 +154,13 @@ class Run(Iterator[GenerationReport]):
             raise StopIteration
         return report
 
-    def _advance(self) -> GenerationReport | None:
-        """Run to the end of the next generation, if there is one, and show its progress."""
-        with single_threaded(enabled=self._one_thread), self._display or nullcontext():
-            for report in self._reports:
-                if self._display is not None:
-                    self._display.show(report)
-                if isinstance(report, GenerationReport):
-                    return report
-        return None
 
-
-Callback = Callable[[Run], object]
+AfterGeneration = Callable[[Run], object]
 """Function called with the run after every generation; returns False to stop the run."""
 
 
-def _extended(trainer: Trainer, timesteps: int) -> Trainer:
-    """Return a trainer that continues for more steps in the environment, which replace its other limits."""
+def _extended(trainer: Trainer, timesteps: int, *, without: RunDisplay | None) -> Trainer:
+    """Return a trainer that continues for more environment steps, which replace its other limits, without a display."""
     ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
     limits: dict[str, Any] = {**ends, "max_timesteps": trainer.run_state.timesteps + timesteps}
     return Trainer(
@@ -176,4 +172,5 @@ def _extended(trainer: Trainer, timesteps: int) -> Trainer:
         run_dir=None if trainer.shared_run_dir is None else trainer.shared_run_dir.again(),
         run_state=trainer.run_state,
         experience=trainer.experience,
+        callbacks=[each for each in trainer.callbacks if each is not without],
     )

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evogrpo.algorithms.population import Population
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.step_records import Example, StepReport
-from evogrpo.training.loop.stages import Stages
+from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
+from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import generation_curves, scalars
 
 
@@ -17,8 +20,11 @@ class RunLogger:
 
     Args:
         run_dir: Directory for records; None = keep no records.
-        stages: Members, schedule and state of the run.
+        population: The members.
+        run_state: State of the run.
         strategy: Rule of selection and mutation.
+        schedule: Length and limits of the run.
+        fitness: Measure of fitness.
         data: Fingerprint of the environment.
         experience: Rule for learning from samples of other members; None = each from its own.
 
@@ -29,13 +35,17 @@ class RunLogger:
     def __init__(
         self,
         run_dir: RunDir | None,
-        stages: Stages,
+        population: Population,
+        run_state: RunState,
+        *,
         strategy: Strategy,
+        schedule: Schedule,
+        fitness: FitnessConfig,
         data: Mapping[str, str] | None,
         experience: SharedExperience | None,
     ) -> None:
-        self._population, self._run_state, self._stages = stages.population, stages.run_state, stages
-        self._strategy, self._data, self._experience = strategy, data, experience
+        self._population, self._run_state, self._strategy = population, run_state, strategy
+        self._records = schedule, fitness, data, experience
         self.run_dir = run_dir if self._population.executor.processes.is_rank_zero else None
         self.completions = 0 if self.run_dir is None else self.run_dir.completions.most
 
@@ -75,7 +85,6 @@ class RunLogger:
         population = self._population
         with population.members.banks.gathered(range(len(population))):
             if self.run_dir is not None:
-                records = self._stages.schedule, self._stages.fitness, self._data, self._experience
-                self.run_dir.save(population, self._run_state, self._strategy, *records)
+                self.run_dir.save(population, self._run_state, self._strategy, *self._records)
         if stopped is not None:
             self.event("stopped", reason=stopped)

@@ -1,4 +1,4 @@
-"""Trainer: collect, learn, evaluate, select and record; a run can be stopped anywhere and resumed exactly."""
+"""Trainer: the loop of a run. Collect, learn, log; evaluate, plan, apply, checkpoint; finally test."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig, paired_difference
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
@@ -20,14 +20,17 @@ from evogrpo.reporting.records import GenerationReport, Report, TestReport
 from evogrpo.reporting.results import Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost, StepReport
 from evogrpo.text import pluralize
+from evogrpo.training.callback import Callback
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
-from evogrpo.training.loop.best_tracker import BestTracker
+from evogrpo.training.loop.best_tracker import BestTracker, second_set
 from evogrpo.training.loop.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
     TooFewStartsError,
     check_starts,
     first_step_fitness,
+    measure,
+    rollouts_of,
 )
 from evogrpo.training.loop.run_logger import RunLogger
 from evogrpo.training.loop.run_records import (
@@ -39,8 +42,7 @@ from evogrpo.training.loop.run_records import (
     step_report,
 )
 from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.loop.stages import OutOfTime, Stages
-from evogrpo.training.loop.stopping import STOPPED, RunStop
+from evogrpo.training.loop.stopping import STOPPED, Clock, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
@@ -68,6 +70,7 @@ class Trainer:
         description: Further facts for the journal's first event, such as task and model.
         changed_data: Differences between this environment and the one the run began in, for the journal.
         experience: Rule for learning from samples of other members; None = each from its own.
+        callbacks: Hooks of the run.
 
     Attributes:
         population: As given.
@@ -77,7 +80,10 @@ class Trainer:
         run_state: Counters, best member and history.
         changed_data: As given.
         experience: As given.
-        stages: Stages of the run: collect, learn, evaluate, test.
+        schedule: As given.
+        callbacks: As given, as a list.
+        stop_request: Stop request of the run.
+        clock: Seconds of the run, and its time limit.
         shared_run_dir: Directory for records, on every rank.
         run_dir: Directory that this rank writes to; None on ranks other than 0.
     """
@@ -95,6 +101,7 @@ class Trainer:
         description: dict[str, Any] | None = None,
         changed_data: Sequence[str] = (),
         experience: SharedExperience | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         # 1. Check that population, environment, schedule and strategy fit together.
         if not isinstance(population, Population):
@@ -117,11 +124,23 @@ class Trainer:
             )
         # 2. Assemble the parts of the loop.
         self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
-        self.run_state = run_state or RunState(members=len(population))
-        self.stages = Stages(population, env, schedule, self.run_state, self.fitness, experience)
+        self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
+        self.callbacks = list(callbacks)
+        processes = population.executor.processes
+        self.stop_request = RunStop(processes)
+        self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         self._description = description or {}
-        self._logger = RunLogger(run_dir, self.stages, strategy, self._data, experience)
+        self._logger = RunLogger(
+            run_dir,
+            population,
+            self.run_state,
+            strategy=strategy,
+            schedule=schedule,
+            fitness=self.fitness,
+            data=self._data,
+            experience=experience,
+        )
         self.shared_run_dir, self.run_dir = run_dir, self._logger.run_dir
         self._best_tracker = BestTracker(population, self.run_state, self.fitness, self.run_dir)
         self._greedy_gap = GreedyGapCheck()
@@ -140,158 +159,219 @@ class Trainer:
                 check_resumable(strategy)
             self._logger.create()
 
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule, perhaps with fewer validation questions; see `Stages`."""
-        return self.stages.schedule
-
-    @property
-    def stopping(self) -> RunStop:
-        """Stop request."""
-        return self.stages.stop
-
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: abandon the work under way and keep the state after the last learning step.
 
         With a run directory this state is saved, and the run resumes exactly. May be called from another thread.
         """
-        self.stopping.request(reason)
+        self.stop_request.request(reason)
+
+    # ---- the loop
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
-        clock = self.stages.clock
+        state, population, clock, logger = self.run_state, self.population, self.clock, self._logger
+        banks, stop, shared = population.members.banks, self.stop_request, self.experience
         clock.start()
         try:
-            for report in self._run():
-                clock.tick()
-                yield report
-                clock.start()
+            # 1. Record the start and the fitness before training, or that the run was resumed.
+            self._begin()
+            self._call("on_run_start", self)
+            while not self.finished():
+                if state.unplanned:  # stopped between an evaluation and its plan
+                    self._apply(self._plan())
+                while self._step_fits():
+                    self._require_healthy()
+                    self._set_progress()
+                    slots = [agent.slot for agent in population.healthy]
+                    snapshot, began = banks.snapshot(slots), clock.now()
+                    try:
+                        with stop.interruptible():
+                            # 2. Collect: sample and score one batch of groups for all members.
+                            collected = population.collect(
+                                self.env,
+                                step=state.step,
+                                samples_per_step=state.samples_per_step,
+                                block=state.block,
+                                samples=state.samples,
+                                stop=stop,
+                            )
+                            # 3. Learn: one learning step of every member.
+                            learned = population.learn(
+                                collected.experience,
+                                step=state.step,
+                                sources=None if shared is None else shared.sources(collected.mean_rewards(), slots),
+                                shared=shared,
+                                stop=stop,
+                            )
+                    except BaseException as error:  # the state becomes that after the last step, so it can be resumed
+                        for slot, train_state in snapshot.items():
+                            banks.load_state(slot, train_state)
+                        if isinstance(error, Exception | SystemExit):  # most often of a reward function
+                            logger.save(f"{type(error).__name__} in learning step {state.step}")
+                        raise
+                    # 4. Log.
+                    step = self._record_step(collected, learned, clock.now() - began)
+                    with clock.paused():
+                        yield step
+                    every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
+                    if every is not None and state.step_in_generation % every == 0:
+                        logger.save()
+                # 5. Evaluate, plan, apply, checkpoint.
+                if state.step_in_generation:
+                    generation = self._end_generation()
+                    if generation is not None:
+                        with clock.paused():
+                            yield generation
+            if clock.left() <= 0:  # the limit may have passed since the last checkpoint
+                clock.expire()
+            stop.check_all_ranks()
+            # 6. Choose the best member among the finalists, then test it.
+            if state.finalists and state.finalists_generation < state.generation:
+                self._choose_finalist()
+            if self.schedule.test_questions != 0 and state.best is not None:
+                tested = self._test()
+                with clock.paused():
+                    yield tested
+            # 7. Record the end.
+            self._record_end()
         except Interrupted:
             clock.tick()
-            self._ended = self.stopping.reason or STOPPED
-            self._logger.save(self._ended)
+            stop.agree()
+            self._ended = stop.reason or STOPPED
+            logger.save(self._ended)
         except SystemExit as error:
             raise_exit_error(error)
         finally:
-            self._logger.close()
+            logger.close()
+        self._call("on_run_end", self.result)
 
-    def _run(self) -> Iterator[Report]:
-        # 1. Record the start, or that the run was resumed.
-        self._open()
-        # 2. Train generation by generation.
-        while not self.finished():
-            self.stopping.check_all_ranks()
-            if self.run_state.unplanned:  # stopped between an evaluation and its plan
-                self._apply(self._plan())
-            yield from self._steps()
-            if self.run_state.step_in_generation:
-                yield from self._evaluation()
-        if self.stages.clock.left() <= 0:  # the limit may have passed since the last checkpoint
-            self.stages.clock.expire()
-        self.stopping.check_all_ranks()
-        # 3. Choose the best member among the finalists, then test it.
-        if self.run_state.finalists and self.run_state.finalists_generation < self.run_state.generation:
-            self._finals()
-        if self.schedule.test_questions != 0 and self.run_state.best is not None:
-            yield from self._test()
-        # 4. Record the end.
-        self.stages.clock.tick()
-        self._ended, self._complete = self.ended(), True
-        if self.stages.clock.expired or self._given_up:
-            self._logger.save()
-            if not self.run_state.step:
+    def __iter__(self) -> Iterator[GenerationReport]:
+        """Run to the end of the schedule; yield the reports of generations only."""
+        return filter(_is_generation, self.reports())
+
+    def _begin(self) -> None:
+        """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
+        state = self.run_state
+        before, state.threads = state.threads, torch.get_num_threads()
+        if state.begun:
+            if before != state.threads:
                 warn(
-                    "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
-                    f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
+                    f"The run began with {pluralize(before, 'thread')} and goes on with {state.threads}, so results "
+                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
                 )
-        self._logger.event("stopped", reason=self._ended)
-
-    def _steps(self) -> Iterator[StepReport]:
-        """Take the learning steps of the generation under way, as far as limits allow."""
-        state, stages, clock = self.run_state, self.stages, self.stages.clock
-        while state.step_in_generation < state.steps_per_generation:
-            spent = self.schedule.spent(
-                **state.spent(evaluations=self.schedule.count_evaluations), seconds=state.seconds
+            changed = {"changed_data": self.changed_data} if self.changed_data else {}
+            threads = {"threads": state.threads} if before != state.threads else {}
+            if self.run_dir is not None and not self.run_dir.described:
+                self._record_run()
+            self._logger.event("resumed", generation=state.generation, step=state.step, **threads, **changed)
+            return
+        self._logger.save()
+        self._record_run()
+        if not self.fitness.uses_validation:  # the baseline is then the mean reward of the first learning step
+            return
+        self._set_progress()
+        began, questions = self.clock.now(), self.questions("validation")
+        with self.stop_request.interruptible():
+            found = self.population.baseline(
+                self.env, "validation", questions=questions, config=self.fitness, stop=self.stop_request
             )
-            # Without a best member, steps go on until training rewards suffice for an evaluation.
-            can_stop = state.step_in_generation and (state.best or stages.can_evaluate())
-            if can_stop and (spent or stages.exceeded_limit()):
-                return
-            if state.step and clock.left() - stages.reserved_seconds() - clock.closing_seconds < clock.step_seconds:
-                clock.expire()
-                return
-            began = clock.now()
-            try:
-                collected = self._collect()  # 1. Sample and score.
-                reports = stages.learn(collected, collecting=clock.now() - began)  # 2. Learn.
-            except OutOfTime:
-                clock.expire()
-                return
-            report = self._record_step(collected, reports, began)  # 3. Record.
-            clock.step_seconds = clock.now() - began  # without the time that the caller takes for the report
-            yield report
-            every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
-            if every is not None and state.step_in_generation % every == 0:
-                self._logger.save()  # 4. A checkpoint within the generation, if set.
-            self.stopping.check_all_ranks()
+        state.baseline = found.fitness[0]
+        cost = self._add_evaluation(found.tokens[0], began)
+        self.clock.longest_evaluation = len(self.population) * cost.seconds  # until all members were evaluated
+        self.clock.tick()
+        report = baseline_report(state.baseline, measure=self.fitness.validation_measure, cost=state.evaluation)
+        self._logger.event(report.event, **report.to_json())
+        self._logger.save()
 
-    def _collect(self) -> RolloutBatch:
-        """Sample one training batch; on an error, save what was learnt so far."""
-        self._require_healthy()
-        try:
-            return self.stages.collect()
-        except (Exception, SystemExit) as error:
-            # Most often the user's reward function raised. The state is that after the last step, so it can be resumed.
-            self._logger.save(f"{type(error).__name__} while collecting step {self.run_state.step}")
-            raise
+    def _record_run(self) -> None:
+        """Write the event that describes the run."""
+        population, schedule = self.population, self.schedule
+        settings = population.members.settings
+        tokens = settings.to_json().get("micro_batch_tokens")  # networks have none
+        self._logger.event(
+            "run",
+            **self._description,
+            kind=population.members.kind,
+            seed=settings.seed,
+            **({} if tokens is None else {"micro_batch_tokens": tokens}),
+            population_size=len(population),
+            samples_per_step=schedule.samples_per_step,
+            steps_per_generation=schedule.steps_per_generation,
+            schedule=schedule.to_json(),
+            fitness=self.fitness.to_json(),
+            evolvable=population.space.to_json(),
+            algorithm=population.algorithm.__qualname__,
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in population.agents
+            ],
+            strategy=strategy_record(self.strategy),
+            experience="own" if self.experience is None else self.experience.to_json(),
+            data=self._data,
+            threads=self.run_state.threads,
+        )
 
-    def _record_step(self, collected: RolloutBatch, reports: Mapping[int, LearnReport], began: float) -> StepReport:
+    def _step_fits(self) -> bool:
+        """Return True if the generation under way has another learning step that fits into the limits."""
+        state = self.run_state
+        if state.step_in_generation >= state.steps_per_generation:
+            return False
+        # Without a best member, steps go on until training rewards suffice for an evaluation.
+        if state.step_in_generation and (state.best or self._can_evaluate()):
+            spent = state.spent(evaluations=self.schedule.count_evaluations)
+            if self.schedule.spent(**spent, seconds=state.seconds) or self._exceeded_limit():
+                return False
+        clock = self.clock
+        if clock.left() >= clock.longest_step + clock.longest_evaluation + self.test_seconds(clock.longest_evaluation):
+            return True
+        clock.expire()
+        return False
+
+    def _record_step(self, collected: RolloutBatch, learned: Mapping[int, LearnReport], seconds: float) -> StepReport:
         """Count a learning step and record it."""
-        self.stages.clock.tick()
-        seconds, most = self.stages.clock.now() - began, self._logger.completions
-        report, completions = step_report(self.population, self.run_state, collected, reports, seconds, most)
+        self.clock.tick()
+        self.clock.longest_step = max(self.clock.longest_step, seconds)
+        report, completions = step_report(
+            self.population, self.run_state, collected, learned, seconds, self._logger.completions
+        )
         if report.step == 0 and not self.fitness.uses_validation:
             self.run_state.baseline = first_step_fitness(self.run_state)
             if self.run_state.baseline is not None:
                 baseline = baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost())
                 self._logger.event(baseline.event, **baseline.to_json())
         self._logger.step(report, completions)
-        self._learning_signal.update(reports)
+        self._learning_signal.update(learned)
+        self._call("on_step", report)
         return report
 
-    def _evaluation(self) -> Iterator[GenerationReport]:
-        """Close the generation under way, unless time runs out before all members are evaluated."""
-        clock, began = self.stages.clock, self.stages.clock.now()
-        try:
-            report = self._close_generation()
-        except OutOfTime:
-            clock.expire()
-            self._give_up("no time was left")
-        except TooFewStartsError:
-            if self.run_state.step_in_generation >= self.run_state.steps_per_generation:
-                raise
-            self._give_up("the budget ended before every member had played from two starts")
-        else:
-            clock.closing_seconds = clock.now() - began - self.stages.evaluation_seconds
-            yield report
-
-    def _give_up(self, reason: str) -> None:
-        """End the run within a generation, without its evaluation."""
-        self._given_up = True
-        steps = pluralize(self.run_state.step_in_generation, "learning step")
-        warn(f"The last {steps} were not evaluated: {reason}.")
-
-    def _close_generation(self) -> GenerationReport:
-        """Evaluate, plan, record and checkpoint."""
-        state, population = self.run_state, self.population
-        # 1. Measure fitness.
+    def _end_generation(self) -> GenerationReport | None:
+        """Evaluate, plan, apply and save. Returns None if a limit left too few training rewards to select by."""
+        state, population, clock = self.run_state, self.population, self.clock
+        # 1. Evaluate.
         self._require_healthy()
+        self._set_progress()
+        began = clock.now()
         try:
-            measured = self.stages.evaluate()
+            with self.stop_request.interruptible():
+                measured = measure(
+                    population,
+                    self.env,
+                    self.fitness,
+                    state,
+                    questions=self.questions("validation"),
+                    stop=self.stop_request,
+                )
         except (Exception, SystemExit) as error:
+            if isinstance(error, TooFewStartsError) and state.step_in_generation < state.steps_per_generation:
+                self._given_up = True
+                steps = pluralize(state.step_in_generation, "learning step")
+                warn(f"The last {steps} were not evaluated: the budget ended before every member had enough rewards.")
+                return None
             self._logger.save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
             raise
-        self.stages.clock.tick()
+        clock.longest_evaluation = max(clock.longest_evaluation, clock.now() - began)
+        clock.tick()
         self._greedy_gap.update(measured)
         state.generation += 1
         report = generation_report(population, state, measured, best=self._best_tracker.update(measured))
@@ -312,7 +392,9 @@ class Trainer:
         state.start_generation()
         if plan is not None:
             self._apply(plan)
+        # 4. Checkpoint.
         self._logger.save()
+        self._call("on_generation", report)
         return report
 
     def _plan(self) -> Plan:
@@ -354,14 +436,66 @@ class Trainer:
         needed = replace(schedule, samples_per_step=state.samples_per_step).block(self.population)
         state.block = max(state.block, needed)
 
-    def __iter__(self) -> Iterator[GenerationReport]:
-        """Run to the end of the schedule; yield the reports of generations only."""
-        return filter(_is_generation, self.reports())
+    def _choose_finalist(self) -> None:
+        """Evaluate the finalists on the second set, and keep the best of them."""
+        finalists, began = self.run_state.finalists, self.clock.now()
+        self._set_progress()
+        with self.stop_request.interruptible():
+            second, tokens = self.population.earned_by(
+                [finalists.state(each.key) for each in finalists.seen],
+                self.env,
+                "validation",
+                questions=second_set(self.env, self.fitness),
+                config=self.fitness,
+                stop=self.stop_request,
+            )
+        report = self._best_tracker.choose_finalist(second, self._add_evaluation(tokens, began))
+        self._logger.event(report.event, **report.to_json())
+        self._logger.save()
 
-    @property
-    def over(self) -> bool:
-        """True if the run has ended or was stopped: then it has a result."""
-        return self._ended is not None
+    def _test(self) -> TestReport:
+        """Test the best member and the untrained base."""
+        best, began = self.run_state.best, self.clock.now()
+        assert best is not None  # checked by the caller
+        self._set_progress()
+        with self.stop_request.interruptible():
+            before, after, tokens = self.population.compare(
+                best.state,
+                self.env,
+                "test",
+                questions=self.questions("test"),
+                config=self.fitness,
+                stop=self.stop_request,
+            )
+        gain, standard_error = paired_difference(after, before)
+        self._tested = TestReport(
+            questions=len(after.scores),
+            index=best.index,
+            before=estimate(before),
+            after=estimate(after),
+            gain=Estimate(mean=gain, standard_error=standard_error),
+            scores=after.scores,
+            measure=self.fitness.validation_measure,
+            cost=self._add_evaluation(tokens, began),
+        )
+        self._logger.event(self._tested.event, **self._tested.to_json())
+        self._call("on_test", self._tested)
+        return self._tested
+
+    def _record_end(self) -> None:
+        """Record why the run has ended, and by how much it exceeded its time limit."""
+        self.clock.tick()
+        self._ended, self._complete = f"{self.ended()}{self.clock.overrun}", True
+        if self.clock.expired or self._given_up:
+            self._logger.save()
+            if not self.run_state.step:
+                warn(
+                    "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
+                    f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
+                )
+        self._logger.event("stopped", reason=self._ended)
+
+    # ---- limits and results
 
     @property
     def result(self) -> Result:
@@ -383,70 +517,12 @@ class Trainer:
             run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
 
-    def _open(self) -> None:
-        """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
-        state = self.run_state
-        before, state.threads = state.threads, torch.get_num_threads()
-        if state.begun:
-            if before != state.threads:
-                warn(
-                    f"The run began with {pluralize(before, 'thread')} and goes on with {state.threads}, so results "
-                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
-                )
-            changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            threads = {"threads": state.threads} if before != state.threads else {}
-            if self.run_dir is not None and not self.run_dir.described:
-                self._record_run()
-            self._logger.event("resumed", generation=state.generation, step=state.step, **threads, **changed)
-            return
-        self._logger.save()
-        self._record_run()
-        if not self.fitness.uses_validation:  # the baseline is then the mean reward of the first learning step
-            return
-        try:
-            state.baseline = self.stages.baseline()
-        except OutOfTime:
-            self.stages.clock.expire()
-            return
-        self.stages.clock.tick()
-        report = baseline_report(state.baseline, measure=self.fitness.validation_measure, cost=state.evaluation)
-        self._logger.event(report.event, **report.to_json())
-        self._logger.save()
-
-    def _record_run(self) -> None:
-        """Write the event that describes the run."""
-        population, schedule = self.population, self.schedule
-        settings = population.members.settings
-        tokens = settings.to_json().get("micro_batch_tokens")  # networks have none
-        self._logger.event(
-            "run",
-            **self._description,
-            kind=population.members.kind,
-            seed=settings.seed,
-            **({} if tokens is None else {"micro_batch_tokens": tokens}),
-            population_size=len(population),
-            samples_per_step=schedule.samples_per_step,
-            steps_per_generation=schedule.steps_per_generation,
-            schedule=schedule.to_json(),
-            fitness=self.fitness.to_json(),
-            evolvable=population.space.to_json(),
-            algorithm=population.algorithm.__qualname__,
-            members=[
-                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
-                for a in population.agents
-            ],
-            strategy=strategy_record(self.strategy),
-            experience="own" if self.experience is None else self.experience.to_json(),
-            data=self._data,
-            threads=self.run_state.threads,
-        )
-
     def finished(self) -> bool:
         """Return True if no further generation will start; the test may still follow."""
         state = self.run_state
         if self._given_up:
             return True
-        if self.stages.clock.expired:
+        if self.clock.expired:
             return not state.step_in_generation
         if self._finished_untrained():
             return True
@@ -472,7 +548,7 @@ class Trainer:
         )
         if reached is not None and self._finished_untrained():
             return f"{reached} before training"
-        return self.stages.exceeded_limit() if reached is None else reached
+        return self._exceeded_limit() if reached is None else reached
 
     def _require_healthy(self) -> None:
         """Stop the run if all members have failed, as none is left to clone."""
@@ -485,40 +561,48 @@ class Trainer:
                 "with a network that returns finite numbers."
             )
 
-    def _finals(self) -> None:
-        """Evaluate the finalists on the second set, if there is time, and keep the best of them."""
-        finalists = self.run_state.finalists
-        try:
-            second, cost = self.stages.evaluate_finalists([finalists.state(each.key) for each in finalists.seen])
-        except OutOfTime:
-            warn("The second set is left out, as no time was left. Raise max_seconds.")
-            return
-        report = self._best_tracker.choose_finalist(second, cost)
-        self._logger.event(report.event, **report.to_json())
-        self._logger.save()
+    def questions(self, split: Split) -> int:
+        """Return the number of questions used of a held-out split."""
+        limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
+        available = self.env.size(split) - (self.fitness.second_set if split == "validation" else 0)
+        return available if limit is None else min(limit, available)
 
-    def _test(self) -> Iterator[TestReport]:
-        """Test the best member and the untrained base, if there is time."""
-        best = self.run_state.best
-        assert best is not None  # checked by the caller
-        try:
-            before, after, cost = self.stages.test(best.state)
-        except OutOfTime:
-            warn("The test is left out, as no time was left. Raise max_seconds.")
-            return
-        gain, standard_error = paired_difference(after, before)
-        self._tested = TestReport(
-            questions=len(after.scores),
-            index=best.index,
-            before=estimate(before),
-            after=estimate(after),
-            gain=Estimate(mean=gain, standard_error=standard_error),
-            scores=after.scores,
-            measure=self.fitness.validation_measure,
-            cost=cost,
+    def test_seconds(self, evaluation: float) -> float:
+        """Return the expected seconds of the test, given those of an evaluation of all members."""
+        return evaluation * 2 * self.questions("test") / (len(self.population) * self.questions("validation"))
+
+    def _exceeded_limit(self) -> str | None:
+        """Return the limit that the next learning step and its evaluation would exceed, or None."""
+        healthy = len(self.population.healthy)
+        evaluated = {"validation": healthy, "both": min(healthy, self.fitness.candidates), "rollouts": 0}
+        return self.schedule.exceeded_by_next_step(
+            self.run_state,
+            samples=healthy * self.run_state.samples_per_step,
+            answers=evaluated[self.fitness.by] * self.questions("validation"),
         )
-        self._logger.event(self._tested.event, **self._tested.to_json())
-        yield self._tested
+
+    def _can_evaluate(self) -> bool:
+        """Return True if every healthy member has enough training rewards to select by, where selection uses them."""
+        slots = [agent.slot for agent in self.population.healthy]
+        return self.fitness.selection_measure != ROLLOUTS or all(rollouts_of(self.run_state, slot) for slot in slots)
+
+    def _add_evaluation(self, tokens: int, began: float) -> EvaluationCost:
+        """Count an evaluation that began at this time."""
+        cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
+        self.run_state.add_evaluation(cost)
+        return cost
+
+    def _set_progress(self) -> None:
+        """Pass the current learning step to the environment, if it supports that."""
+        if isinstance(self.env, SupportsProgress):
+            total = (self.schedule.generations or 0) * self.run_state.steps_per_generation
+            self.env.set_progress(self.run_state.step, total)
+
+    def _call(self, hook: str, argument: Any) -> None:
+        """Call a hook of all callbacks, on rank 0."""
+        if self.population.executor.processes.is_rank_zero:
+            for callback in self.callbacks:
+                getattr(callback, hook)(argument)
 
 
 def _is_generation(report: Report) -> TypeGuard[GenerationReport]:

@@ -17,7 +17,6 @@ from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
 from evogrpo.training.configuration.sections import IMPLIED, OPEN, SIZES, AnyConfig
 from evogrpo.training.forecast import Need
-from evogrpo.training.loop.stages import sample_sources
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
 """Members, and groups per member and learning step, largest first."""
@@ -152,7 +151,8 @@ def _measured_step(
             env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
         )
         shared = config.experience if len(population) > 1 else None
-        sources = None if shared is None else sample_sources(shared, population, collected)
+        slots = [agent.slot for agent in population.healthy]
+        sources = None if shared is None else shared.sources(collected.mean_rewards(), slots)
         population.learn(collected.experience, step=0, sources=sources, shared=shared, stop=stop)
         taken = time.monotonic() - began
         length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
