@@ -104,7 +104,7 @@ def short_repr(record: Any) -> str:
     shown = ", ".join(
         f"{field.name}={_short_value(getattr(record, field.name))}"
         for field in fields(record)
-        if getattr(record, field.name) is not None
+        if field.repr and getattr(record, field.name) is not None
     )
     return f"{type(record).__name__}({shown})"
 

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
-# What configs call their sizes, and the small values that are given to those that a config has.
+# Names of sizes in configs and the small values for them.
 WIDTHS = (
     "hidden_size",
     "d_model",
@@ -64,7 +64,7 @@ HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_atte
 SHARED = {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]}
 DELTA = LATENT | HYBRID | {"mlp_layer_types": ["dense", "sparse"]}
 TIMES, SCALED, CAPPED = {"logit_scale": 0.3}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 5.0}
-# What single architectures ask for beside; transforms of the logits are not at their neutral values.
+# Additional settings of single architectures; transforms of the logits are not neutral.
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "youtu"), LATENT),
@@ -121,9 +121,9 @@ def family_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Build a small model of one architecture; errors of its config or class propagate.
 
     Args:
-        family: Its model type.
-        seed: Of the weights.
-        changes: Of the config.
+        family: Model type.
+        seed: Seed of the weights.
+        changes: Changes to the config.
     """
     kind = CONFIG_MAPPING[family]
     default = kind()

@@ -1,13 +1,13 @@
-"""Settings of the whole suite: no network, one thread, and property tests that are the same on every run."""
+"""Settings of the test suite: no network, one thread, deterministic property tests."""
 
 import gc
 import os
 import signal
 from collections.abc import Iterator
 
-# Before anything imports torch or transformers.
+# Before torch or transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer waking threads than computing
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer on waking threads than on computing
 
 import pytest
 from hypothesis import settings
@@ -17,14 +17,14 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare how a CPU may compute otherwise that no environment variable says."""
+    """Declare options for CPU arithmetic that no environment variable selects."""
     parser.addoption("--no-mkldnn", action="store_true", help="compute without oneDNN's kernels")
     parser.addoption("--round-otherwise", type=int, help="round matrix products as CPU number so-and-so might")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set what the options ask for, before any test computes, and let Ctrl-C interrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
+    """Apply the options, and let Ctrl-C interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for background jobs
     if config.getoption("--no-mkldnn"):
         import torch
 
@@ -32,14 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave alone what all modules have brought: every full garbage collection would look through it again."""
+    """Exclude imported modules from garbage collection, which would scan them each time."""
     gc.collect()
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="session")  # what tests share is computed like what they compare with it
+@pytest.fixture(autouse=True, scope="session")  # fixtures must round like the tests that use them
 def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let every test round as it was asked to."""
+    """Apply the selected rounding to all tests."""
     seed = request.config.getoption("--round-otherwise")
     if seed is None:
         yield

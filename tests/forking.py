@@ -1,4 +1,4 @@
-"""Processes that are forked off one which has imported everything and computed nothing: they start at once."""
+"""Processes forked off a server that has imported everything, so that they start at once."""
 
 import multiprocessing
 import os
@@ -18,22 +18,24 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.distributed.scenarios", "evogrpo.cli", "evogrpo.cli.main"])
 
 
-def started(function: Callable[..., object], *arguments: Any, daemon: bool = False, **keywords: Any) -> BaseProcess:
-    """Call a function of a module in a process of its own; a daemon's ends with this one."""
-    process = _SERVER.Process(target=function, args=arguments, kwargs=keywords, daemon=daemon)
+def start_process(
+    function: Callable[..., object], *arguments: Any, daemon: bool = False, **options: Any
+) -> BaseProcess:
+    """Call a module-level function in a new process; a daemon ends with this process."""
+    process = _SERVER.Process(target=function, args=arguments, kwargs=options, daemon=daemon)
     process.start()
     return process
 
 
 class Forked:
-    """A function of a module at work in a process of its own, as `subprocess.Popen` would show it.
+    """A function that runs in a forked process, with the interface of `subprocess.Popen`.
 
     Args:
-        function: Of a module.
+        function: Module-level function.
         arguments: Its arguments.
-        cwd: Where it works.
-        environment: Variables besides those that are set here.
-        file_bytes: No file may grow larger than this, as if the disk were full; no limit if it is None.
+        cwd: Working directory.
+        environment: Additional environment variables.
+        file_bytes: Maximum size of a file, to simulate a full disk; None for no limit.
     """
 
     def __init__(
@@ -44,12 +46,12 @@ class Forked:
         environment: Mapping[str, str] = MappingProxyType({}),
         file_bytes: int | None = None,
     ) -> None:
-        self._folder = TemporaryDirectory()  # gone with this object
-        self._said = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
-        for each in self._said:
+        self._folder = TemporaryDirectory()  # removed with this object
+        self._outputs = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for each in self._outputs:
             each.touch()
-        self._process = started(
-            _call, function, arguments, str(cwd), {**os.environ, **environment}, self._said, file_bytes
+        self._process = start_process(
+            _call, function, arguments, str(cwd), {**os.environ, **environment}, self._outputs, file_bytes
         )
 
     @property
@@ -60,25 +62,25 @@ class Forked:
         os.kill(self._process.pid or 0, number)
 
     def wait_for(self, line: str, timeout: float = 100) -> None:
-        """Wait until it has said something."""
+        """Wait until the process has printed a line."""
         over = time.monotonic() + timeout
-        while line not in self._said[0].read_text().splitlines():
-            assert time.monotonic() < over, self._said[1].read_text()
-            assert self.returncode is None, self._said[1].read_text()
+        while line not in self._outputs[0].read_text().splitlines():
+            assert time.monotonic() < over, self._outputs[1].read_text()
+            assert self.returncode is None, self._outputs[1].read_text()
             time.sleep(0.01)
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end and return its status; it is killed if it takes longer."""
+        """Wait for the end and return the exit status; kill the process after the time limit."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
-            raise AssertionError(f"not over after {timeout:g} s: {self._said[1].read_text()}")
+            raise AssertionError(f"not over after {timeout:g} s: {self._outputs[1].read_text()}")
         return self._process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end and return what it has said."""
+        """Wait for the end and return stdout and stderr."""
         self.wait(timeout)
-        return self._said[0].read_text(), self._said[1].read_text()
+        return self._outputs[0].read_text(), self._outputs[1].read_text()
 
 
 def _call(
@@ -86,10 +88,10 @@ def _call(
     arguments: Sequence[Any],
     cwd: str,
     environment: Mapping[str, str],
-    said: Sequence[Path],
+    outputs: Sequence[Path],
     file_bytes: int | None,
 ) -> None:
-    for number, path in enumerate(said, start=1):
+    for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY), number)
     os.environ.clear()
     os.environ.update(environment)
@@ -101,6 +103,6 @@ def _call(
 
 
 def evogrpo(*arguments: str) -> None:
-    """Be the command."""
+    """Run the command."""
     sys.argv = ["evogrpo", *arguments]
     runpy.run_module("evogrpo", run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
-"""A user's sampler: another process with PEFT adapters that samples with transformers.
+"""A user-defined sampler: another process that samples with transformers from PEFT adapters.
 
-It is built on nothing but the protocol: `Sampler.sample(rows) -> Rollout` and `Sampler.sync(slots)`.
+It uses the protocol only: `Sampler.sample(rows) -> Rollout` and `Sampler.sync(slots)`.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from evogrpo import Population
 from evogrpo.data import Rollout, SamplingBatch, SamplingOptions
 from evogrpo.models.bank import FinishedCallback
-from tests.forking import started
+from tests.forking import start_process
 from tests.tiny_models import EOS, PAD
 
 
@@ -21,10 +21,10 @@ class GenerateSampler:
     """Sample in another process in half precision, with other log-probabilities than the trainer.
 
     Args:
-        population: Whose adapters it samples from.
-        model: Their base.
-        folder: Where it keeps files; the other process reads the base and the adapters from there.
-        dtype: In which the other process computes.
+        population: Population whose adapters it samples from.
+        model: Base model.
+        folder: Folder for the base and the adapters, which the other process reads.
+        dtype: Precision of the other process.
     """
 
     def __init__(self, population: Population, model: PreTrainedModel, folder: Path, dtype: str = "bfloat16") -> None:
@@ -32,7 +32,7 @@ class GenerateSampler:
         self.loaded: list[list[int]] = []
         model.save_pretrained(folder / "base")
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = started(_serve, theirs, str(folder), dtype, daemon=True)
+        self._process = start_process(_serve, theirs, str(folder), dtype, daemon=True)
 
     def sync(self, slots: "list[int]") -> None:
         self.loaded.append(list(slots))

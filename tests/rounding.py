@@ -1,26 +1,25 @@
-"""How far rounding may move a result, derived once for all tests; and a CPU that rounds otherwise, to try them on.
+"""Derived bounds on rounding errors, shared by all tests, and simulated CPUs that round differently.
 
-Equal bits are promised at equal batch shapes only: kernels add up in an order that depends on the shapes, the CPU and
-the number of threads, but never on the numbers. Everything else agrees up to the bounds below. They follow from the
-arithmetic and not from what one CPU gave:
+Equal bits are promised at equal batch shapes only: the order of summation in kernels depends on the shapes, the CPU and
+the number of threads, but never on the numbers. Everything else agrees up to the bounds below, which follow from the
+arithmetic:
 
-- **A product.** A float32 sum of K terms is off by at most K u, and where roundings are independent by about sqrt(K) u,
-  of the sum of its terms' sizes, with u = 2^-24 (Higham and Mary, "A new approach to probabilistic rounding error
-  analysis", 2019). The models here have K of about 64: 5e-7.
-- **A log-probability**, an entropy, an output: some 20 products one after another, each off by that of its size: 1e-5
-  of a number of a few units. Tests write rtol = atol = 1e-4, or 1e-5 where fewer products lie between.
-- **A gradient**: the same number of products once more, and a sum over rows of terms that partly cancel, to a tenth
-  say, since advantages add up to 0: `GRADIENT` = 1e-4 of the gradient's norm. Of its *norm*: an element that is near 0
-  because its terms cancel is off by a part of their sizes, and so by any part of itself. A leak of a thousandth still
-  shows.
-- **AdamW's moments** are averages of gradients: off by the same part. In later steps the gradients themselves are those
-  of weights that differ a little, and each step adds to it; the first moment forgets after 1 / (1 - 0.9) = 10 steps.
-- **AdamW's weights** are the worst to compare. m / (sqrt(v) + eps) of an element that is near 0 has any value between
-  -1 and 1 once its rounding error is as large as itself, however little else is off. If a gradient's elements are off
-  by d of their root mean square s, one of size x = |g| / s is off by min(2, 2 d / x) of a step; with at most s ds of
-  the elements within ds of 0, as for normal ones, the mean square is the integral of min(2, 2 d / x)^2 dx = 8 d.
-  So weights are off by sqrt(8 d) of what they could have moved, sqrt(k) lr a step, and not by a part of their own
-  size. Gradients and moments are what tells members apart; weights only have to have followed them.
+- **A product.** A float32 sum of K terms is off by at most K u, and for independent roundings by about sqrt(K) u, of
+  the sum of its terms' sizes, with u = 2^-24 (Higham and Mary, "A new approach to probabilistic rounding error
+  analysis", 2019). The models of the tests have K of about 64: 5e-7.
+- **A log-probability**, an entropy, an output: some 20 products in sequence, each with an error of that size: 1e-5 for
+  numbers of a few units. Tests use rtol = atol = 1e-4, or 1e-5 for fewer products.
+- **A gradient**: the same number of products again, and a sum over rows of terms that cancel to about a tenth, since
+  advantages add up to 0: `GRADIENT` = 1e-4 of the gradient's norm. An element near 0, whose terms cancel, may have any
+  relative error. A leak of a thousandth is still detected.
+- **AdamW's moments** are averages of gradients with the same relative error. In later steps the gradients are those of
+  slightly different weights, and each step adds to the error; the first moment forgets after 1 / (1 - 0.9) = 10 steps.
+- **AdamW's weights** have the largest error. m / (sqrt(v) + eps) of an element near 0 has any value between -1 and 1
+  once its rounding error is as large as itself. If a gradient's elements are off by d of their root mean square s, one
+  of size x = |g| / s is off by min(2, 2 d / x) of a step; with at most s ds of the elements within ds of 0, as for
+  normal ones, the mean square is the integral of min(2, 2 d / x)^2 dx = 8 d. So weights are off by sqrt(8 d) of their
+  maximum movement, sqrt(k) lr a step, and not by a fraction of their size. Gradients and moments identify members;
+  weights only have to follow them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,18 +34,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNIT = 2.0**-24  # half the distance from 1 to the next float32
-LOG_PROB = 1e-4  # of log-probabilities and what is made of them one by one, in nats
-
-
-# ---- how far apart
+LOG_PROB = 1e-4  # of log-probabilities and functions of single ones, in nats
 
 
 def assert_metrics_agree(one: Mapping[str, float], other: Mapping[str, float]) -> None:
-    """Check that two reports of the same steps differ by rounding alone.
+    """Check that two reports of the same steps differ by rounding only.
 
-    A measure is a mean of smooth functions of log-probabilities, which are off by 1e-5 nats, in size and in sum; ten
-    times that are allowed, since differences to earlier ones cancel. What a trainer's log-probabilities differ from the
-    sampler's by is rounding itself where these are exact: that of four log-probabilities, two in either report.
+    A metric is a mean of smooth functions of log-probabilities, whose error is 1e-5 nats; ten times that is allowed,
+    since differences to earlier ones cancel. The mismatch between trainer and sampler is rounding itself if these are
+    exact: the error of four log-probabilities, two in either report.
     """
     assert one.keys() == other.keys()
     for name in one:
@@ -54,19 +50,16 @@ def assert_metrics_agree(one: Mapping[str, float], other: Mapping[str, float]) -
         assert one[name] == pytest.approx(other[name], rel=1e-3, abs=exact, nan_ok=True), name
 
 
-# ---- a CPU that rounds otherwise
-
-
 def _noise(shape: tuple[int, ...], seed: int, units: float) -> Tensor:
-    """Return numbers in +-units * UNIT that are the same whenever results of that shape are computed."""
+    """Return numbers in +-units * UNIT that depend on the shape only."""
     rng = np.random.default_rng([seed, *shape])
     return torch.from_numpy(rng.uniform(-units * UNIT, units * UNIT, shape))
 
 
 def _product(product: Callable[..., Tensor], one: Tensor, other: Tensor, seed: int, units: float) -> Tensor:
-    """Return a product in float64, off by up to `units` roundings of what its terms add up to without their signs.
+    """Return a product in float64 with an error of up to `units` roundings of the sum of its terms' sizes.
 
-    What float32 can hold exactly stays exact, as it does on every CPU: 0, and products with 0 and 1.
+    Exact float32 results stay exact, as on every CPU: 0, and products with 0 and 1.
     """
     one, other = one.double(), other.double()
     exact = product(one, other)
@@ -75,15 +68,13 @@ def _product(product: Callable[..., Tensor], one: Tensor, other: Tensor, seed: i
 
 
 class RoundOtherwise(TorchDispatchMode):
-    """Matrix products of float32 as another CPU might compute them: in another order, so rounded otherwise.
+    """Simulate the float32 matrix products of another CPU, whose order of summation differs.
 
-    How kernels add up depends on the CPU, on the number of threads and on the shapes, but never on the numbers. So do
-    these errors: equal shapes, and nothing else, give equal bits.
+    The errors depend on the shapes but never on the numbers, as in real kernels: equal shapes give equal bits.
 
     Args:
-        seed: Which CPU.
-        units: The largest error, in roundings of the sum of the terms' sizes. One is about twice what another order
-            makes.
+        seed: Seed of the simulated CPU.
+        units: Largest error, in roundings of the sum of the terms' sizes. 1 is about twice the effect of another order.
     """
 
     def __init__(self, seed: int, units: float = 1.0) -> None:
@@ -119,7 +110,7 @@ class RoundOtherwise(TorchDispatchMode):
 
 @contextmanager
 def rounding_otherwise(seed: int, units: float = 1.0) -> Iterator[None]:
-    """Compute matrix products, torch's and numpy's, as another CPU might."""
+    """Compute matrix products of torch and numpy like another CPU."""
     plain = np.matmul
 
     def matmul(one: Any, other: Any, out: Any = None, **others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The house rules that a script can check: no circle of files, one definition per class name, no batch under a cast."""
+"""Rules on the code: no import cycle, one definition per class name, no cast of a batch."""
 
 import ast
 from collections import defaultdict
@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "evogrpo"
-# The package's own page names its public classes for type checkers and imports each only when asked for it.
+# The package's `__init__` names its public classes for type checkers and imports each on first use.
 FRONT = "evogrpo"
 
 
@@ -19,8 +19,8 @@ def module_name(path: Path) -> str:
 TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported(tree: ast.Module, files: set[str]) -> Iterator[str]:
-    """Yield the files that a file imports anywhere in it: at the top, in functions and for type checkers alike."""
+def imports_of(tree: ast.Module, files: set[str]) -> Iterator[str]:
+    """Yield the files that a file imports: at the top, in functions and for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
@@ -34,8 +34,8 @@ def imported(tree: ast.Module, files: set[str]) -> Iterator[str]:
                     yield str(node.module)
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return one circle of files, each importing the next, or nothing."""
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return one cycle of imports, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -43,32 +43,32 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_no_import_cycles():
     files = set(TREES)
-    graph = {name: set(imported(tree, files)) - {FRONT} for name, tree in TREES.items() if name != FRONT}
-    assert sum(map(len, graph.values())) > len(files)  # imports were found at all
-    assert circle(graph) == []
+    graph = {name: set(imports_of(tree, files)) - {FRONT} for name, tree in TREES.items() if name != FRONT}
+    assert sum(map(len, graph.values())) > len(files)  # imports were parsed
+    assert find_cycle(graph) == []
 
 
-def test_a_circle_is_seen_wherever_the_import_stands():
+def test_cycles_are_detected_in_functions_and_type_checking_blocks():
     top = ast.parse("from evogrpo.b import thing")
     hidden = "def call():\n    from evogrpo import a"
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import evogrpo.a"
     files = {"evogrpo.a", "evogrpo.b"}
     for source in (hidden, typed):
-        graph = {"evogrpo.a": set(imported(top, files)), "evogrpo.b": set(imported(ast.parse(source), files))}
-        assert set(circle(graph)) == files
-    assert circle({"evogrpo.a": set(imported(top, files)), "evogrpo.b": set()}) == []
+        graph = {"evogrpo.a": set(imports_of(top, files)), "evogrpo.b": set(imports_of(ast.parse(source), files))}
+        assert set(find_cycle(graph)) == files
+    assert find_cycle({"evogrpo.a": set(imports_of(top, files)), "evogrpo.b": set()}) == []
 
 
 def test_a_class_name_is_defined_once():
-    places = defaultdict(list)
+    definitions = defaultdict(list)
     for name, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{name}:{node.lineno}")
-    assert len(places) > 100
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+                definitions[node.name].append(f"{name}:{node.lineno}")
+    assert len(definitions) > 100
+    assert {name: found for name, found in definitions.items() if len(found) > 1} == {}
 
 
 def test_no_batch_is_cast():

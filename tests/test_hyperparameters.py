@@ -1,4 +1,4 @@
-"""Hyperparameters, their space, and the group sizes that keep every member's cost equal."""
+"""Hyperparameters, their search space, and group sizes of equal cost."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check
 
 
 @pytest.mark.parametrize("module", ["evogrpo.config.search_space", "evogrpo.evolution"])
-def test_numbers_only_rooms_do_not_load_torch(module):
+def test_config_and_evolution_do_not_import_torch(module):
     program = (
         f"import sys, {module}\n"
         "heavy = sorted({'torch', 'transformers', 'peft', 'accelerate'} & set(sys.modules))\n"
@@ -33,7 +33,7 @@ def test_numbers_only_rooms_do_not_load_torch(module):
 class TestHyperparameters:
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1], 1j])
-    def test_nothing_but_a_finite_positive_number_or_a_known_name_is_accepted(self, name, value):
+    def test_only_finite_positive_numbers_and_known_names_are_accepted(self, name, value):
         with pytest.raises(ValueError, match=name):
             Hyperparameters(**{name: value})
 
@@ -69,7 +69,7 @@ class TestHyperparameters:
             ("advantage", 1),
         ],
     )
-    def test_values_outside_the_range_or_type_are_refused(self, name, value):
+    def test_values_of_a_wrong_range_or_type_are_refused(self, name, value):
         with pytest.raises(ValueError, match=f"{name} must .*got"):
             Hyperparameters(**{name: value})
 
@@ -81,10 +81,10 @@ class TestHyperparameters:
             ("advantage_clip", 1e-9),
         ],
     )
-    def test_values_at_the_edge_are_accepted(self, name, value):
+    def test_values_at_the_bounds_are_accepted(self, name, value):
         assert getattr(Hyperparameters(**{name: value}), name) == value
 
-    def test_text_from_yaml_is_explained(self):
+    def test_numbers_in_quotes_are_refused(self):
         with pytest.raises(ValueError, match=r"write 1\.0e-4"):
             Hyperparameters(lr="1e-4")
 
@@ -92,7 +92,7 @@ class TestHyperparameters:
         record = Hyperparameters(lr=np.float32(0.5), group_size=np.int64(4), beta=0)
         assert (type(record.lr), type(record.group_size), type(record.beta)) == (float, int, float)
 
-    def test_a_record_is_replaced_rather_than_edited(self):
+    def test_records_are_frozen_and_replaced(self):
         record = Hyperparameters()
         with pytest.raises(dataclasses.FrozenInstanceError):
             record.lr = 1.0
@@ -112,7 +112,7 @@ class TestHyperparameters:
             ({"clip_low": 1.0, "clip_high": 4.0}, (1.0, 4.0)),
         ],
     )
-    def test_one_place_resolves_the_clip(self, fields, expected):
+    def test_resolved_clip_bounds(self, fields, expected):
         assert Hyperparameters(clip_coef=0.3, **fields).clip_bounds == expected
 
     def test_none_stands_for_a_number(self):
@@ -125,16 +125,16 @@ class TestHyperparameters:
             record.number("loss_type")
 
     @pytest.mark.parametrize("name", CATEGORIES)
-    def test_every_name_of_a_category_is_accepted(self, name):
+    def test_all_names_are_accepted(self, name):
         for value in CATEGORIES[name]:
             assert getattr(Hyperparameters(**{name: value}), name) == value
 
-    def test_json_with_an_unknown_name_is_refused_with_the_nearest_one(self):
+    def test_unknown_json_fields_are_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match="unknown hyperparameter 'group_sise': did you mean 'group_size'"):
             Hyperparameters.from_json({"group_sise": 4})
 
 
-def test_an_unknown_name_error_lists_what_is_valid():
+def test_unknown_names_are_refused_with_the_valid_ones():
     near = str(unknown_name_error("colour", "grene", ["red", "green"]))
     far = str(unknown_name_error("colour", "xyz", ["red", "green"]))
     assert "did you mean 'green'" in near
@@ -179,7 +179,7 @@ class TestRLParameter:
             {"min": 1, "max": 4, "founders": (1, 2, 3)},
         ],
     )
-    def test_fields_that_describe_no_range_and_no_ladder_are_refused(self, fields):
+    def test_invalid_ranges_and_choices_are_refused(self, fields):
         with pytest.raises(ValueError, match=r"got|unknown scale"):
             RLParameter(**fields)
 
@@ -190,7 +190,7 @@ class TestRLParameter:
         with pytest.raises(ValueError, match="group_size takes no founders"):
             HyperparameterConfig(group_size=RLParameter(min=2, max=8, founders=(2, 4)))
 
-    def test_a_ladder_is_stored_in_ascending_order(self):
+    def test_choices_are_stored_in_ascending_order(self):
         assert RLParameter(choices=[16, 4, 8]).choices == (4, 8, 16)
 
     def test_names_keep_their_order_and_have_no_bounds(self):
@@ -213,13 +213,13 @@ class TestRLParameter:
     def test_json_round_trip(self, parameter):
         assert RLParameter.from_json(json.loads(json.dumps(parameter.to_json()))) == parameter
 
-    def test_json_with_an_unknown_field_is_refused_with_the_nearest_one(self):
+    def test_unknown_json_fields_are_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match="did you mean 'choices'"):
             RLParameter.from_json({"choises": [1, 2]})
 
 
 class TestHyperparameterConfig:
-    def test_an_unknown_name_is_refused_with_the_nearest_one(self):
+    def test_unknown_names_are_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match="did you mean 'clip_coef'"):
             HyperparameterConfig(clip_coeff=RLParameter(min=0.1, max=0.2))
 
@@ -240,11 +240,11 @@ class TestHyperparameterConfig:
             ("gamma", RLParameter(choices=[0.9, 1.1])),
         ],
     )
-    def test_illegal_bounds_and_choices_are_refused_up_front(self, name, parameter):
+    def test_bounds_and_choices_must_be_valid_values(self, name, parameter):
         with pytest.raises(ValueError, match=f"{name}"):
             HyperparameterConfig(**{name: parameter})
 
-    def test_the_order_of_the_arguments_does_not_matter(self):
+    def test_the_order_of_arguments_does_not_matter(self):
         lr, beta = RLParameter(min=1e-6, max=1e-3, scale="log"), RLParameter(choices=[0.0, 0.04])
         first, second = HyperparameterConfig(beta=beta, lr=lr), HyperparameterConfig(lr=lr, beta=beta)
         assert list(first) == list(second) == ["lr", "beta"]
@@ -256,12 +256,12 @@ class TestHyperparameterConfig:
         )
         assert HyperparameterConfig.from_json(json.loads(json.dumps(space.to_json()))) == space
 
-    def test_the_categories_are_the_names(self):
+    def test_categories_have_names(self):
         assert {name for name in HYPERPARAMETER_NAMES if is_categorical(name)} == {"loss_type", "advantage"}
         with pytest.raises(ValueError, match="did you mean 'loss_type'"):
             is_categorical("loss_typ")
 
-    def test_integer_hyperparameters_are_the_counts(self):
+    def test_integer_hyperparameters_are_counts(self):
         assert {name for name in HYPERPARAMETER_NAMES if is_integer(name)} == {
             "group_size",
             "update_epochs",
@@ -273,10 +273,10 @@ class TestHyperparameterConfig:
 
 class TestGroupSizeLadder:
     @given(samples_per_step=st.integers(2, 500))
-    def test_feasible_group_sizes_are_the_divisors_from_two_up(self, samples_per_step):
+    def test_feasible_group_sizes_are_the_divisors_from_two(self, samples_per_step):
         ladder = feasible_group_sizes(samples_per_step)
         assert all(size >= 2 and samples_per_step % size == 0 for size in ladder)
-        # Divisors pair up as d and n/d, so with 1 put back the ladder maps onto itself.
+        # Divisors are pairs d and n/d, so with 1 the list maps onto itself.
         assert {1, *ladder} == {samples_per_step // size for size in (1, *ladder)}
 
     @pytest.mark.parametrize("samples_per_step", [1, 0, -4, 8.5, True])
@@ -285,7 +285,7 @@ class TestGroupSizeLadder:
             feasible_group_sizes(samples_per_step)
 
     @pytest.mark.parametrize("samples_per_step", [2, 12, 13, 64])
-    def test_exactly_the_feasible_group_sizes_pass(self, samples_per_step):
+    def test_exactly_the_feasible_group_sizes_are_accepted(self, samples_per_step):
         for size in range(2, samples_per_step + 3):
             if size in feasible_group_sizes(samples_per_step):
                 check_group_size(size, samples_per_step)
@@ -293,7 +293,7 @@ class TestGroupSizeLadder:
                 with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\): use one of"):
                     check_group_size(size, samples_per_step, whose="member 7")
 
-    def test_choices_that_do_not_divide_are_refused_with_the_valid_ladder(self):
+    def test_choices_that_do_not_divide_are_refused(self):
         space = HyperparameterConfig(group_size=RLParameter(choices=[4, 6, 8]))
         with pytest.raises(ValueError, match=r"got \[6\]: choose from 2, 4, 8, 16, 32, 64"):
             space.for_samples_per_step(64)
@@ -310,12 +310,12 @@ class TestGroupSizeLadder:
         with pytest.raises(ValueError, match=r"got \[8\] in \[5, 8\]: widen it"):
             space.for_samples_per_step(64)
 
-    def test_a_space_without_group_size_stays_as_it_is(self):
+    def test_a_space_without_group_size_is_unchanged(self):
         space = HyperparameterConfig(lr=RLParameter(min=0.1, max=1))
         assert space.for_samples_per_step(7) == space
 
 
 @pytest.mark.parametrize("value", [1e4, np.float64(10_000), np.int64(10_000)])
-def test_a_whole_float_is_a_whole_number(value):
+def test_whole_floats_are_integers(value):
     assert whole_number("total_timesteps", value) == 10_000
     assert type(whole_number("total_timesteps", value)) is int

@@ -1,4 +1,4 @@
-"""The commands that errors and the doctor print: they work as they are typed, however evogrpo was installed."""
+"""Printed install commands."""
 
 import ast
 import importlib.metadata
@@ -17,7 +17,7 @@ PACKAGE = Path(text.__file__).parent
 EXTRAS = set(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
-def test_from_a_checkout_the_checkout_is_installed():
+def test_a_checkout_is_installed_from_the_checkout():
     for command, extra in ((extra_command("reasoning"), "[reasoning]"), (reinstall_command(), "")):
         python, *words, option, place = shlex.split(command)
         assert (python, option) == (sys.executable, "-e")
@@ -39,7 +39,7 @@ def test_from_a_checkout_the_checkout_is_installed():
         ),
     ],
 )
-def test_elsewhere_it_comes_from_where_it_came_from(monkeypatch, tmp_path, record, requirement):
+def test_other_installations_keep_their_source(monkeypatch, tmp_path, record, requirement):
     class Installed:
         def read_text(self, name):
             return json.dumps(record) if record and name == "direct_url.json" else None
@@ -49,11 +49,11 @@ def test_elsewhere_it_comes_from_where_it_came_from(monkeypatch, tmp_path, recor
     assert shlex.split(extra_command("video"))[-1].startswith(requirement)
 
 
-def test_words_are_quoted():
+def test_arguments_are_quoted():
     assert shlex.split(package_command("gguf>=0.17", "a b"))[-2:] == ["gguf>=0.17", "a b"]
 
 
-def test_every_extra_that_is_named_exists_and_no_command_is_spelt_out():
+def test_every_named_extra_exists():
     named, spelt = set(), []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""The package's own page: public names, laziness and version."""
+"""Public names, lazy imports and version."""
 
 import ast
 import importlib.metadata
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def loaded_modules(statement: str) -> set[str]:
-    """Run one statement in a fresh interpreter and return the modules it loaded."""
+    """Run one statement in a new interpreter and return the imported modules."""
     program = f"{statement}\nimport sys\nprint(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(result.stdout.split())
@@ -35,7 +35,7 @@ def loaded_modules(statement: str) -> set[str]:
         "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament",
     ],
 )
-def test_what_is_numbers_only_does_not_load_torch(statement):
+def test_numeric_modules_do_not_import_torch(statement):
     loaded = loaded_modules(statement)
     assert "evogrpo" in loaded
     assert not loaded & {"torch", "transformers", "peft", "accelerate"}
@@ -45,7 +45,7 @@ def test_what_is_numbers_only_does_not_load_torch(statement):
     ("given", "expected"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_importing_the_package_limits_how_long_openmp_threads_spin(given, expected):
+def test_importing_the_package_limits_openmp_spinning(given, expected):
     program = "import evogrpo, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     result = subprocess.run(
@@ -54,19 +54,19 @@ def test_importing_the_package_limits_how_long_openmp_threads_spin(given, expect
     assert result.stdout.strip() == expected
 
 
-def test_importing_the_package_loads_none_of_its_rooms():
+def test_importing_the_package_imports_no_submodules():
     assert {name for name in loaded_modules("import evogrpo") if name.startswith("evogrpo.")} == set()
 
 
 @pytest.mark.parametrize("name", evogrpo.__all__)
-def test_a_public_name_is_found_where_its_home_defines_it(name):
+def test_a_public_name_is_the_object_of_its_module(name):
     value = getattr(evogrpo, name)
     assert value.__name__ == name
     assert value.__module__ == evogrpo._MODULE_OF[name]
     assert value.__doc__
 
 
-def test_public_names_are_listed_and_told_to_type_checkers():
+def test_public_names_are_in_dir_and_typed():
     tree = ast.parse(Path(evogrpo.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     told = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -75,12 +75,12 @@ def test_public_names_are_listed_and_told_to_type_checkers():
     assert set(evogrpo.__all__) <= set(dir(evogrpo))
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="GPRO"):
         evogrpo.GPRO  # noqa: B018
 
 
-def test_the_lowest_versions_that_are_tried_are_those_that_are_allowed():
+def test_lowest_tested_versions_are_the_lowest_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"": project["dependencies"], **project["optional-dependencies"]}
     bounds = [(extra, *each.lower().split(">=")) for extra, group in asked.items() for each in group]

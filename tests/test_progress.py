@@ -1,4 +1,4 @@
-"""What is told of work under way: how far it is, from none to all of it, and never to anything that is computed."""
+"""Progress of long operations."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def take_a_step(population, env):
 
 
 @pytest.mark.parametrize("make", [language, networks, teams])
-def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
+def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     heard = []
     with progress_listener(lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.part))):
         listened = take_a_step(*make())
@@ -40,7 +40,7 @@ def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
     parts = {what: [part for each, part in heard if each == what] for what, _ in heard}
     assert {acting, learning} < set(parts)
     for what in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
-        # An evaluation, and each policy of a team, begins anew.
+        # An evaluation, and each policy of a team, starts at zero again.
         rises = [after - before for before, after in zip(parts[what], parts[what][1:], strict=False)]
         assert all(rise >= 0 or parts[what][place + 1] == 0 for place, rise in enumerate(rises)), what
         assert len(parts[what]) > (1 if make is teams or what.startswith("scoring") else 2), what
@@ -49,7 +49,7 @@ def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
         assert all(torch.equal(own[name], other[name]) for name in own)
 
 
-def test_a_listener_hears_its_own_block_only():
+def test_a_listener_gets_progress_of_its_own_block_only():
     heard = []
     with progress_listener(lambda work: heard.append(work.part)):
         outer = ProgressCounter("playing", 4, "episodes")

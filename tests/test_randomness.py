@@ -1,4 +1,4 @@
-"""Named random streams: reproducible, independent, and refused when a number is negative."""
+"""Named random streams."""
 
 import itertools
 import subprocess
@@ -15,7 +15,7 @@ NUMBERS = st.integers(0, 2**40)
 
 
 @given(NUMBERS, st.text(), st.lists(NUMBERS, max_size=4))
-def test_the_same_name_gives_the_same_stream(seed, purpose, numbers):
+def test_equal_names_give_equal_streams(seed, purpose, numbers):
     one, other = generator(seed, purpose, *numbers), generator(seed, purpose, *numbers)
     assert one is not other
     assert np.array_equal(one.random(5), other.random(5))
@@ -41,20 +41,20 @@ def test_different_names_give_different_streams():
     assert all(a != b for a, b in itertools.combinations(first, 2))
 
 
-def test_streams_of_neighbouring_numbers_are_uncorrelated_and_uniform():
+def test_neighbouring_streams_are_uncorrelated_and_uniform():
     draws = np.stack([generator(3, "sample", number).random(1000) for number in range(20)])
     correlations = np.corrcoef(draws)[np.triu_indices(20, 1)]
     assert np.abs(correlations).max() < 0.16  # five standard deviations of 1 / sqrt(1000)
     assert abs(draws.mean() - 0.5) < 5 * np.sqrt(1 / 12 / draws.size)
 
 
-def test_a_stream_is_the_same_in_another_process():
+def test_streams_are_equal_in_another_process():
     program = "from evogrpo.randomness import generator; print(generator(5, 'wörd', 3).random().hex())"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == generator(5, "wörd", 3).random().hex()
 
 
-def test_drawing_leaves_numpys_global_generator_alone():
+def test_numpys_global_generator_is_not_used():
     before = np.random.get_state()[1].copy()  # noqa: NPY002
     generator(0, "sample").random(10)
     assert np.array_equal(before, np.random.get_state()[1])  # noqa: NPY002

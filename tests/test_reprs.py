@@ -1,4 +1,4 @@
-"""What a prompt or a debugger shows of our objects: one short line, and no tensor in full."""
+"""String representations of objects."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def zero(completions, **_):
 
 
 def every_object(population, env):
-    """Return everything that a user meets on the way through a run."""
+    """Return all objects that a user gets during a run."""
     collected = population.collect(env, step=0, samples_per_step=8, block=2)
     learned = population.learn(collected.experience, step=0)
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=8)
@@ -43,7 +43,7 @@ def every_object(population, env):
 
 
 @pytest.mark.parametrize("make", [language, networks, teams])
-def test_everything_a_user_meets_is_one_short_line(make):
+def test_representations_are_one_short_line(make):
     for each in every_object(*make()):
         shown = repr(each)
         assert "\n" not in shown, shown
@@ -55,7 +55,7 @@ def test_everything_a_user_meets_is_one_short_line(make):
         assert type(each).__name__ in shown
 
 
-def test_a_representation_says_what_matters():
+def test_representations_show_the_essentials():
     population, env = language()
     population.evaluate(env)
     scores = [agent.fitness.mean for agent in population.agents]
@@ -68,14 +68,14 @@ def test_a_representation_says_what_matters():
     assert repr(networks()[1]) == "GymnasiumGroups('CartPole-v1', train 100000, validation 2, test 2 starts)"
 
 
-def test_a_conversation_says_what_it_asks():
+def test_a_conversation_shows_its_prompt():
     rows = [{"prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(20)]
     env = MultiTurnGym(rows, None, shared_tokenizer(), reply=lambda *_: None, reward_funcs=[zero], max_turns=2)
     assert repr(env).startswith("MultiTurnGym(train ")
     assert "zero" in repr(env)
 
 
-def test_long_and_odd_values_are_cut():
+def test_long_values_are_cut():
     rows = TokenInputs(
         prompts=tuple((1, 2, 3) for _ in range(1000)), prompt_ids=torch.arange(1000), temperature=torch.ones(1000)
     )

@@ -1,4 +1,4 @@
-"""The bounds on rounding let rounding pass, however a CPU rounds, and nothing that could be a fault."""
+"""The bounds on rounding accept other CPUs and reject faults."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def language_models():
 
 
 def learnt(work, spoil=lambda losses, own: losses, lr=LR):
-    """Return the first member's state after some steps, its losses and those of its neighbour as `spoil` makes them."""
+    """Return the first member's state after some steps, with its losses and its neighbour's changed by `spoil`."""
     bank, batch, loss = work()
 
     def spoilt(rows, log_probs, entropies):
@@ -42,7 +42,7 @@ def learnt(work, spoil=lambda losses, own: losses, lr=LR):
 
 @pytest.mark.parametrize("work", [networks, language_models])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_cpu_that_rounds_otherwise_learns_the_same(work, seed):
+def test_a_cpu_that_rounds_differently_is_within_the_bounds(work, seed):
     expected = learnt(work)
     with rounding_otherwise(seed):
         got = learnt(work)
@@ -59,20 +59,20 @@ FAULTS = {
 
 @pytest.mark.parametrize("work", [networks, language_models])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_no_rounding(work, fault):
+def test_a_fault_exceeds_the_bounds(work, fault):
     with pytest.raises(AssertionError, match=r"exp_avg.* differ by"):
         assert_states_agree(learnt(work, FAULTS[fault]), learnt(work), lr=LR)
 
 
 @pytest.mark.parametrize("work", [networks, language_models])
-def test_another_learning_rate_is_no_rounding(work):
+def test_another_learning_rate_exceeds_the_bounds(work):
     got, expected = learnt(work, lr=1.1 * LR), learnt(work)
     (name,) = {"adapter", "weights"} & set(got)
     with pytest.raises(AssertionError, match="weights differ"):
         assert_weights_agree(got[name], expected[name], steps=STEPS, lr=LR)
 
 
-def test_a_neighbours_gradient_that_leaks_is_no_rounding():
+def test_a_leak_of_a_neighbours_gradient_exceeds_the_bounds():
     bank, batch, loss = language_models()
     bank.update(batch, loss, {slot: Hyperparameters(lr=LR, max_grad_norm=1e6) for slot in (0, 1)})
     own, neighbours = (bank.state(slot)["exp_avg"] for slot in (0, 1))
@@ -80,7 +80,7 @@ def test_a_neighbours_gradient_that_leaks_is_no_rounding():
         assert_gradients_agree(own + 1e-3 * neighbours, own)
 
 
-def test_equal_shapes_and_nothing_else_give_equal_bits():
+def test_only_equal_shapes_give_equal_bits():
     random = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(6, 9, generator=random), torch.randn(9, 4, generator=random)
     exact = rows.double() @ weights.double()

@@ -56,7 +56,7 @@ def test_a_preprocessed_observation_has_the_declared_dimension(space):
 @pytest.mark.parametrize(
     "space", [space for space in SPACES if not isinstance(space, spaces.Dict | spaces.Tuple)], ids=str
 )
-def test_a_batch_is_its_rows(space):
+def test_a_batch_equals_its_rows(space):
     space.seed(0)
     rows = [space.sample() for _ in range(4)]
     batch = preprocess_observation(np.stack(rows), space)
@@ -80,7 +80,7 @@ def test_tensors_go_to_the_device():
 
 
 @pytest.mark.parametrize("space", [None, spaces.Text(3), spaces.Graph(BOX, None)])
-def test_other_spaces_are_refused(space):
+def test_unsupported_spaces_are_refused(space):
     for function in (observation_dim, action_dim, lambda space: preprocess_observation(0, space)):
         with pytest.raises(ValueError, match=r"space is None|must be Box.*got (Text|Graph)"):
             function(space)
@@ -99,6 +99,6 @@ def test_other_spaces_are_refused(space):
         ((1,), SPACES[9], "sequence of 2 parts"),
     ],
 )
-def test_observations_that_do_not_fit_are_refused(observation, space, message):
+def test_invalid_observations_are_refused(observation, space, message):
     with pytest.raises(ValueError, match=message):
         preprocess_observation(observation, space)

@@ -1,4 +1,4 @@
-"""What users of TRL, AgileRL and Stable-Baselines3 type first is answered with the right name, or with none."""
+"""Names of TRL, AgileRL and Stable-Baselines3 are refused with the name of this library."""
 
 import inspect
 import pydoc
@@ -122,12 +122,12 @@ EXPLAINED = [
 
 
 @pytest.mark.parametrize(("valid", "typed", "name"), RIGHT)
-def test_a_name_of_another_library_is_answered_with_the_name_here(valid, typed, name):
+def test_names_of_other_libraries_are_translated(valid, typed, name):
     assert f"{name!r}" in str(unknown_name_error("argument", typed, valid))
 
 
 @pytest.mark.parametrize(("valid", "typed", "word"), EXPLAINED)
-def test_a_setting_without_a_counterpart_is_explained(valid, typed, word):
+def test_settings_without_a_counterpart_are_explained(valid, typed, word):
     said = str(unknown_name_error("argument", typed, valid))
     assert word in said
     assert "did you mean" not in said
@@ -141,7 +141,7 @@ def test_a_setting_without_a_counterpart_is_explained(valid, typed, word):
         *("resume_from_checkpoint", "checkpoint_path", "sapo_temperature_pos", "overwrite_checkpoints", "wrap"),
     ],
 )
-def test_a_name_that_is_like_no_other_gets_no_hint(typed):
+def test_dissimilar_names_get_no_suggestion(typed):
     for names in (AGENT, SCHEDULE, OBJECTIVE):
         assert "did you mean" not in str(unknown_name_error("argument", typed, names))
 
@@ -160,18 +160,15 @@ def test_a_name_that_is_like_no_other_gets_no_hint(typed):
         (OBJECTIVE, "size", "", "GRPO.population"),
     ],
 )
-def test_a_name_that_another_call_takes_is_answered_with_the_call(valid, typed, name, call):
+def test_arguments_of_another_call_are_explained(valid, typed, name, call):
     said = str(unknown_name_error("argument", typed, valid))
     assert not name or f"{name!r}" in said
     assert f"give it to {call}" in said
 
 
 @pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])
-def test_one_slip_of_the_keyboard_is_answered(typed):
+def test_typing_errors_get_a_suggestion(typed):
     assert "did you mean 'size'" in str(unknown_name_error("argument", typed, ["size", "seed", "beta"]))
-
-
-# ---- values in other forms
 
 
 class Float:
@@ -186,7 +183,7 @@ class Categorical:
     choices = ("grpo", "dapo")
 
 
-def test_a_search_space_takes_pairs_lists_and_optuna_distributions():
+def test_search_spaces_accept_pairs_lists_and_optuna_distributions():
     space = HyperparameterConfig(
         lr=(1e-5, 1e-3), clip_low=Float(), gamma=(0.9, 1.0), group_size=[4, 8], loss_type=Categorical()
     )
@@ -210,13 +207,13 @@ def test_optuna_distributions_are_ranges():
 
 
 @pytest.mark.parametrize("value", [1e-4, (1e-4,), (1, 2, 3), "1e-4", {"min": 1, "max": 2}, None])
-def test_a_search_space_refuses_other_values_by_name(value):
+def test_invalid_search_spaces_are_refused(value):
     with pytest.raises(ValueError, match="lr"):
         HyperparameterConfig(lr=value)
 
 
 @pytest.mark.parametrize("given", ["narrowing", Narrowing, Narrowing()])
-def test_a_strategy_may_be_a_name_a_class_or_an_object(given):
+def test_strategies_are_names_classes_or_objects(given):
     env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
     population = GRPO.population(2, **spaces, group_size=4, hp_config=HyperparameterConfig(lr=(1e-4, 1e-2)))
@@ -225,14 +222,14 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object(given):
     assert isinstance(run.trainer.strategy, Narrowing)
 
 
-def test_an_unknown_strategy_is_refused_with_the_nearest_name():
+def test_unknown_strategies_are_refused_with_a_suggestion():
     env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
     with pytest.raises(ValueError, match="tournament"):
         evolve(GRPO.population(2, **spaces), env, strategy="tournamnet", generations=1)
 
 
-def test_a_strategy_may_be_a_name_in_yaml():
+def test_strategies_are_names_in_yaml():
     values = {"task": {"env": "CartPole-v1"}, "strategy": "tournament"}
     assert isinstance(parse_config(values).strategy, Tournament)
 
@@ -255,6 +252,6 @@ def test_help_lists_every_option_with_its_default(function, defaults):
     assert "lr=" in pydoc.render_doc(GRPO)
 
 
-def test_a_whole_float_is_accepted_where_a_number_is_counted():
+def test_whole_floats_are_accepted_as_counts():
     assert Schedule(max_timesteps=1e4).max_timesteps == 10_000
     assert Hyperparameters(group_size=8.0).group_size == 8

@@ -1,4 +1,4 @@
-"""Untrusted text becomes visible text; numbers become short ones."""
+"""Escaping of untrusted text and formatting of numbers."""
 
 import sys
 import unicodedata
@@ -23,17 +23,17 @@ from evogrpo.text import (
         ("plain, ünïcode, 漢字 and 🙂\n\ttoo", "plain, ünïcode, 漢字 and 🙂\n\ttoo"),
         ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
         ("\0\r\x7f\x9b", "\\x00\\r\\x7f\\x9b"),
-        ("\u202egnp", "\\u202egnp"),  # reads right to left: a picture of another text
+        ("\u202egnp", "\\u202egnp"),  # reads right to left
         ("\u200b\ufeff\u2028", "\\u200b\\ufeff\\u2028"),
         ("\ud800", "\\ud800"),
         ("\U000e0041", "\\U000e0041"),
     ],
 )
-def test_what_would_act_is_spelt_out(text, shown):
+def test_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
 
 
-def test_no_control_character_of_unicode_survives():
+def test_all_control_characters_of_unicode_are_escaped():
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     left = {unicodedata.category(character) for character in printable(every).replace("\n", "").replace("\t", "")}
     assert not left & {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -62,19 +62,19 @@ def test_numbers():
     ]
 
 
-def test_shortening_says_how_much_is_missing():
+def test_shortened_texts_say_how_much_is_missing():
     assert shorten("abc", 3) == "abc"
     assert shorten("abcdef", 3) == "abc… (3 more characters)"
 
 
-def test_changes_are_written_with_old_and_new_value_and_safe_to_print():
+def test_changes_show_old_and_new_values():
     changes = {"lr": (1e-4, 2e-4), "loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "network": ("64", "\x1b[0m")}
     expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
     assert changes_text(changes) == expected
     assert changes_text({}) == ""
 
 
-def test_counts_have_their_plural():
+def test_counts_have_a_plural():
     assert pluralize(1, "group") == "1 group"
     assert pluralize(1200, "group") == "1,200 groups"
     assert pluralize(2, "worker process", "es") == "2 worker processes"

@@ -14,7 +14,7 @@ from evogrpo.warnings import warn
 PACKAGE = Path(evogrpo.__file__).parent
 
 
-def test_a_warning_points_at_the_caller_of_the_library():
+def test_warnings_point_at_the_caller():
     scope = {"__name__": "evogrpo.somewhere", "warn": warn, "torch": torch}
     exec("@torch.no_grad()\ndef inner():\n    warn('look')\n\n\ndef outer():\n    inner()", scope)  # noqa: S102
     with pytest.warns(UserWarning, match="look") as told:
@@ -22,8 +22,8 @@ def test_a_warning_points_at_the_caller_of_the_library():
     assert [each.filename for each in told] == [__file__]
 
 
-def test_all_warnings_go_this_way():
-    """No other module of the package calls `warnings.warn`, whose `stacklevel` is wrong as soon as anything moves."""
+def test_warnings_are_issued_by_one_module():
+    """No other module calls `warnings.warn`, whose `stacklevel` would be wrong."""
     calls = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")
@@ -34,8 +34,8 @@ def test_all_warnings_go_this_way():
 
 
 @pytest.mark.parametrize(("size", "rank", "told"), [("2", "0", 1), ("2", "1", 0), ("1", "1", 1)])
-def test_a_warning_connects_no_processes_and_one_of_them_tells_it(monkeypatch, size, rank, told):
-    """A warning does not wait for other ranks, which may not have started."""
+def test_warnings_need_no_other_rank(monkeypatch, size, rank, told):
+    """Other ranks may not have started."""
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Whatever is given for whatever can be set: it works, or a ValueError names the setting, before anything expensive."""
+"""Invalid values of any argument raise a ValueError that names it."""
 
 import dataclasses
 import json
@@ -56,12 +56,12 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
 
 
 def plain(value: Any) -> Any:
-    """Return a record as JSON holds it; fails for anything that it cannot hold."""
+    """Return a record as JSON."""
     return json.dumps(dataclasses.asdict(value), allow_nan=False)
 
 
-def answered(name: str, call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or the message of the ValueError that it raises, which names what was set."""
+def result_or_error(name: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the message of its ValueError."""
     try:
         return call()
     except ValueError as error:
@@ -71,22 +71,24 @@ def answered(name: str, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "base"), RECORDS)
-def test_records_refuse_what_they_cannot_hold_and_hold_plain_values(kind, base):
+def test_records_refuse_invalid_values(kind, base):
     for field in dataclasses.fields(kind):
         for value in WRONG:
-            made = answered(field.name, lambda field=field, value=value: kind(**{**base, field.name: value}))
+            made = result_or_error(field.name, lambda field=field, value=value: kind(**{**base, field.name: value}))
             if not isinstance(made, str):
                 plain(made)
                 assert kind(**{each.name: getattr(made, each.name) for each in dataclasses.fields(made)}) == made
 
 
-def test_spaces_refuse_what_no_member_could_have():
+def test_search_spaces_refuse_invalid_values():
     rng = np.random.default_rng(0)
     spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e308), RLParameter(choices=["a", "b"])]
     spaces += [RLParameter(min=0.1, max=0.9, factor=1e38), RLParameter(min=2, max=9), RLParameter(choices=[4, 8])]
     for name in Hyperparameters.__dataclass_fields__:
         for parameter in [*WRONG, *spaces]:
-            space = answered(name, lambda name=name, parameter=parameter: HyperparameterConfig(**{name: parameter}))
+            space = result_or_error(
+                name, lambda name=name, parameter=parameter: HyperparameterConfig(**{name: parameter})
+            )
             if not isinstance(space, str):
                 first = space.first({}, {})
                 for _ in range(5):
@@ -108,7 +110,7 @@ TASKS: list[tuple[dict[str, Any], type]] = [
 
 
 @pytest.mark.parametrize(("base", "agent"), TASKS)
-def test_configurations_refuse_what_they_cannot_hold_by_section(base, agent):
+def test_configurations_refuse_invalid_values(base, agent):
     base = {**base, "schedule": {"generations": 2}}
     assert parse_config(base).schedule.generations == 2
     sections = {**SECTIONS, "agent": list(agent.__dataclass_fields__)}
@@ -116,12 +118,12 @@ def test_configurations_refuse_what_they_cannot_hold_by_section(base, agent):
         for name in names:
             for value in FEW:
                 values = {**base, section: {**base.get(section, {}), name: value}}
-                config = answered(section, lambda values=values: parse_config(values))
+                config = result_or_error(section, lambda values=values: parse_config(values))
                 if not isinstance(config, str):
                     json.dumps(config.to_json(), allow_nan=False)
     for key in ("model", "device", "seed", "run_dir", "task", *sections):
         for value in FEW:
-            answered(key, lambda key=key, value=value: parse_config({**base, key: value}))
+            result_or_error(key, lambda key=key, value=value: parse_config({**base, key: value}))
 
 
 def options_of(names: Mapping[str, Any], *left_out: str) -> list[str]:
@@ -129,16 +131,16 @@ def options_of(names: Mapping[str, Any], *left_out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [tiny_agent, step_agent])
-def test_agents_refuse_what_they_cannot_be_made_of(make):
+def test_agents_refuse_invalid_values(make):
     for name in options_of(Options.__annotations__):
         for value in FEW:
-            made = answered(name, lambda name=name, value=value: make(**{name: value}))
+            made = result_or_error(name, lambda name=name, value=value: make(**{name: value}))
             if not isinstance(made, str):
                 json.dumps(made.hyperparameters.to_json(), allow_nan=False)
                 made.members.settings.to_json()
 
 
-def test_teams_refuse_what_they_cannot_be_made_of():
+def test_teams_refuse_invalid_values():
     from evogrpo import MultiAgentGRPO
     from evogrpo.algorithms.factory import LANGUAGE_ONLY
 
@@ -146,37 +148,37 @@ def test_teams_refuse_what_they_cannot_be_made_of():
     spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}
     for name in options_of(MultiAgentOptions.__annotations__, *LANGUAGE_ONLY):
         for value in FEW:
-            answered(name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value}))
+            result_or_error(name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value}))
     for name in spaces:
         for value in FEW:
-            answered("spaces", lambda name=name, value=value: MultiAgentGRPO(**{**spaces, name: value}))
+            result_or_error("spaces", lambda name=name, value=value: MultiAgentGRPO(**{**spaces, name: value}))
 
 
 @pytest.mark.parametrize("name", ["size", "samples_per_step", "spread", "wrapper_cls", "wrapper_kwargs"])
-def test_populations_refuse_what_they_cannot_be_made_of(name):
+def test_populations_refuse_invalid_values(name):
     plain_options = {"size": 2, "actor_network": shared_model(), **tiny_options()}
     for value in FEW:
         if name != "wrapper_kwargs":
-            answered(name, lambda value=value: GRPO.population(**{**plain_options, name: value}))
+            result_or_error(name, lambda value=value: GRPO.population(**{**plain_options, name: value}))
         else:
             wrapped = {**plain_options, "wrapper_cls": lambda agent: agent, "wrapper_kwargs": value}
-            answered(name, lambda wrapped=wrapped: GRPO.population(**wrapped))
+            result_or_error(name, lambda wrapped=wrapped: GRPO.population(**wrapped))
 
 
-def test_runs_refuse_what_they_cannot_do_before_they_begin():
+def test_runs_refuse_invalid_values():
     population, env = tiny_population(2), tiny_env()
     base = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
     assert evolve(population, env, **base) is not None
     for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions", "completions_format"]:
         for value in FEW:
             if name != "run_dir" or not isinstance(value, str):
-                answered(name, lambda name=name, value=value: evolve(population, env, **{**base, name: value}))
-    answered("strategy", lambda: evolve(population, env, **base, strategy=Tournament))
+                result_or_error(name, lambda name=name, value=value: evolve(population, env, **{**base, name: value}))
+    result_or_error("strategy", lambda: evolve(population, env, **base, strategy=Tournament))
     with pytest.raises(ValueError, match="strateg"):
         evolve(population, env, **base, strategy=0)
 
 
-def test_networks_larger_than_memory_are_refused_before_they_are_made():
+def test_networks_larger_than_memory_are_refused():
     space = cart_pole()
     spaces = {"observation_space": space.observation_space, "action_space": space.action_space}
     for options in (

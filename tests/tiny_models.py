@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised language models of several architectures, and a tokenizer to go with them."""
+"""Tiny random language models of several architectures, and a tokenizer."""
 
 import copy
 
@@ -61,7 +61,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         eos_token_id=EOS,
         bos_token_id=2,
     ),
-    # Flattens rows and positions before its linear layers; learnt positions, dropout.
+    # Flattens rows and positions before its linear layers; learned positions, dropout.
     "opt": OPTConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -79,7 +79,7 @@ ARCHITECTURES = list(CONFIGS)
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """Build a model whose next-token distribution is far from uniform, dropout left as its config has it."""
+    """Build a model whose next-token distribution is far from uniform."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[architecture]))

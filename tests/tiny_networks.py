@@ -1,4 +1,4 @@
-"""Work for small networks: banks whose members differ, in many spaces, and batches in which each member acts alone."""
+"""Banks of small networks in many spaces, and batches with independent rows per member."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ STARTS, STEPS = 3, 5
 
 
 class Branching(torch.nn.Module):
-    """A module of a user's, with layers of its own kinds, a constant buffer and dropout."""
+    """A user-defined module with its own layers, a constant buffer and dropout."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Branching(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kind of bank: its spaces, the architectures of its members in turn, and whether actions are masked."""
+    """One kind of bank: its spaces, the architectures of its members in turn, and action masks."""
 
     observations: spaces.Space[Any] = field(default_factory=lambda: VECTOR)
     actions: spaces.Space[Any]
@@ -57,7 +57,7 @@ class Case:
     own_reference: bool = False
 
     def bank(self, size: int, *, std: float = 0.5, **settings: Any) -> StackedBank:
-        """Build a bank whose members all differ, and whose references differ from them."""
+        """Build a bank whose members and references all differ."""
         bank = StackedBank(
             self.observations,
             self.actions,
@@ -100,7 +100,7 @@ CASES = {
 
 
 def observe(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
-    """Draw one observation; unbounded ones from a normal distribution."""
+    """Sample one observation; unbounded ones from a normal distribution."""
     if isinstance(space, spaces.Dict):
         return {key: observe(part, rng) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -140,7 +140,7 @@ def acted_batch(
     groups: Sequence[int] = GROUP_SIZES,
     base: bool = False,
 ) -> Batch:
-    """Let slot i act as member number `members[i]`: its own observations, draws, group size and temperature."""
+    """Act with slot i as member `members[i]`: its own observations, uniforms, group size and temperature."""
     work = [
         (slot, member, start, replica)
         for slot, member in enumerate(members)
@@ -188,7 +188,7 @@ def acted_batch(
 
 @dataclass(frozen=True)
 class Settings:
-    """What does not evolve."""
+    """Fixed settings."""
 
     objective: Objective
     seed: int = 0
@@ -197,7 +197,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Together:
-    """One policy of members, and these members; see `evogrpo.algorithms.learning.learning_step`."""
+    """One policy of several members; see `evogrpo.algorithms.learning.learning_step`."""
 
     bank: StackedBank
     settings: Settings
@@ -212,6 +212,6 @@ class Together:
 
 
 def together(size: int = 1, **objective: Any) -> Together:
-    """Return what members of a bank with two actions share, for `learn`."""
+    """Return the policy of a bank with two actions, for `learn`."""
     bank = replace(CASES["discrete"], own_reference="reference" in objective).bank(size)
     return Together(bank, Settings(Objective(**{"loss_type": "dapo"} | objective)))

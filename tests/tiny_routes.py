@@ -1,4 +1,4 @@
-"""Every way in which the value of a hyperparameter can reach an agent, and what the agent then learns from."""
+"""All routes by which a hyperparameter's value reaches an agent, and experiences to learn from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,24 +23,24 @@ from tests.tiny_training import (
     tiny_run,
 )
 
-PLAIN = {"update_epochs": 1, "max_grad_norm": 1e9, "beta": 0.0}  # nothing is clipped, unless that is what is tested
+PLAIN = {"update_epochs": 1, "max_grad_norm": 1e9, "beta": 0.0}  # nothing is clipped by default
 DECAY = 0.9  # AdamW's first beta
 
 
-def answered(agent: GRPO, *, prompts: int = 3) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return graded experiences of an agent's own."""
+def graded_experiences(agent: GRPO, *, prompts: int = 3) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return an agent's experiences with rewards."""
     ids, masks = agent.get_action(tiny_env(data_batch_size=prompts).reset()[0], training=True)
     agent.steps = 0
     return ids, masks, graded(ids)
 
 
-def same(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
-    """Tell whether a vector is another one, which is not zero, up to rounding."""
+def equal_and_nonzero(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
+    """Return True if two vectors are equal up to rounding and not zero."""
     return float((got - expected).norm()) <= tolerance * float(expected.norm()) and float(expected.norm()) > 0
 
 
 def default_of(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the value that `tiny_agent(**options)` has for a hyperparameter."""
+    """Return the hyperparameter that `tiny_agent(**options)` has."""
     return tiny_options(**options).get(name, getattr(Hyperparameters(), name))
 
 

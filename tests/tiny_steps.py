@@ -55,7 +55,7 @@ def step_run(
     experience: SharedExperience | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a small run that has not begun: members that evolve, networks included."""
+    """Return a small run that has not started, with evolving hyperparameters and networks."""
     env = env or cart_pole()
     chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
     return Trainer(
@@ -76,7 +76,7 @@ def resumed_step_run(
     strategy: Strategy | type[Strategy] | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a run as another process would bring it back: new bank, new environment."""
+    """Return a run as another process would load it: new bank, new environment."""
     saved = open_run(folder, go_on=True)
     population, run_state = saved.restore()
     return Trainer(
@@ -92,7 +92,7 @@ def resumed_step_run(
 
 
 def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tuple[Any, ...]:
-    """Return experiences of a loop of the caller's own, in plain gymnasium environments."""
+    """Return experiences from a user's own loop over gymnasium environments."""
     import gymnasium
     import numpy as np
 
@@ -114,7 +114,7 @@ def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tupl
 
 
 class OwnNetwork(torch.nn.Module):
-    """A network of a user's for CartPole."""
+    """A user-defined network for CartPole."""
 
     def __init__(self) -> None:
         super().__init__()

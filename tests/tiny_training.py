@@ -1,4 +1,4 @@
-"""Tiny agents, populations, environments and runs to train, and what a user would compute from them by hand."""
+"""Tiny agents, populations, environments and runs, and references computed separately."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ SPACE = HyperparameterConfig(
 
 @cache
 def shared_model() -> PreTrainedModel:
-    """Return one tiny base for the whole test process: nothing may ever change it."""
+    """Return one tiny base for the whole test process; tests do not change it."""
     return tiny_model()
 
 
@@ -49,7 +49,7 @@ def shared_tokenizer() -> Tokenizer:
 
 
 def variety(completion: str, answer: str, question: str) -> float:
-    """Reward completions of many different characters."""
+    """Reward the number of different characters."""
     return len(set(completion)) / 8
 
 
@@ -77,8 +77,8 @@ def tiny_population(size: int, kind: type[GRPO] = GRPO, **options: Any) -> Popul
     return kind.population(size, **{"actor_network": shared_model()} | tiny_options(**options))
 
 
-def scatter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
-    """Give an agent random adapters, far from the base, and a fresh optimiser."""
+def randomise_adapter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
+    """Give an agent random adapters, far from the base, and a new optimiser."""
     bank = agent.members.banks["default"]
     state = bank.state(agent.slot)
     for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -103,7 +103,7 @@ def peft_twin(agent: Agent) -> PeftMember:
 
 
 def flat(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
-    """Return tensors as one vector, in the order that the bank keeps adapters in."""
+    """Return tensors as one vector, in the bank's order."""
     values = tensors.values() if isinstance(tensors, Mapping) else tensors
     return torch.cat([value.detach().reshape(-1) for value in values])
 
@@ -116,7 +116,7 @@ Completion = tuple[tuple[int, ...], list[int]]
 
 
 def completions(experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]) -> list[Completion]:
-    """Return (prompt, sampled tokens) of every row of experiences that have no gaps."""
+    """Return (prompt, sampled tokens) of every row of experiences without gaps."""
     result = []
     for ids, masks in zip(experiences[0], experiences[1], strict=True):
         start = int(masks.any(0).nonzero()[0]) + 1
@@ -126,25 +126,23 @@ def completions(experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]) -> 
 
 
 def graded(ids: Sequence[Tensor], seed: int = 0) -> Tensor:
-    """Return arbitrary rewards `[prompts, g]`, none alike."""
+    """Return distinct rewards `[prompts, g]`."""
     values = generator(seed, "test rewards").random((len(ids), len(ids[0])), dtype=np.float32)
     return torch.from_numpy(values)
 
 
 def sampled(agent: GRPO, rewards: Tensor) -> Batch:
-    """Return an agent's own completions as a batch, with the given rewards `[prompts, g]`."""
+    """Return an agent's completions as a batch with these rewards `[prompts, g]`."""
     ids, masks = agent.get_action(tiny_env(data_batch_size=len(rewards)).reset()[0], training=True)
     batch = as_batch((ids, masks, rewards), agent.slot, agent.hyperparameters, 0, agent.device)
     return replace(batch, sampler_log_probs=agent.members.banks["default"].log_probs(batch))
 
 
-def practise(agent: GRPO, seed: int = 0) -> None:
-    """Let an agent take one learning step on prompts and rewards that are always the same."""
+def learn_fixed_batch(agent: GRPO, seed: int = 0) -> None:
+    """Take one learning step on fixed prompts and rewards."""
     ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
     agent.learn((ids, masks, graded(ids, seed)))
 
-
-# ---- runs
 
 QUICK: dict[str, Any] = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8}
 
@@ -162,9 +160,9 @@ def tiny_run(
     kind: type[GRPO] = GRPO,
     **schedule: Any,
 ) -> Trainer:
-    """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes.
+    """Return a small run that has not started: evolving members, several optimizer steps, different group sizes.
 
-    `first_group` is set on the first member once it is there, wherever group sizes may evolve to.
+    `first_group` is the first member's group size.
     """
     population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
     if first_group is not None:
@@ -188,7 +186,7 @@ def resumed_run(
     model: PreTrainedModel | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a run as another process would bring it back: new model object, new bank, new environment."""
+    """Return a run as another process would load it: new model, new bank, new environment."""
     saved = open_run(folder, go_on=True)
     population, run_state = saved.restore(tiny_model() if model is None else model)
     return Trainer(
@@ -208,7 +206,7 @@ def finish(run: Trainer) -> list[Any]:
 
 
 def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: Any) -> None:
-    """Bring a run of three members to its end, wherever it stands: what a killed process is started again with."""
+    """Start or resume a run of three members and finish it."""
     torch.set_num_threads(1)
     try:
         run = resumed_run(Path(folder), strategy=own)
@@ -217,28 +215,28 @@ def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: 
     finish(run)
 
 
-def timeless(value: Any) -> Any:
-    """Return a journal event without what two runs of the same work cannot share: clock readings."""
+def without_times(value: Any) -> Any:
+    """Return a journal event without times."""
     clock = ("time", "seconds", "step_time")
     if isinstance(value, Mapping):
-        return {key: timeless(item) for key, item in value.items() if key not in clock}
-    return [timeless(item) for item in value] if isinstance(value, list) else value
+        return {key: without_times(item) for key, item in value.items() if key not in clock}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-def story(folder: Path) -> list[Any]:
-    """Return what a journal says in the end, clock readings aside: of events written twice, the later counts."""
+def events_of(folder: Path) -> list[Any]:
+    """Return a journal's events without times; the later of repeated events counts."""
     events = read_journal(folder / "journal.jsonl")
     steps = {event["step"]: event for event in events if event["event"] == "step"}
     last = {event["event"]: event for event in events if event["event"] in ("baseline", "test")}
-    return timeless([*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)])
+    return without_times([*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)])
 
 
-def nameless(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a best member's record without the identity of its run."""
+def without_run_id(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a best member's record without the run id."""
     note = {name: value for name, value in record["note"].items() if name != "run_id"}
     return {**record, "note": note}
 
 
 def final_states(folder: Path) -> dict[str, Tensor]:
-    """Return all members' learner states in the newest checkpoint."""
+    """Return all members' train states in the newest checkpoint."""
     return open_run(folder).tensors

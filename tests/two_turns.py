@@ -1,6 +1,6 @@
-"""An environment of two turns that an outsider might write: a digit is guessed, and told to be higher or lower first.
+"""A user-defined environment of two turns: guess a digit, with a hint after the first guess.
 
-It is built on nothing but the protocol: `GroupEnvironment` opens a `PromptBatch`.
+It uses the protocol only: `GroupEnvironment` opens a `PromptBatch`.
 """
 
 import string
@@ -27,13 +27,13 @@ def guess(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessTwice:
-    """Behind each box, named by two letters, is a digit; reward 1 for it, less the farther the last guess is off.
+    """Behind each box, named by two letters, is a digit; the reward is 1 less the distance of the last guess.
 
-    A second guess is asked for only where the first was wrong, after the hint.
+    A second guess follows a wrong first one, after the hint.
 
     Attributes:
         tokenizer: Turns text into token ids and back.
-        seed: Of the digits and of the order of the boxes.
+        seed: Seed of the digits and of the order of the boxes.
     """
 
     tokenizer: Any

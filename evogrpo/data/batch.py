@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +61,7 @@ class Batch:
     component_weights: tuple[float, ...] = ()
     component_names: tuple[str, ...] = ()
     truncated: Tensor | None = None
-    stop: Stop = NEVER
+    stop: Stop = field(default=NEVER, repr=False)
 
     __repr__ = short_repr
 
@@ -122,7 +122,7 @@ class Batch:
         """
         width = max(self.actions.shape[1], other.actions.shape[1])
         fields: dict[str, Any] = {}
-        for name in (field.name for field in dataclasses.fields(self) if field.name not in _NOT_ROWS):
+        for name in (each.name for each in dataclasses.fields(self) if each.name not in _NOT_ROWS):
             parts = [getattr(self, name), getattr(other, name)]
             known = next((part for part in parts if part is not None), None)
             if known is None or name in _WITHOUT_TIME:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,7 +97,7 @@ class SamplingBatch:
     keep: bool = False
     kept: object | None = None
     kept_rows: Tensor | None = None
-    stop: Stop = NEVER
+    stop: Stop = field(default=NEVER, repr=False)
 
     __repr__ = short_repr
 

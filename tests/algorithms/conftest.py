@@ -4,15 +4,15 @@ import pytest
 
 from evogrpo import GRPO
 from tests.tiny_routes import PLAIN, ROUTES, default_of
-from tests.tiny_training import SPACE, practise, scatter, tiny_agent
+from tests.tiny_training import SPACE, learn_fixed_batch, randomise_adapter, tiny_agent
 
 
 @pytest.fixture
 def agent() -> GRPO:
     """Return an agent with adapters of its own that has taken one learning step."""
     agent = tiny_agent(hp_config=SPACE, update_epochs=2)
-    scatter(agent)
-    practise(agent)
+    randomise_adapter(agent)
+    learn_fixed_batch(agent)
     return agent
 
 
@@ -27,8 +27,8 @@ def pair(request, tmp_path):
         twin = agent.clone()
         setattr(twin, name, default_of(name, options))
         assert getattr(twin, name) != value
-        scatter(agent)
-        scatter(twin)
+        randomise_adapter(agent)
+        randomise_adapter(twin)
         return agent, twin
 
     return make

@@ -11,15 +11,15 @@ from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.functional.corrections import ENTROPY_TOLERANCE
 from tests.oracles.objective_by_hand import rows_of
 from tests.oracles.scalar_grpo import advantages
-from tests.tiny_routes import DECAY, same
-from tests.tiny_training import flat_gradient, peft_twin, sampled, scatter, state_of, tiny_agent
+from tests.tiny_routes import DECAY, equal_and_nonzero
+from tests.tiny_training import flat_gradient, peft_twin, randomise_adapter, sampled, state_of, tiny_agent
 
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
 
 
 def prepared(**objective):
     agent = tiny_agent(max_grad_norm=1e9, temperature=1.3, objective=Objective(**objective))
-    scatter(agent)
+    randomise_adapter(agent)
     return agent, sampled(agent, REWARDS)
 
 
@@ -45,7 +45,7 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
     threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin equally uncertain
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn(agent.members, [agent.learner()], {"default": batch})
-    assert same(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)
+    assert equal_and_nonzero(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)
     assert 0 < kept < len(every)
 
 
@@ -55,7 +55,7 @@ def test_the_entropy_bonus_acts_where_the_reduction_says(reduction):
     coefficient = 0.3
     options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
     agent = tiny_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # which teach nothing, so that the bonus is all there is
     member, rows = peft_twin(agent), rows_of(batch)
     entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
@@ -68,7 +68,7 @@ def test_the_entropy_bonus_acts_where_the_reduction_says(reduction):
         bonus = torch.stack([values.mean() for values in entropies]).mean()
     (-coefficient * bonus).backward()
     learn(agent.members, [agent.learner()], {"default": batch})
-    assert same(state_of(agent)["exp_avg"] / (1 - DECAY), flat_gradient(member), 1e-3)
+    assert equal_and_nonzero(state_of(agent)["exp_avg"] / (1 - DECAY), flat_gradient(member), 1e-3)
 
 
 def corrected(kind, difference, cap):
@@ -88,7 +88,7 @@ def test_a_sampler_that_differs_is_corrected_for(kind, epochs):
     weights = [corrected(kind, difference, 1.1) for difference in differences]
     report = learn(agent.members, [agent.learner()], {"default": heard})[0]
     expected = weighted_gradient(agent, batch, weights)
-    assert same(state_of(agent)["exp_avg"] / (1 - DECAY**epochs), expected, 1e-3)
+    assert equal_and_nonzero(state_of(agent)["exp_avg"] / (1 - DECAY**epochs), expected, 1e-3)
     taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # the others ran through no pass
     metrics, every = report.metrics, torch.cat([weights[row] for row in taught])
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(every.mean()), rel=1e-3)
@@ -117,7 +117,7 @@ def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves
         weights.append((now - then).exp() * corrected(kind, noise[number][batch.present[number]], 1.1))
     learn(agent.members, [agent.learner()], {"default": heard})
     got = (state_of(agent)["exp_avg"] - DECAY * state_of(first)["exp_avg"]) / (1 - DECAY)
-    assert same(got, weighted_gradient(first, batch, weights), 2e-3)
+    assert equal_and_nonzero(got, weighted_gradient(first, batch, weights), 2e-3)
 
 
 def test_a_correction_without_the_samplers_log_probs_is_refused():

@@ -19,7 +19,7 @@ from tests.tiny_training import (
     SPACE,
     equal_states,
     graded,
-    scatter,
+    randomise_adapter,
     shared_model,
     state_of,
     tiny_agent,
@@ -32,7 +32,7 @@ from tests.tiny_training import (
 def saved(tmp_path_factory):
     """Return the folder of a saved agent that has learnt something."""
     agent = tiny_agent(hp_config=SPACE, beta=0.25)
-    scatter(agent)
+    randomise_adapter(agent)
     ids, masks = agent.get_action(tiny_env().reset()[0])
     agent.learn((ids, masks, graded(ids)))
     folder = tmp_path_factory.mktemp("saved") / "agent"
@@ -189,7 +189,7 @@ def test_an_agent_is_no_population_and_the_other_way_round(saved, tmp_path):
 def test_a_checkpoint_with_its_base_needs_nothing_else(tmp_path):
     model = tiny_model("gemma", seed=5)
     agent = tiny_agent(actor_network=model)
-    scatter(agent)
+    randomise_adapter(agent)
     agent.save_checkpoint(tmp_path / "agent", include_base=True)
     loaded = GRPO.load(tmp_path / "agent")
     assert loaded.members.banks["default"].base.model is not model

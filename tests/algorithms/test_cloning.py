@@ -12,8 +12,8 @@ from tests.tiny_models import PAD
 from tests.tiny_training import (
     SPACE,
     equal_states,
-    practise,
-    scatter,
+    learn_fixed_batch,
+    randomise_adapter,
     shared_model,
     state_of,
     tiny_agent,
@@ -31,30 +31,30 @@ def test_a_clone_has_learnt_the_same_and_is_independent(agent, trained):
     assert (twin.index, twin.hyperparameters, twin.steps) == (agent.index, agent.hyperparameters, agent.steps)
     learner, other = (twin, agent) if trained == "clone" else (agent, twin)
     before = state_of(other)
-    practise(learner)
+    learn_fixed_batch(learner)
     learner.lr = 0.5
     assert equal_states(state_of(other), before)
     assert not torch.equal(state_of(learner)["adapter"], before["adapter"])
     assert other.lr == 1e-3
-    practise(other)
+    learn_fixed_batch(other)
     assert not equal_states(state_of(other), before)
 
 
 def test_a_clone_goes_on_as_the_original_would(agent):
     twin = agent.clone()
-    practise(agent)
-    practise(twin)
+    learn_fixed_batch(agent)
+    learn_fixed_batch(twin)
     assert equal_states(state_of(twin), state_of(agent))
 
 
 def test_a_clone_of_a_member_leaves_the_population(agent):
     population = tiny_population(3, hp_config=SPACE)
-    scatter(population[1])
+    randomise_adapter(population[1])
     twin = population[1].clone(index=7)
     assert (twin.slot, twin.index, twin.members.banks["default"].size) == (0, 7, 1)
     assert equal_states(state_of(twin), state_of(population[1]))
     before = [state_of(member) for member in population]
-    practise(twin)
+    learn_fixed_batch(twin)
     assert all(equal_states(state_of(member), kept) for member, kept in zip(population, before, strict=True))
 
 
@@ -214,4 +214,4 @@ def test_recompiling_changes_no_result(agent):
     before = agent.get_policy()(ids)
     agent.recompile()
     assert torch.equal(agent.get_policy()(ids), before)
-    practise(agent)
+    learn_fixed_batch(agent)

@@ -15,7 +15,7 @@ from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
     equal_states,
     peft_twin,
-    scatter,
+    randomise_adapter,
     shared_model,
     state_of,
     tiny_env,
@@ -29,7 +29,7 @@ def population():
     """Three members with adapters, group sizes and temperatures of their own."""
     population = tiny_population(3, max_grad_norm=1.0)
     for seed, (agent, group_size, temperature) in enumerate(zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=True)):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
         agent.group_size, agent.temperature = group_size, temperature
     return population
 

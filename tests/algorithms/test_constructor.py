@@ -16,7 +16,7 @@ from tests.tiny_models import EOS, VOCABULARY, tiny_model
 from tests.tiny_training import (
     equal_states,
     graded,
-    scatter,
+    randomise_adapter,
     shared_model,
     state_of,
     tiny_agent,
@@ -115,7 +115,7 @@ def test_agents_learn_on_other_architectures(architecture):
 def test_settings_reach_the_bank():
     optimizer = Optimizer(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3, warmup_steps=3)
     agent = tiny_agent(optimizer=optimizer, lr=0.4)
-    scatter(agent)
+    randomise_adapter(agent)
     before = state_of(agent)["adapter"]
     ids, masks = agent.get_action(tiny_env().reset()[0])
     report = agent.learn((ids, masks, graded(ids)))
@@ -138,7 +138,7 @@ def test_memory_settings_change_no_result():
         {"micro_batch_tokens": 8, "reduce_memory_peak": True},
     ):
         agent = tiny_agent(**options)
-        scatter(agent)
+        randomise_adapter(agent)
         ids, masks = agent.get_action(tiny_env().reset()[0])
         agent.learn((ids, masks, graded(ids)))
         results.append(state_of(agent)["exp_avg"])
@@ -180,7 +180,7 @@ def test_an_objective_of_an_unknown_kind_is_refused():
 
 
 def train(agent: GRPO) -> torch.Tensor:
-    scatter(agent)
+    randomise_adapter(agent)
     ids, masks = tiny_agent().get_action(tiny_env().reset()[0])
     agent.learn((ids, masks, graded(ids)))
     return state_of(agent)["exp_avg"]

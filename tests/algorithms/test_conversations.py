@@ -14,7 +14,7 @@ from tests.tiny_models import EOS
 from tests.tiny_training import (
     equal_states,
     peft_twin,
-    scatter,
+    randomise_adapter,
     shared_tokenizer,
     state_of,
     tiny_agent,
@@ -53,7 +53,7 @@ def spoken(size=2, **options):
     """Return members far from the base, which end many of their turns."""
     population = tiny_population(size, **{"max_output_tokens": 4, "temperature": 2.0, "eos_token_ids": ENDS} | options)
     for agent in population:
-        scatter(agent, agent.slot)
+        randomise_adapter(agent, agent.slot)
     return population
 
 

@@ -10,7 +10,7 @@ from evogrpo import Objective, StepRewards
 from evogrpo.algorithms.rollout.collect import collect, groups_without_signal
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.functional.rewards import consecutive_ids, zero_variance_groups
-from tests.tiny_training import scatter, shared_tokenizer, tiny_env, tiny_population, variety
+from tests.tiny_training import randomise_adapter, shared_tokenizer, tiny_env, tiny_population, variety
 
 LENGTH = 6  # max_output_tokens of the tiny agents
 
@@ -29,7 +29,7 @@ def indifferent(completions, **columns):
 def population_of(size=3, **objective):
     population = tiny_population(size, max_grad_norm=1.0, objective=Objective(**objective))
     for seed, (agent, group_size, temperature) in enumerate(zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=False)):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
         agent.group_size, agent.temperature = group_size, temperature
     return population
 

@@ -18,7 +18,7 @@ from tests.tiny_training import (
     flat_gradient,
     graded,
     peft_twin,
-    scatter,
+    randomise_adapter,
     state_of,
     tiny_agent,
     tiny_env,
@@ -67,7 +67,7 @@ def test_masks_may_leave_gaps_for_text_that_the_member_did_not_write():
 
 def test_learning_from_masks_with_gaps_reads_everything_and_counts_what_is_masked():
     agent = tiny_agent(max_grad_norm=1e9)
-    scatter(agent)
+    randomise_adapter(agent)
     ids = torch.tensor([[8, 9, 21, 22, 23, 24, 25], [8, 9, 31, 32, 33, 34, 0]])
     mask = torch.tensor([[0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 0]]).bool()
     member: PeftMember = peft_twin(agent)

@@ -19,7 +19,7 @@ from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_a
 from tests.rounding import assert_metrics_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch
 from tests.tiny_steps import cart_pole, played, step_agent
-from tests.tiny_training import sampled, scatter, state_of, tiny_agent
+from tests.tiny_training import randomise_adapter, sampled, state_of, tiny_agent
 
 DISCRETE = CASES["some alike"]
 
@@ -144,7 +144,7 @@ def test_a_language_model_can_be_held_to_the_policy_that_acted():
     found = {}
     for beta in (0.0, 5.0):
         agent = tiny_agent(objective=Objective(reference="old") if beta else Objective(), beta=beta)
-        scatter(agent)
+        randomise_adapter(agent)
         batch = sampled(agent, torch.tensor([[0.1, 0.4, 0.2, 0.9]]))
         report = learn(agent.members, [agent.learner()], {"default": batch})[0]
         found[beta] = state_of(agent)["exp_avg"], report.tokens

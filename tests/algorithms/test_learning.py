@@ -23,8 +23,8 @@ from tests.tiny_training import (
     flat,
     graded,
     peft_twin,
+    randomise_adapter,
     sampled,
-    scatter,
     shared_model,
     state_of,
     tiny_agent,
@@ -101,7 +101,7 @@ def test_learning_equals_the_papers_formulas(case, rewards):
     agent = tiny_agent(
         **({"update_epochs": 2, "lr": 5e-3, "clip_coef": 0.1} | choices), objective=objective, optimizer=DAMPED
     )
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, torch.tensor(REWARDS[rewards]))
     learner = agent.learner()
     plan = minibatches(learner, batch, seed=0)
@@ -112,7 +112,7 @@ def test_learning_equals_the_papers_formulas(case, rewards):
     assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
     learnt, expected = state_of(agent)["adapter"], flat(member.parameters)
     start = tiny_agent()
-    scatter(start)
+    randomise_adapter(start)
     moved = (expected - state_of(start)["adapter"]).norm()
     assert moved > 0.01
     assert float((learnt - expected).norm()) < 2e-3 * float(moved)
@@ -122,7 +122,7 @@ def test_completions_that_ran_out_of_length_can_be_left_out():
     """They keep their place in the group's statistics and, for "grpo", in the number of completions."""
     objective = Objective(mask_truncated=True)
     population = tiny_population(1, objective=objective, optimizer=DAMPED, temperature=2.0, update_epochs=2)
-    scatter(population[0])
+    randomise_adapter(population[0])
     collected = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
     batch = collected.experience["default"]
     assert 0 < int(collected.truncated.sum()) < 16
@@ -139,7 +139,7 @@ def test_completions_that_ran_out_of_length_can_be_left_out():
 
 def test_unknown_sampling_log_probs_are_computed_when_several_steps_need_them():
     agent = tiny_agent(update_epochs=2, batch_size=5, lr=5e-3, optimizer=DAMPED)
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, graded([torch.zeros(4)] * 3))
     twin = agent.clone()
     given = learn(agent.members, [agent.learner()], {"default": batch})[0]
@@ -151,7 +151,7 @@ def test_unknown_sampling_log_probs_are_computed_when_several_steps_need_them():
 
 def test_one_step_needs_no_sampling_log_probs():
     agent = tiny_agent()
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, graded([torch.zeros(4)] * 3))
     twin = agent.clone()
     given = learn(agent.members, [agent.learner()], {"default": batch})[0]
@@ -175,7 +175,7 @@ def test_rows_without_gradient_cost_nothing_and_the_step_is_still_taken():
     assert report.frac_reward_zero_std == 1.0
     assert int(state_of(agent)["step"]) == 2
     agent.beta = 0.1  # now every row has a gradient
-    scatter(agent)
+    randomise_adapter(agent)
     assert learn(agent.members, [agent.learner()], {"default": batch})[0].tokens > 0
     assert state_of(agent)["exp_avg"].norm() > 0
 
@@ -239,7 +239,7 @@ def different_population():
         {"lr": 5e-4, "group_size": 8, "update_epochs": 2, "batch_size": 8, "max_grad_norm": 0.01, "temperature": 1.4},
     ]
     for seed, (agent, own) in enumerate(zip(population, changes, strict=True)):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
         for name, value in own.items():
             setattr(agent, name, value)
     return population

@@ -14,8 +14,8 @@ from evogrpo.algorithms.policies.language_batches import as_batch
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages
-from tests.tiny_routes import DECAY, answered, same
-from tests.tiny_training import completions, flat_gradient, peft_twin, scatter, state_of, tiny_env
+from tests.tiny_routes import DECAY, equal_and_nonzero, graded_experiences
+from tests.tiny_training import completions, flat_gradient, peft_twin, randomise_adapter, state_of, tiny_env
 
 
 def by_hand(agent, experiences, coefficients, chosen=None):
@@ -44,7 +44,7 @@ def on_policy(experiences):
 
 def test_lr_is_the_length_of_the_first_adam_step(pair):
     agent, twin = pair("lr", 4e-3)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     moved = []
     for learner in (agent, twin):
         before = state_of(learner)["adapter"]
@@ -53,13 +53,13 @@ def test_lr_is_the_length_of_the_first_adam_step(pair):
         gradient = after["exp_avg"] / (1 - DECAY)
         assert report.lr == learner.lr
         moved.append(after["adapter"] - before)
-        assert same(moved[-1], -learner.lr * gradient / (gradient.abs() + 1e-8))
-    assert same(moved[0], 4 * moved[1])
+        assert equal_and_nonzero(moved[-1], -learner.lr * gradient / (gradient.abs() + 1e-8))
+    assert equal_and_nonzero(moved[0], 4 * moved[1])
 
 
 def test_target_kl_bounds_the_kl_of_a_step(pair):
     agent, twin = pair("target_kl", 0.001, target_kl=0.016, lr=1e-5)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     reports = [learner.learn(experiences) for learner in (agent, twin)]
     assert 2 * reports[0].lr < reports[1].lr < 8 * reports[0].lr  # KL grows with the square: 4, within 1.5 each
     for report, target in zip(reports, (0.001, 0.016), strict=True):
@@ -68,30 +68,30 @@ def test_target_kl_bounds_the_kl_of_a_step(pair):
 
 def test_max_grad_norm_bounds_the_gradient_that_adam_sees(pair):
     agent, twin = pair("max_grad_norm", 0.01, max_grad_norm=0.05)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     whole = by_hand(agent, experiences, on_policy(experiences))
     assert whole.norm() > 0.1  # so that both clips bind
     for learner in (agent, twin):
         report = learner.learn(experiences)
         assert report.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4)
         clipped = state_of(learner)["exp_avg"] / (1 - DECAY)
-        assert same(clipped, whole * learner.max_grad_norm / whole.norm())
+        assert equal_and_nonzero(clipped, whole * learner.max_grad_norm / whole.norm())
 
 
 def test_update_epochs_is_how_often_the_completions_are_used(pair):
     agent, twin = pair("update_epochs", 3, lr=1e-9)  # a policy that hardly moves has the same gradient every time
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     gradient = by_hand(agent, experiences, on_policy(experiences))
     for learner, epochs in ((agent, 3), (twin, 1)):
         report = learner.learn(experiences)
         state = state_of(learner)
         assert report.optimizer_steps == int(state["step"]) == epochs
-        assert same(state["exp_avg"], (1 - DECAY**epochs) * gradient)
+        assert equal_and_nonzero(state["exp_avg"], (1 - DECAY**epochs) * gradient)
 
 
 def test_batch_size_is_how_many_completions_an_optimizer_step_uses(pair):
     agent, twin = pair("batch_size", 5, lr=1e-9)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     values = scalar_advantages(experiences[2])
     batch = as_batch(experiences, agent.slot, agent.hyperparameters, 0, agent.device)
     for learner, sizes in ((agent, [5, 5, 2]), (twin, [12])):
@@ -108,16 +108,16 @@ def test_batch_size_is_how_many_completions_an_optimizer_step_uses(pair):
             expected = DECAY * expected + (1 - DECAY) * by_hand(agent, experiences, step, chosen)
         report = learner.learn(experiences)
         assert report.optimizer_steps == len(sizes)
-        assert same(state_of(learner)["exp_avg"], expected)
+        assert equal_and_nonzero(state_of(learner)["exp_avg"], expected)
 
 
 def test_beta_adds_the_gradient_of_the_k3_divergence(pair):
     agent, twin = pair("beta", 0.3)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     reports = [learner.learn(experiences) for learner in (agent, twin)]
     added = (state_of(agent)["exp_avg"] - state_of(twin)["exp_avg"]) / (1 - DECAY)
 
-    scatter(agent)  # the policy as it was when it learnt
+    randomise_adapter(agent)  # the policy as it was when it learnt
     member, rows = peft_twin(agent), completions(experiences)
     weighted, plain = torch.zeros(()), []
     for prompt, tokens in rows:
@@ -128,7 +128,7 @@ def test_beta_adds_the_gradient_of_the_k3_divergence(pair):
         weighted = weighted + divergence.mean() / len(rows)
         plain.extend(divergence.tolist())
     weighted.backward()
-    assert same(added, 0.3 * flat_gradient(member), 1e-3)
+    assert equal_and_nonzero(added, 0.3 * flat_gradient(member), 1e-3)
     assert reports[0].loss - reports[1].loss == pytest.approx(0.3 * float(weighted.detach()), rel=1e-3)
     assert reports[0].kl == pytest.approx(np.mean(plain), rel=1e-3)
     assert np.isnan(reports[1].kl)
@@ -157,25 +157,25 @@ def test_temperature_divides_the_logits_while_sampling(pair):
 
 def test_temperature_divides_the_logits_while_learning(pair):
     agent, twin = pair("temperature", 0.6)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     gradients = []
     for learner in (agent, twin):
         expected = by_hand(learner, experiences, on_policy(experiences))
         learner.learn(experiences)
         gradients.append(state_of(learner)["exp_avg"] / (1 - DECAY))
-        assert same(gradients[-1], expected)
-    assert not same(gradients[0], gradients[1], 0.1)
+        assert equal_and_nonzero(gradients[-1], expected)
+    assert not equal_and_nonzero(gradients[0], gradients[1], 0.1)
 
 
 def test_group_size_is_how_many_answers_are_compared(pair):
     agent, twin = pair("group_size", 8)
     for learner, size in ((agent, 8), (twin, 4)):
-        experiences = answered(learner)
+        experiences = graded_experiences(learner)
         assert [tuple(ids.shape[:1]) for ids in experiences[0]] == [(size,)] * 3
         assert experiences[2].shape == (3, size)
         expected = by_hand(learner, experiences, on_policy(experiences))
         learner.learn(experiences)
-        assert same(state_of(learner)["exp_avg"] / (1 - DECAY), expected)
+        assert equal_and_nonzero(state_of(learner)["exp_avg"] / (1 - DECAY), expected)
 
 
 def test_group_size_trades_prompts_for_answers_in_a_learning_step(pair):
@@ -191,7 +191,7 @@ def test_group_size_trades_prompts_for_answers_in_a_learning_step(pair):
 
 def test_clip_coef_cuts_off_the_gradient_outside_the_region(pair):
     agent, twin = pair("clip_coef", 0.02, update_epochs=2, lr=0.01)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     values, rows = scalar_advantages(experiences[2]), completions(experiences)
     # The ratio is 1 in the first epoch, so both take the same first step.
     first = agent.clone()
@@ -218,6 +218,6 @@ def test_clip_coef_cuts_off_the_gradient_outside_the_region(pair):
         expected = by_hand(first, experiences, second)
         report = learner.learn(experiences)
         gradient = (state_of(learner)["exp_avg"] - DECAY * state_of(first)["exp_avg"]) / (1 - DECAY)
-        assert same(gradient, expected, 1e-3)
+        assert equal_and_nonzero(gradient, expected, 1e-3)
         assert report.clip_ratio == pytest.approx(cut_off[-1] / (2 * sum(len(tokens) for _, tokens in rows)))
     assert cut_off[0] > cut_off[1] > 0

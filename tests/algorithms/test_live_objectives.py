@@ -16,7 +16,7 @@ from torch import Tensor
 from evogrpo.algorithms.policies.language_batches import as_batch
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from tests.oracles.objective_by_hand import ByHand
-from tests.tiny_routes import DECAY, ROUTES, answered, same
+from tests.tiny_routes import DECAY, ROUTES, equal_and_nonzero, graded_experiences
 from tests.tiny_training import flat_gradient, peft_twin, state_of
 
 
@@ -56,14 +56,14 @@ def test_the_gradient_is_the_formulas(pair, case):
     value, default, options = FIRST_STEP[case]
     name = case.split()[0]
     agent, twin = pair(name, value, **{name: default} | options)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     gradients = []
     for learner in (agent, twin):
         expected = gradient(by_hand(learner, experiences))
         learner.learn(experiences)
         gradients.append(state_of(learner)["exp_avg"] / (1 - DECAY))
-        assert same(gradients[-1], expected, 1e-3)
-    assert not same(gradients[0], gradients[1], 0.02)
+        assert equal_and_nonzero(gradients[-1], expected, 1e-3)
+    assert not equal_and_nonzero(gradients[0], gradients[1], 0.02)
 
 
 OFF_POLICY = {
@@ -81,7 +81,7 @@ def test_the_gradient_is_the_formulas_after_the_policy_has_moved(pair, case):
     value, default, options = OFF_POLICY[case]
     name = case.split()[0]
     agent, twin = pair(name, value, **{name: default, "update_epochs": 2, "lr": 0.01} | options)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     gradients = []
     for learner in (agent, twin):
         first = learner.clone()
@@ -91,13 +91,13 @@ def test_the_gradient_is_the_formulas_after_the_policy_has_moved(pair, case):
         hand.member = peft_twin(first)
         learner.learn(experiences)
         gradients.append((state_of(learner)["exp_avg"] - DECAY * state_of(first)["exp_avg"]) / (1 - DECAY))
-        assert same(gradients[-1], gradient(hand), 2e-3)
-    assert not same(gradients[0], gradients[1], 0.02)
+        assert equal_and_nonzero(gradients[-1], gradient(hand), 2e-3)
+    assert not equal_and_nonzero(gradients[0], gradients[1], 0.02)
 
 
 def test_clip_bounds_of_their_own_replace_clip_coef_on_their_side(pair):
     agent, twin = pair("clip_low", 0.003, clip_low=0.3, clip_coef=0.002, update_epochs=2)
-    experiences = answered(twin)
+    experiences = graded_experiences(twin)
     reports = [learner.learn(experiences).metrics for learner in (agent, twin)]
     assert reports[0]["clip_ratio/low_mean"] > reports[1]["clip_ratio/low_mean"]
     assert reports[0]["clip_ratio/high_mean"] == pytest.approx(reports[1]["clip_ratio/high_mean"], abs=0.02)

@@ -13,8 +13,8 @@ from tests.tiny_models import EOS, PAD, tiny_model
 from tests.tiny_training import (
     equal_states,
     graded,
+    learn_fixed_batch,
     peft_twin,
-    practise,
     shared_model,
     state_of,
     tiny_agent,
@@ -108,7 +108,7 @@ def test_the_policys_logits_are_those_of_the_exported_peft_model(agent, tmp_path
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(got[0], base[0], atol=0.1)
     before = policy(ids, mask)
-    practise(agent)  # the policy is read from the agent, not copied
+    learn_fixed_batch(agent)  # the policy is read from the agent, not copied
     assert not torch.equal(policy(ids, mask), before)
 
 
@@ -156,8 +156,8 @@ def test_saving_and_loading_brings_everything_back(agent, tmp_path):
     one, other = GRPO.inspect_attributes(loaded), GRPO.inspect_attributes(agent)
     assert {k: v for k, v in one.items() if k not in unlike} == {k: v for k, v in other.items() if k not in unlike}
     assert dict(loaded.hp_config) == dict(agent.hp_config)
-    practise(agent)
-    practise(loaded)
+    learn_fixed_batch(agent)
+    learn_fixed_batch(loaded)
     assert equal_states(state_of(loaded), state_of(agent))
 
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_replaced_only_when_asked(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     with pytest.raises(ValueError, match="replace=True"):
         agent.save_checkpoint(tmp_path / "agent")
-    practise(agent)
+    learn_fixed_batch(agent)
     agent.save_checkpoint(tmp_path / "agent", replace=True)
     assert equal_states(state_of(GRPO.load(tmp_path / "agent", actor_network=shared_model())), state_of(agent))
 

@@ -13,7 +13,7 @@ from evogrpo.algorithms.learning.metrics import NAMES
 from evogrpo.storage.journal import read_journal
 from tests.oracles.objective_by_hand import divergence, rows_of
 from tests.rounding import assert_metrics_agree
-from tests.tiny_training import finish, peft_twin, sampled, scatter, tiny_agent, tiny_run
+from tests.tiny_training import finish, peft_twin, randomise_adapter, sampled, tiny_agent, tiny_run
 
 NAN = math.nan
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, NAN, 0.7, 0.3]])
@@ -28,7 +28,7 @@ def known(name):
 
 def test_every_metric_of_a_step():
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=0.1, importance_correction="token_mask"))
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     lengths = torch.tensor([6, 3, 1, 4, 5, 2, 2, 6, 6, 1, 3, 6]).clamp(max=batch.present.shape[1])
     present = batch.present & (torch.arange(batch.present.shape[1]) < lengths[:, None])
@@ -50,7 +50,7 @@ def test_every_metric_of_a_step():
     report = learn(agent.members, [agent.learner()], {"default": batch})[0]
     metrics = report.metrics
     fresh = tiny_agent(beta=0.1)
-    scatter(fresh)
+    randomise_adapter(fresh)
     member, rows = peft_twin(fresh), [row for number, row in enumerate(rows_of(batch)) if number != 5]
     with torch.no_grad():
         entropies = torch.cat([member.entropies(r.prompt, r.tokens, temperature=1.0) for r in rows])
@@ -113,7 +113,7 @@ def test_what_was_not_measured_is_missing_and_reads_as_nan():
 
 def test_clip_ratios_count_all_actions_of_the_step_by_side():
     agent = tiny_agent(clip_coef=0.02, lr=0.01, update_epochs=2)
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     before, moved = peft_twin(agent), agent.clone()
     moved.update_epochs = 1

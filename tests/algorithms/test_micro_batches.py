@@ -13,7 +13,7 @@ from evogrpo.data import LearnReport
 from evogrpo.functional.loss_types import AGGREGATIONS, LOSS_TYPES
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
-from tests.tiny_training import sampled, scatter, state_of, tiny_agent
+from tests.tiny_training import randomise_adapter, sampled, state_of, tiny_agent
 
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
 EVERYTHING = {"beta": 0.2, "entropy_coef": 0.1}
@@ -35,7 +35,7 @@ def updated(case: str, tokens: int) -> tuple[dict[str, Tensor], LearnReport]:
     agent = tiny_agent(
         **{"update_epochs": 2, "lr": 2e-3} | choices, objective=Objective(**objective), micro_batch_tokens=tokens
     )
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     if "importance_correction" in objective:

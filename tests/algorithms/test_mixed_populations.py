@@ -11,7 +11,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree
-from tests.tiny_training import equal_states, scatter, state_of, tiny_env, tiny_population
+from tests.tiny_training import equal_states, randomise_adapter, state_of, tiny_env, tiny_population
 
 DAMPED = Optimizer(eps=1e-5)
 KINDS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo", "process", "return_to_go_group", "return_to_go_timestep")
@@ -47,7 +47,7 @@ def population_of(run):
     objective, members = RUNS[run]
     population = tiny_population(len(members), optimizer=DAMPED, objective=Objective(**objective), **members[0])
     for seed, (agent, own) in enumerate(zip(population, members, strict=True)):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
         for name, value in ({"update_epochs": 2, "lr": 2e-3, "batch_size": 8} | own).items():
             setattr(agent, name, value)
     return population

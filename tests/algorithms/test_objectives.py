@@ -12,7 +12,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch
 from evogrpo.functional.loss_types import LOSS_TYPES
 from tests.oracles.objective_by_hand import ByHand
-from tests.tiny_training import flat, peft_twin, sampled, scatter, state_of, tiny_agent
+from tests.tiny_training import flat, peft_twin, randomise_adapter, sampled, state_of, tiny_agent
 
 DAMPED = Optimizer(eps=1e-5)  # Adam divides rounding errors of vanishing gradients by eps
 NAN = math.nan
@@ -74,7 +74,7 @@ def with_steps(batch: Batch) -> Batch:
 def test_learning_equals_the_formulas(case):
     choices, objective = CASES[case][0], Objective(**CASES[case][1])
     agent = tiny_agent(**TWICE | choices, objective=objective, optimizer=DAMPED)
-    scatter(agent)
+    randomise_adapter(agent)
     start = state_of(agent)["adapter"]
     batch = with_steps(sampled(agent, REWARDS))
     learner = agent.learner()
@@ -99,7 +99,7 @@ def test_groups_that_are_too_hard_or_too_easy_teach_nothing_and_count_in_statist
     moved = []
     for bounds in ({"min_group_reward": 0.1, "max_group_reward": 0.95}, {}):
         agent = tiny_agent(**TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED)
-        scatter(agent)
+        randomise_adapter(agent)
         batch = sampled(agent, rewards)
         if not bounds:
             learnt = (batch.group_ids == batch.group_ids[0])[:, None]

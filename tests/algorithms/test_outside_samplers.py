@@ -7,7 +7,7 @@ from evogrpo import GRPO, Objective
 from tests.outside_sampler import GenerateSampler
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import step_population
-from tests.tiny_training import scatter, tiny_env, tiny_options
+from tests.tiny_training import randomise_adapter, tiny_env, tiny_options
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def outside(tmp_path):
     objective = Objective(importance_correction="token_truncate", importance_cap=2.0)
     population = GRPO.population(2, actor_network=model, objective=objective, **tiny_options(lr=3e-3))
     for agent in population:
-        scatter(agent, agent.slot, std=0.05)
+        randomise_adapter(agent, agent.slot, std=0.05)
     sampler = GenerateSampler(population, model, tmp_path)
     population.sample_with(sampler)
     yield population, sampler

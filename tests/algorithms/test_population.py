@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from evogrpo.evolution import Child, Plan
-from tests.tiny_training import SPACE, equal_states, graded, scatter, state_of, tiny_agent, tiny_env, tiny_population
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    graded,
+    randomise_adapter,
+    state_of,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+)
 
 
 @pytest.fixture
@@ -14,7 +23,7 @@ def population():
     """Four members that have learnt different things, one optimizer step each."""
     population = tiny_population(4, hp_config=SPACE)
     for seed, agent in enumerate(population):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
         ids, masks = agent.get_action(tiny_env().reset()[0])
         agent.learn((ids, masks, graded(ids, seed)))
     population.evaluate(tiny_env())

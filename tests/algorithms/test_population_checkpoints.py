@@ -13,7 +13,7 @@ from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
     equal_states,
-    scatter,
+    randomise_adapter,
     shared_model,
     state_of,
     tiny_agent,
@@ -25,7 +25,7 @@ from tests.tiny_training import (
 def test_a_population_comes_back_whole(tmp_path):
     population = tiny_population(3, hp_config=SPACE, update_epochs=2)
     for seed, agent in enumerate(population):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
     population.evaluate(tiny_env())
     population.learn(population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience, step=0)
     population[1].failed = "for a reason"
@@ -56,7 +56,7 @@ def test_a_populations_tensors_are_copied_only_while_they_are_used():
     tensors, _ = population_state(population)
     assert bytes_alive() == before
     for slot, agent in enumerate(population):
-        scatter(agent, slot)  # what is read is what members are now
+        randomise_adapter(agent, slot)  # what is read is what members are now
         assert torch.equal(tensors[f"{slot}.adapter"], state_of(agent)["adapter"])
         tensors[f"{slot}.adapter"].zero_()
         assert state_of(agent)["adapter"].any()
@@ -67,7 +67,7 @@ def test_a_populations_tensors_are_copied_only_while_they_are_used():
 def test_a_population_may_lie_in_several_tensor_files(tmp_path):
     population = tiny_population(3)
     for seed, agent in enumerate(population):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
     tensors, record = population_state(population)
     write_checkpoint(tmp_path / "p", tensors, record, file_bytes=tensors["0.adapter"].nbytes + 1)
     assert len(list((tmp_path / "p").glob("population-*.safetensors"))) > 3

@@ -17,8 +17,8 @@ from tests.tiny_training import (
     equal_states,
     flat,
     peft_twin,
+    randomise_adapter,
     sampled,
-    scatter,
     shared_model,
     state_of,
     tiny_agent,
@@ -37,10 +37,10 @@ def held(objective=SNAPSHOT, **options):
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 def test_a_snapshot_is_the_policy_as_it_was(placement):
     agent = held(SNAPSHOT | {"kl_placement": placement}, update_epochs=2, batch_size=5)
-    scatter(agent, seed=1)
+    randomise_adapter(agent, seed=1)
     agent.keep_reference()
     snapshot = peft_twin(agent)
-    scatter(agent, seed=2, std=0.15)
+    randomise_adapter(agent, seed=2, std=0.15)
     start = state_of(agent)
     batch = sampled(agent, REWARDS)
     by_hand = ByHand(
@@ -57,7 +57,7 @@ def test_a_snapshot_is_the_policy_as_it_was(placement):
 def test_the_first_snapshot_is_the_base():
     agent, based = held(), held({})
     for each in (agent, based):
-        scatter(each)
+        randomise_adapter(each)
     batch = sampled(agent, REWARDS)
     reports = [learn(each.members, [each.learner()], {"default": batch})[0] for each in (agent, based)]
     assert_metrics_agree(reports[0].metrics, reports[1].metrics)
@@ -67,7 +67,7 @@ def test_the_first_snapshot_is_the_base():
 @pytest.mark.parametrize(("every", "synced"), [(1, (1, 2, 3)), (2, (2,)), (3, (3,)), (4, ())])
 def test_a_reference_that_follows_equals_one_mixed_by_hand(every, synced):
     agent = held(SNAPSHOT | {"reference_sync_steps": every, "reference_mixing": 0.3}, update_epochs=3)
-    scatter(agent)
+    randomise_adapter(agent)
     batch, expected = sampled(agent, REWARDS), state_of(agent)["reference"]
     weights = {}
     for epochs in (1, 2, 3):  # the policy after so many optimizer steps; the reference is read before the first
@@ -86,7 +86,7 @@ def test_the_interval_counts_a_members_own_optimizer_steps_which_its_children_go
     objective = Objective(**SNAPSHOT, reference_sync_steps=4, reference_mixing=1.0)
     population = tiny_population(2, beta=0.1, update_epochs=3, objective=objective)
     for agent in population:
-        scatter(agent, agent.index)
+        randomise_adapter(agent, agent.index)
     batch = sampled(population[0], REWARDS)
     learn(population.members, [population[0].learner()], {"default": batch})  # steps 1 to 3
     child = Child(slot=1, index=2, parent=0, hyperparameters=population[0].hyperparameters, changes={})
@@ -103,7 +103,7 @@ def test_the_interval_counts_a_members_own_optimizer_steps_which_its_children_go
 
 def test_a_step_that_failed_moves_no_reference():
     agent = held(SNAPSHOT | {"reference_sync_steps": 1, "reference_mixing": 1.0})
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     before = state_of(agent)
     agent.members.banks.load_state(0, before | {"adapter": torch.full_like(before["adapter"], torch.nan)})
@@ -115,10 +115,10 @@ def test_a_step_that_failed_moves_no_reference():
 
 def test_an_own_reference_is_saved_and_cloned(tmp_path):
     agent = held()
-    scatter(agent)
+    randomise_adapter(agent)
     agent.keep_reference()
     assert torch.equal(state_of(agent)["reference"], state_of(agent)["adapter"])
-    scatter(agent, seed=1)
+    randomise_adapter(agent, seed=1)
     agent.save_checkpoint(tmp_path / "agent")
     for other in (agent.clone(), GRPO.load(tmp_path / "agent", actor_network=shared_model())):
         assert equal_states(state_of(other), state_of(agent))
@@ -167,7 +167,7 @@ def test_passes_are_made_and_charged_for_where_they_are_needed_only(case):
     """Of three groups, the second has equal rewards, which teach nothing by themselves."""
     choices, objective, passes = COSTS[case]
     agent = tiny_agent(**choices, objective=Objective(**objective))
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     start = state_of(agent)["adapter"]
     report = learn(agent.members, [agent.learner()], {"default": batch})[0]
@@ -177,7 +177,7 @@ def test_passes_are_made_and_charged_for_where_they_are_needed_only(case):
 
 def test_a_pass_for_old_log_probs_is_made_for_later_rows_only():
     agent = tiny_agent(batch_size=5, update_epochs=2)
-    scatter(agent)
+    randomise_adapter(agent)
     distinct = REWARDS + 0.01 * torch.arange(12.0).view(3, 4)
     batch = replace(sampled(agent, distinct), sampler_log_probs=None)
     plan = [rows.tolist() for rows in minibatches(agent.learner(), batch, 0)]
@@ -190,7 +190,7 @@ def test_skipping_rows_changes_no_gradient():
     """A tiny entropy bonus makes every row run: but for it, the update is the same."""
     agent, running = tiny_agent(), tiny_agent(entropy_coef=1e-30)
     for each in (agent, running):
-        scatter(each)
+        randomise_adapter(each)
     batch = sampled(agent, REWARDS)
     reports = [learn(each.members, [each.learner()], {"default": batch})[0] for each in (agent, running)]
     assert reports[0].tokens < reports[1].tokens

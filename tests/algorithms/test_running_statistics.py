@@ -14,9 +14,9 @@ from tests.tiny_training import (
     equal_states,
     final_states,
     finish,
+    randomise_adapter,
     resumed_run,
     sampled,
-    scatter,
     shared_model,
     state_of,
     tiny_agent,
@@ -39,14 +39,14 @@ def carried(agent):
 def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     """At most by a fifth per horizon; a target close to the measured KL moves it by less."""
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=1.0, kl_horizon=100, kl_placement=placement))
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     measured = learn(agent.clone().members, [agent.learner()], {"default": batch})[0].kl
     if target is None:
         target, turn = measured / 1.07, 0.07
     own = Objective(kl_target=target, kl_horizon=100, kl_placement=placement)
     again = tiny_agent(beta=0.1, objective=own)
-    scatter(again)
+    randomise_adapter(again)
     report = learn(again.members, [again.learner()], {"default": batch})[0]
     assert report.kl == pytest.approx(measured)
     assert float(carried(again)[0]) == pytest.approx(1 + turn * 12 / 100)
@@ -60,7 +60,7 @@ def test_the_kl_factor_multiplies_beta(placement):
     objective = Objective(**ADAPTIVE, kl_placement=placement)
     agent, twin = (tiny_agent(beta=beta, objective=objective) for beta in (0.25, 0.75))
     for each in (agent, twin):
-        scatter(each)
+        randomise_adapter(each)
     agent.members.banks["default"].running_stats[0, 0] = 3.0
     batch = sampled(twin, REWARDS)
     learn(agent.members, [agent.learner()], {"default": batch})
@@ -70,7 +70,7 @@ def test_the_kl_factor_multiplies_beta(placement):
 
 def test_a_horizon_shorter_than_a_learning_step_never_turns_the_factor_negative():
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=1e3, kl_horizon=1))
-    scatter(agent)
+    randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
     for number in range(1, 4):
         learn(agent.members, [agent.learner()], {"default": batch})
@@ -81,7 +81,7 @@ def test_members_without_beta_keep_their_factor():
     population = tiny_population(2, beta=0.1, objective=Objective(**ADAPTIVE))
     population[1].beta = 0.0
     for seed, agent in enumerate(population):
-        scatter(agent, seed)
+        randomise_adapter(agent, seed)
     batch = sampled(population[0], REWARDS)
     both = replace(batch.select(torch.arange(12).repeat(2)), member_ids=torch.arange(2).repeat_interleave(12))
     both = replace(both, group_ids=both.group_ids + 3 * both.member_ids)
@@ -116,7 +116,7 @@ BOTH = RUNNING | ADAPTIVE
 
 def trained(population, steps=2):
     for agent in population:
-        scatter(agent, agent.index)
+        randomise_adapter(agent, agent.index)
         for _ in range(steps):
             learn(agent.members, [agent.learner()], {"default": sampled(agent, REWARDS + agent.index)})
     return population

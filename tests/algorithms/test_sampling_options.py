@@ -5,7 +5,7 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.training.configuration.reading import parse_config
-from tests.tiny_training import equal_states, graded, scatter, state_of, tiny_agent, tiny_env, tiny_population
+from tests.tiny_training import equal_states, graded, randomise_adapter, state_of, tiny_agent, tiny_env, tiny_population
 
 NARROW = {"top_k": 4, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
@@ -16,7 +16,7 @@ def test_old_log_probs_are_the_trainers_and_the_correction_sees_what_was_left_ou
         objective = Objective(importance_correction="token_truncate") if options else Objective()
         population = tiny_population(2, objective=objective, **options)
         for agent in population:
-            scatter(agent, agent.slot)
+            randomise_adapter(agent, agent.slot)
         batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
         assert batch.exact is (name == "whole")
         trainer = population.members.banks["default"].log_probs(batch)

@@ -11,13 +11,13 @@ from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import scatter, state_of, tiny_env, tiny_population
+from tests.tiny_training import randomise_adapter, state_of, tiny_env, tiny_population
 
 
 def prompts(size=3, **options):
     population = tiny_population(size, **options)
     for agent in population:
-        scatter(agent, agent.slot)
+        randomise_adapter(agent, agent.slot)
     return population, tiny_env()
 
 

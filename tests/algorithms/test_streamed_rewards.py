@@ -13,14 +13,14 @@ from evogrpo.algorithms.rollout.requests import SamplingRequest
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.progress import progress_listener
 from tests.envs import verifier_functions
-from tests.tiny_training import finish, scatter, story, tiny_env, tiny_population, tiny_run
+from tests.tiny_training import events_of, finish, randomise_adapter, tiny_env, tiny_population, tiny_run
 
 
 def writers():
     """Return members whose completions have very different lengths."""
     population = tiny_population(2, max_output_tokens=48, group_size=2)
     for seed, agent in enumerate(population):
-        scatter(agent, seed, std=0.05)
+        randomise_adapter(agent, seed, std=0.05)
     return population
 
 
@@ -123,7 +123,7 @@ def test_a_run_tells_the_same_whoever_rewards_it(tmp_path):
         env = tiny_env(**options)
         finish(tiny_run(tmp_path / name, size=2, env=env, generations=1, steps_per_generation=1))
         env.close()
-        assert story(tmp_path / name) == story(tmp_path / "here")
+        assert events_of(tmp_path / name) == events_of(tmp_path / "here")
         (tables, first) = ((tmp_path / each / "completions").iterdir() for each in (name, "here"))
         assert [table.read_text() for table in tables] == [table.read_text() for table in first]
 

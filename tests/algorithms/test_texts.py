@@ -6,7 +6,7 @@ from gymnasium.spaces import Box, Discrete
 
 from evogrpo import GRPO, MultiAgentGRPO
 from tests.tiny_models import TEMPLATE, tiny_model
-from tests.tiny_training import scatter, shared_tokenizer, state_of, tiny_agent, tiny_population
+from tests.tiny_training import randomise_adapter, shared_tokenizer, state_of, tiny_agent, tiny_population
 
 TEXTS = ["1+2=", "30+4=", "a"]
 
@@ -24,7 +24,7 @@ def one_by_one(agent, text, tokens):
 def test_texts_are_continued_greedily_by_the_member_that_is_asked():
     population = tiny_population(2)
     for seed, agent in enumerate(population):
-        scatter(agent, seed=seed)
+        randomise_adapter(agent, seed=seed)
     answers = [agent.generate(TEXTS, shared_tokenizer()) for agent in population]
     for agent, own in zip(population, answers, strict=True):
         assert own == [one_by_one(agent, text, 6) for text in TEXTS]
@@ -36,7 +36,7 @@ def test_texts_are_continued_greedily_by_the_member_that_is_asked():
 
 def test_conversations_go_through_the_chat_template():
     agent = tiny_agent()
-    scatter(agent)
+    randomise_adapter(agent)
     said = [{"role": "user", "content": "1+2="}]
     assert "{{ m['role'][0] }}:{{ m['content'] }}" in TEMPLATE
     assert agent.generate([said], shared_tokenizer()) == agent.generate(["u:1+2=\na:"], shared_tokenizer())
@@ -44,7 +44,7 @@ def test_conversations_go_through_the_chat_template():
 
 def test_sampled_answers_stand_prompt_by_prompt_and_differ_from_call_to_call():
     agent = tiny_agent()
-    scatter(agent, std=0.02)
+    randomise_adapter(agent, std=0.02)
     before = state_of(agent)
     drawn = [agent.generate(TEXTS, shared_tokenizer(), n=4, temperature=1.0) for _ in range(2)]
     assert [len(texts) for texts in drawn] == [12, 12]
@@ -54,7 +54,7 @@ def test_sampled_answers_stand_prompt_by_prompt_and_differ_from_call_to_call():
         TEXTS, shared_tokenizer()
     )
     same = tiny_agent()
-    scatter(same, std=0.02)
+    randomise_adapter(same, std=0.02)
     assert same.generate(TEXTS, shared_tokenizer(), n=4, temperature=1.0) == drawn[0]
     assert agent.steps == 0
     assert all(torch.equal(values, state_of(agent)[name]) for name, values in before.items())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.testing.policy_banks import assert_states_agree
 from evogrpo.training.load_run import open_run
-from tests.tiny_training import final_states, nameless, story
+from tests.tiny_training import events_of, final_states, without_run_id
 
 LARGEST_LR = 3e-2
 
@@ -23,7 +23,7 @@ def by_slot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def assert_same(one: Path, other: Path) -> None:
     """Check that two runs have the same story, checkpoint and best member, up to rounding."""
-    told, again = (json.loads(json.dumps(story(folder))) for folder in (one, other))
+    told, again = (json.loads(json.dumps(events_of(folder))) for folder in (one, other))
     assert len(told) == len(again)
     for event, same in zip(told, again, strict=True):
         assert_alike(event, same, where=event["event"])
@@ -32,7 +32,7 @@ def assert_same(one: Path, other: Path) -> None:
     for slot, state in states.items():
         assert_states_agree(others[slot], state, lr=LARGEST_LR)
     records = [open_run(folder).best for folder in (one, other)]
-    assert_alike(*(nameless(record[1]) if record else None for record in records), where="best")
+    assert_alike(*(without_run_id(record[1]) if record else None for record in records), where="best")
 
 
 def assert_alike(one: object, other: object, *, where: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.forking import started
+from tests.forking import start_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def launch(count: int, logs: Path, function: Callable[..., object], *arguments: 
         port = free.getsockname()[1]
     logs.mkdir(parents=True, exist_ok=True)
     files = [logs / f"process-{rank}.log" for rank in range(count)]
-    running = [started(_run, rank, count, port, str(files[rank]), function, arguments) for rank in range(count)]
+    running = [start_process(_run, rank, count, port, str(files[rank]), function, arguments) for rank in range(count)]
     return Launched(processes=running, logs=files)
 
 

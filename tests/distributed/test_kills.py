@@ -9,7 +9,7 @@ import pytest
 from evogrpo.training.load_run import open_run
 from tests.cli.project import write_project
 from tests.distributed.killing import Pace, elastic, events_in
-from tests.tiny_training import nameless, story
+from tests.tiny_training import events_of, without_run_id
 
 pytestmark = pytest.mark.slow
 
@@ -105,11 +105,11 @@ def test_a_run_whose_processes_are_killed_ends_as_if_nobody_had(
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"
     run, straight = tmp_path / "run", place / "run"
-    assert story(run) == story(straight)
+    assert events_of(run) == events_of(straight)
     ended, same = open_run(run), open_run(straight)
     assert not ended.skipped
     assert ended.tensors.keys() == same.tensors.keys()
     assert all(ended.tensors[name].equal(tensor) for name, tensor in same.tensors.items())
     assert ended.best is not None
     assert same.best is not None
-    assert nameless(ended.best[1]) == nameless(same.best[1])
+    assert without_run_id(ended.best[1]) == without_run_id(same.best[1])

@@ -151,7 +151,7 @@ def test_matches_transformers(architecture, fast_and_slow):
 def test_matches_transformers_with_onednn(architecture, few, fast_and_slow, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added in fast_and_slow cases
+    monkeypatch.setattr(products, "FEW_ROWS", few)  # rows of zeros are added in both cases
     fast, slow = fast_and_slow(built(SUPPORTED[architecture]))
     with OneDNNCalls() as calls:
         assert_same(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))

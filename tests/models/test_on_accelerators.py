@@ -17,7 +17,7 @@ from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import grpo_loss, lora, off_policy
 from tests.tiny_models import EOS, tiny_model
-from tests.tiny_training import final_states, finish, resumed_run, story, tiny_agent, tiny_run
+from tests.tiny_training import events_of, final_states, finish, resumed_run, tiny_agent, tiny_run
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 HYPERPARAMETERS = {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot, lr in enumerate((1e-2, 1e-3, 5e-3))}
@@ -125,7 +125,7 @@ def test_resumed_run_equals_uninterrupted_run(device, tmp_path):
     again = resumed_run(parts, model=tiny_model().to(device))
     assert again.run_state.step == 1
     finish(again)
-    assert story(parts) == story(whole)
+    assert events_of(parts) == events_of(whole)
     one, other = final_states(parts), final_states(whole)
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())

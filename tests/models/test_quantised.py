@@ -27,7 +27,7 @@ from evogrpo.models.language.quantised import (
 )
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.tiny_training import scatter, tiny_agent, tiny_env, tiny_population
+from tests.tiny_training import randomise_adapter, tiny_agent, tiny_env, tiny_population
 
 LR = 1e-2
 
@@ -96,7 +96,7 @@ def test_fingerprint_matches_the_plain_base(kind: Any, base: PreTrainedModel, st
 def test_exports_load_on_the_plain_base(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
     """PEFT and an agent on the plain base load the adapter; checkpoints do not contain the quantised base."""
     agent = tiny_agent(actor_network=base)
-    scatter(agent)
+    randomise_adapter(agent)
     agent.save_checkpoint(tmp_path / "agent")
     assert check_export(tmp_path / "agent", load_outline(stored).model) == 2 * len(agent.members.bank.weights.targets)
     again = GRPO.load(tmp_path / "agent", actor_network=tiny_model())

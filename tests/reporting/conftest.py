@@ -1,4 +1,4 @@
-"""A made-up run whose journal looks like a real one: members that learn at rates set by their hyperparameters."""
+"""A synthetic journal: members learn at rates set by their hyperparameters."""
 
 import math
 
@@ -25,7 +25,7 @@ EXAMPLE = {"reward": None, "index": 0, "step": 0, "rewards": {}, "advantage": No
 
 
 def score(skill, rng):
-    """A mean of 128 zero-one rewards and its standard error."""
+    """Return the mean of 128 zero-one rewards and its standard error."""
     mean = rng.binomial(128, min(max(skill, 0.01), 0.99)) / 128
     return mean, math.sqrt(max(mean * (1 - mean), 1e-3) / 127)
 
@@ -54,7 +54,7 @@ def first_values(parameter, rng):
 
 
 def next_members(members, results, space, next_index, generation, reason, rng):
-    """Replace members that are clearly worse than a random rival by that rival's mutated child."""
+    """Replace members that are clearly worse than a random other member by that member's mutated child."""
     healthy = [result for result in results if result["fitness"] is not None]
     best = max(healthy, key=lambda result: result["fitness"]) if healthy else None
     children = []
@@ -150,5 +150,5 @@ def write_fake_run(
 
 @pytest.fixture(scope="session")
 def fake_run():
-    """Return the writer, for tests to call with a folder."""
+    """Return the writer; tests call it with a folder."""
     return write_fake_run

@@ -1,4 +1,4 @@
-"""Events of a journal as a run writes them, with everything that a test does not care about filled in."""
+"""Journal events with default values."""
 
 HYPERPARAMETERS = {"lr": 1e-4}
 COST = {"tokens": 50, "seconds": 0.5}

@@ -1,4 +1,4 @@
-"""What learning steps measured: the steps that count, one line per member, and none for what was not measured."""
+"""Curves of learning steps."""
 
 import math
 
@@ -22,7 +22,7 @@ def measured(slot, index, **metrics):
     return {"slot": slot, "index": index, **metrics}
 
 
-def test_each_member_has_a_line_of_what_was_measured_of_it():
+def test_each_member_has_a_line_of_its_measurements():
     events = [
         step(0, measured(0, 0, reward=0.5, entropy=2.0), measured(1, 1, reward=0.25, entropy=None)),
         step(1, measured(0, 0, reward=0.75, entropy=1.0), measured(1, 2, reward=0.0), generation=2),
@@ -34,7 +34,7 @@ def test_each_member_has_a_line_of_what_was_measured_of_it():
     assert [curve.index for curve in curves["entropy"]] == [0]
 
 
-def test_steps_that_were_given_up_do_not_count():
+def test_repeated_steps_count_once():
     def taken(number, reward):
         return step(number, measured(0, 0, reward=reward))
 
@@ -45,12 +45,12 @@ def test_steps_that_were_given_up_do_not_count():
 
 
 @pytest.mark.parametrize("value", ["much", True, [1], 1e301])
-def test_a_journal_that_was_tampered_with_is_refused(value):
+def test_an_invalid_journal_is_refused(value):
     with pytest.raises(ValueError, match="'reward' of a member of step 3"):
         read_curves([step(3, measured(0, 0, reward=value))])
 
 
-def told(steps=6):
+def run_of_two(steps=6):
     """Return a run of two members: #0 wins in the second generation, #1 is replaced by #2, its child."""
     events = [RUN]
     for number in range(steps):
@@ -69,8 +69,8 @@ def told(steps=6):
     return summarise([*events, first, second])
 
 
-def stretches(line):
-    """Return the stretches of a line with gaps."""
+def segments(line):
+    """Return the segments of a line with gaps."""
     parts = [[]]
     for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
         if math.isnan(x):
@@ -80,34 +80,34 @@ def stretches(line):
     return [part for part in parts if part]
 
 
-def test_the_panel_shows_every_members_numbers_and_the_best_stands_out():
+def test_the_panel_shows_all_members_and_highlights_the_best():
     axes = Figure().subplots()
-    draw_measure(axes, "reward", figure_data(told()))
+    draw_measure(axes, "reward", figure_data(run_of_two()))
     lines = [
         ([x for x, _ in stretch], [y for _, y in stretch], line.get_color() == BEST)
         for line in axes.lines
-        for stretch in stretches(line)
+        for stretch in segments(line)
     ]
     assert ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], True) in lines
     assert ([1, 2, 3], [0, 0, 0], False) in lines
     assert ([4, 5, 6], [0, 0, 0], False) in lines
 
 
-def test_the_figure_has_a_panel_for_each_measure_that_was_taken():
-    titles = [axes.get_title(loc="left") for axes in _figure(figure_data(told())).axes]
+def test_the_figure_has_a_panel_for_each_measured_quantity():
+    titles = [axes.get_title(loc="left") for axes in _figure(figure_data(run_of_two())).axes]
     assert titles == ["", "reward", "KL to the reference", "entropy", "length"]
     bare = summarise([RUN, generation(1, member(0, 0))])
     assert len(_figure(figure_data(bare)).axes) == 1
 
 
-def test_a_lone_step_is_a_point():
+def test_a_single_step_is_a_point():
     axes = Figure().subplots()
-    draw_measure(axes, "kl", figure_data(told(steps=2)))
+    draw_measure(axes, "kl", figure_data(run_of_two(steps=2)))
     assert {line.get_marker() for line in axes.lines} >= {"o"}
 
 
-def test_the_page_shows_a_generations_means():
-    page = html_page(told())
+def test_the_page_shows_means_per_generation():
+    page = html_page(run_of_two())
     heads = ("reward", "KL to the reference", "entropy", "length")
     assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page
     assert "<td>0.125</td><td>0.0625</td><td>–</td>" in page

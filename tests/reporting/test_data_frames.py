@@ -1,4 +1,4 @@
-"""A run as data frames: what the journal says, typed and documented, whatever became of the run."""
+"""Runs as pandas data frames."""
 
 import builtins
 import json
@@ -37,7 +37,7 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-def test_frames_hold_what_the_journal_holds(run_dir):
+def test_frames_hold_the_journal(run_dir):
     run, events = read_run(run_dir), read_journal(run_dir / "journal.jsonl")
     reported = [(event["generation"], each) for event in latest_generations(events) for each in event["members"]]
     rows = run.members.to_dict("records")
@@ -79,7 +79,7 @@ def test_every_column_is_documented_and_typed(run_dir):
         assert all(str(frame[column].dtype) == "float64" for column in measured)
 
 
-def test_types_do_not_depend_on_what_a_run_has_come_to(run_dir, tmp_path):
+def test_dtypes_do_not_depend_on_the_run(run_dir, tmp_path):
     ended = read_run(run_dir)
     for number, events in enumerate(
         ([], [STEP], [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"), best_ever=None)])
@@ -92,7 +92,7 @@ def test_types_do_not_depend_on_what_a_run_has_come_to(run_dir, tmp_path):
         assert len(early.members) == (number == 2)
 
 
-def test_a_journal_that_was_cut_off_anywhere_is_read_up_to_there(run_dir, tmp_path):
+def test_a_truncated_journal_is_read_up_to_its_end(run_dir, tmp_path):
     whole = (run_dir / "journal.jsonl").read_bytes()
     first = whole.index(b"\n") + 1
     (tmp_path / "run").mkdir()
@@ -101,7 +101,7 @@ def test_a_journal_that_was_cut_off_anywhere_is_read_up_to_there(run_dir, tmp_pa
         assert len(read_run(tmp_path / "run").members) <= 9
 
 
-def test_what_was_given_up_when_a_run_was_resumed_is_left_out(tmp_path):
+def test_generations_repeated_after_a_resume_count_once(tmp_path):
     child = {"slot": 0, "index": 1, "parent": 0, "hyperparameters": {"lr": 2e-4}, "changes": {}, "reason": "better"}
     lost = generation(2, member(0, 1, 0), best=1, plan={"children": [child | {"index": 2, "parent": 1}]})
     events = [
@@ -115,11 +115,11 @@ def test_what_was_given_up_when_a_run_was_resumed_is_left_out(tmp_path):
     run = read_run(written(tmp_path / "run", *events))
     assert run.members["generation"].tolist() == [1]
     assert run.steps["step"].tolist() == [0]
-    assert run.births["member"].tolist() == [0, 1]  # the plan of the generation that it goes on from still holds
+    assert run.births["member"].tolist() == [0, 1]  # the plan of the generation before the resume stays valid
     assert run.resumes == 1
 
 
-def test_founders_are_followed_through_their_descendants(tmp_path):
+def test_descendants_of_founders(tmp_path):
     family = [
         generation(1, member(0, 0), member(1, 1)),
         generation(2, member(0, 0), member(1, 2, 0)),
@@ -130,7 +130,7 @@ def test_founders_are_followed_through_their_descendants(tmp_path):
     assert births["parent"].isna().tolist() == [True, True, False, False, True]
 
 
-def test_the_way_to_the_winner_and_what_every_state_began_with_are_told(tmp_path):
+def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
     family = [
         generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.3), best=1),
         generation(2, member(0, 0, fitness=None), member(1, 2, 0, fitness=0.6, born=1), best=2),
@@ -144,7 +144,7 @@ def test_the_way_to_the_winner_and_what_every_state_began_with_are_told(tmp_path
     assert members.index[members["in_best_lineage"]].tolist() == [
         (1, 0),
         (2, 2),
-    ]  # not what the winner learnt afterwards
+    ]  # not what the winner learned afterwards
     before = members["fitness_before"].astype(object).where(members["fitness_before"].notna(), None).to_dict()
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
 
@@ -157,7 +157,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("values", NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_is_refused_by_place(tmp_path, values):
+def test_invalid_values_are_refused_with_their_place(tmp_path, values):
     event = generation(1, member(0, 0, hyperparameters=values))
     with pytest.raises(ValueError, match="generation 1"):
         read_run(written(tmp_path / "run", RUN, event))
@@ -165,13 +165,13 @@ def test_nonsense_is_refused_by_place(tmp_path, values):
 
 @pytest.mark.parametrize("number", [2**63, 10**30])
 @pytest.mark.parametrize("name", ["index", "slot", "tokens", "born"])
-def test_numbers_that_no_run_counts_to_are_refused(tmp_path, name, number):
+def test_numbers_beyond_the_range_are_refused(tmp_path, name, number):
     event = generation(1, member(0, 0) | {name: number}, best=number if name == "index" else 0)
     with pytest.raises(ValueError, match="out of range"):
         read_run(written(tmp_path / "run", RUN, event))
 
 
-def test_without_pandas_it_says_what_to_install(run_dir, monkeypatch):
+def test_a_missing_pandas_raises_with_the_install_command(run_dir, monkeypatch):
     real = builtins.__import__
 
     def without(name, *others):
@@ -186,7 +186,7 @@ def test_without_pandas_it_says_what_to_install(run_dir, monkeypatch):
         import pandas  # noqa: F401
 
 
-def test_a_folder_that_holds_no_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="no run event"):

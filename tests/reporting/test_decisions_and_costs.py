@@ -1,4 +1,4 @@
-"""What was decided after generations, and what each kind of work cost, is what the journal's events say."""
+"""Decisions after generations and costs by kind of work."""
 
 import pytest
 
@@ -25,8 +25,8 @@ def decided(number, made, *others):
     return summarise([RUN, generation(number, *members, plan=made), *others]).decisions
 
 
-def test_who_is_retired_is_who_neither_stays_nor_makes_room():
-    # Slot 0 keeps, 1 is retired, 2 was empty and stays it, 3 makes room for a fresh founder.
+def test_members_neither_kept_nor_replaced_are_retired():
+    # Slot 0 stays, 1 is retired, 2 stays empty, 3 gets a founder.
     (decision,) = decided(1, plan(0, None, None, None, children=[(3, 9)], samples_per_step=16))
     assert dict(decision.retired) == {1: 1}
     assert decision.reasons == ("why 0", "why 1", "why 2", "why 3")
@@ -35,13 +35,13 @@ def test_who_is_retired_is_who_neither_stays_nor_makes_room():
     assert decision.budgets == "samples by slot: 16, 48"
 
 
-def test_the_last_generation_and_plans_of_earlier_versions_say_less():
+def test_the_last_generation_has_no_plan():
     assert decided(1, None) == ()
     (decision,) = decided(1, {"generation": 1})
     assert (decision.reasons, dict(decision.retired), decision.budgets) == ((), {}, "")
 
 
-def test_of_a_generation_that_was_done_again_the_later_plan_counts():
+def test_the_later_plan_of_a_repeated_generation_counts():
     again = [{"event": "resumed", "generation": 0}, generation(1, member(0, 0), plan=plan(0, steps_per_generation=7))]
     (decision,) = decided(1, plan(0, None), *again)
     assert decision.budgets == "7 steps per generation"
@@ -61,7 +61,7 @@ def test_of_a_generation_that_was_done_again_the_later_plan_counts():
         ("all", "'plan' of generation 2 must be an object"),
     ],
 )
-def test_nonsense_is_refused_by_place(made, words):
+def test_invalid_values_are_refused_with_their_place(made, words):
     with pytest.raises(ValueError, match=words):
         decided(2, made)
 
@@ -70,9 +70,9 @@ def step(number, seconds):
     return {"event": "step", "step": number, "generation": 1, "seconds": seconds, "members": []}
 
 
-def test_evaluations_and_the_test_are_shown_where_they_are_told():
+def test_evaluations_and_the_test_are_counted():
     cost = {"tokens": 50, "seconds": 2.5}
-    # The step after the generation's end belongs to a generation that has no costs yet.
+    # The step after the generation's end belongs to a generation without costs yet.
     events = [RUN, *(step(number, 1.5) for number in range(5)), generation(1, member(0, 0), evaluation=cost)]
     assert summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}]).costs == (
         Cost(name="learning", tokens=800, seconds=6.0),
@@ -82,13 +82,13 @@ def test_evaluations_and_the_test_are_shown_where_they_are_told():
     )
 
 
-def test_steps_that_are_played_are_counted_as_those_of_evaluations():
+def test_environment_steps_are_counted_like_those_of_evaluations():
     cost = {"tokens": 50, "seconds": 2.5}
     played = generation(1, member(0, 0), timesteps=300, evaluation=cost)
     assert [each.tokens for each in summarise([RUN, played]).costs[:2]] == [300, 50]  # 800 are processed
 
 
-def test_steps_that_were_taken_again_cost_once_and_a_run_that_has_just_begun_nothing():
+def test_repeated_steps_cost_once_and_a_new_run_costs_nothing():
     events = [RUN, step(0, 1.0), step(1, 1.0), {"event": "resumed", "generation": 0, "step": 0}, step(0, 2.0)]
     assert summarise(events).costs == ()
     told = summarise([*events, generation(1, member(0, 0), step=2)]).costs

@@ -1,4 +1,4 @@
-"""The page is one self-contained file that shows the run, and whatever text a run holds stays text."""
+"""The page is one self-contained file, and texts of the run are escaped."""
 
 import base64
 import hashlib
@@ -77,19 +77,19 @@ def hostile_run(tmp_path, fake_run):
     return tmp_path
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(tmp_path, fake_run):
+def test_the_page_loads_no_other_file(tmp_path, fake_run):
     path = write_html(fake_run(tmp_path))
     assert path == tmp_path / "report.html"
     content = path.read_text(encoding="utf-8")
     page = Page(content)
     assert not {"link", "iframe", "object", "embed", "base", "form", "a", "img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name in ("src", "href", "style", "srcset", "action")]
-    # The only address is the name of the SVG language, which is no request.
+    # The only address is the XML namespace of SVG.
     assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(SVG, ""))
     assert (tmp_path / "report.png").exists()
 
 
-def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_run):
+def test_the_content_security_policy_allows_the_pages_own_script_only(tmp_path, fake_run):
     page = page_of(fake_run(tmp_path))
     (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
 
@@ -114,9 +114,7 @@ def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_ru
         ("both", "training", "validation"),
     ],
 )
-def test_what_fitness_is_measured_on_is_said_and_only_what_is_measured_alike_is_joined(
-    tmp_path, fake_run, by, fitness, base
-):
+def test_fitness_is_labelled_and_lines_join_equal_measures_only(tmp_path, fake_run, by, fitness, base):
     events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
     summary = summarise([events[0] | {"fitness": {"by": by}}, *events[1:]])
     text = Page(html_page(summary)).text
@@ -125,7 +123,7 @@ def test_what_fitness_is_measured_on_is_said_and_only_what_is_measured_alike_is_
     assert (summary.start is not None) == (fitness == base)
 
 
-def test_the_winner_stands_by_its_held_out_answers_where_it_has_any(tmp_path, fake_run):
+def test_the_winner_shows_its_held_out_score(tmp_path, fake_run):
     events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
     measured = {"measured": {"greedy": estimate(0.875), "rollouts": estimate(0.25)}}
     told = [
@@ -136,13 +134,13 @@ def test_the_winner_stands_by_its_held_out_answers_where_it_has_any(tmp_path, fa
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")
-def test_the_scripts_can_be_read(tmp_path, fake_run):
+def test_embedded_data_are_valid(tmp_path, fake_run):
     for script in page_of(fake_run(tmp_path, generations=1)).scripts[1:]:
         (tmp_path / "script.js").write_text(script, encoding="utf-8")
         subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
 
 
-def test_finals_are_shown_and_their_best_is_the_runs(tmp_path, fake_run):
+def test_finals_are_shown_with_the_best_member(tmp_path, fake_run):
     events = [event for event in read_journal(fake_run(tmp_path) / "journal.jsonl") if event["event"] != "test"]
     finalists = [
         {"index": index, "generation": 2, "chosen": estimate(0.5), "second": estimate(second)}
@@ -170,7 +168,7 @@ def read_by_script(page):
 
 
 @pytest.mark.parametrize("shape", [{"size": 5, "generations": 7, "failures": [(3, 1)]}, {"size": 66, "generations": 9}])
-def test_every_member_and_every_result_can_be_pointed_at(tmp_path, fake_run, shape):
+def test_all_members_and_results_have_hover_texts(tmp_path, fake_run, shape):
     path = fake_run(tmp_path, **shape) / "journal.jsonl"
     summary = summarise(read_journal(path))
     page = Page(html_page(summary))
@@ -188,14 +186,14 @@ def test_every_member_and_every_result_can_be_pointed_at(tmp_path, fake_run, sha
         assert {f"#{index}" for index in drawn} <= set(page.pieces)
 
 
-def test_many_results_are_left_to_the_chart_and_the_page_says_so(tmp_path, fake_run):
+def test_very_many_results_are_shown_in_the_chart_only(tmp_path, fake_run):
     size = len(markup_of(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).encode())
     assert size < 400_000
     summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
     assert "last 18 generations" in Page(html_page(summary)).text
 
 
-def test_the_page_tells_the_run(tmp_path, fake_run):
+def test_the_page_shows_the_run(tmp_path, fake_run):
     page = page_of(fake_run(tmp_path, size=4, generations=5, seed=3))
     summary = summarise(read_journal(tmp_path / "journal.jsonl"))
     for generation in summary.generations:
@@ -215,7 +213,7 @@ def test_the_page_tells_the_run(tmp_path, fake_run):
 
 
 @pytest.mark.parametrize(("model", "title"), [("smollm2-135m", "sums · smollm2-135m"), (None, "sums")])
-def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path, fake_run, model, title):
+def test_the_title_names_task_and_model(tmp_path, fake_run, model, title):
     events = read_journal(fake_run(tmp_path, task="sums") / "journal.jsonl")
     events[0] = {name: value for name, value in events[0].items() if name != "model"}
     if model is not None:
@@ -225,9 +223,9 @@ def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path
     assert f"<title>{title} · evogrpo</title>" in page
 
 
-def test_hostile_text_stays_text(hostile_run):
+def test_hostile_text_is_escaped(hostile_run):
     content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
-    page = Page(content)  # balanced: nothing broke out of its element
+    page = Page(content)  # balanced tags: text stayed inside its element
     assert page.tags.count("script") == len(page.scripts) == 3
     assert not {"img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
@@ -235,10 +233,10 @@ def test_hostile_text_stays_text(hostile_run):
     assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
     for place in ("End: ", "#0", "founder"):
         assert place in page.text
-    assert page.text.count("<script>alert(1)</script>") > 8  # shown, in task, reasons and examples
+    assert page.text.count("<script>alert(1)</script>") > 8  # visible in task, reasons and examples
 
 
-def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
+def test_hostile_names_of_a_changed_journal_are_escaped(tmp_path):
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}})
         changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
@@ -252,10 +250,10 @@ def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
 def test_a_completion_is_shown_exactly(hostile_run):
     page = page_of(hostile_run)
     assert "completion, reward 0.5, advantage -1.25" in page.text
-    assert "\n\n\nc\n" in page.blocks  # the first newline is the one that browsers drop
+    assert "\n\n\nc\n" in page.blocks  # browsers drop the first newline
 
 
-def test_long_completions_are_cut_and_say_so(tmp_path, fake_run):
+def test_long_completions_are_cut(tmp_path, fake_run):
     examples = [{"prompt": "p", "completion": "y" * 10_000}]
     page = page_of(fake_run(tmp_path, generations=1, examples=examples))
     assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
@@ -267,7 +265,7 @@ def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
     assert ("No generation has finished yet." in page.text) == (shape["generations"] == 0)
 
 
-def test_a_run_that_was_resumed_and_stopped_says_so(tmp_path, fake_run):
+def test_a_resumed_and_stopped_run_is_labelled(tmp_path, fake_run):
     summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
     assert "Resumed 1 time. End: all generations done." in Page(html_page(summary)).text
 
@@ -279,8 +277,8 @@ def test_a_folder_without_a_journal_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("gain", "told"), [(0.25, True), (-0.25, True), (0.19, False), (0.0, False)])
-def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(tmp_path, fake_run, gain, told):
-    """The journal's standard error is 0.1: what lies within two of them proves nothing."""
+def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, told):
+    """The journal's standard error is 0.1; differences within two standard errors are insignificant."""
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
     assert ("No significant improvement over the untrained base" in text) is not told

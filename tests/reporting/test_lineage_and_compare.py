@@ -14,7 +14,7 @@ RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 
 
 def random_family(seed, generations, size):
-    """Events of a run in which a random half of the members is replaced by children of random ones."""
+    """Return events of a run in which a random half of the members is replaced by children of random ones."""
     rng = np.random.default_rng(seed)
     alive, parents, events, fresh = list(range(size)), dict.fromkeys(range(size)), [RUN], size
     highest, best_ever = -math.inf, None
@@ -34,7 +34,7 @@ def random_family(seed, generations, size):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("generations", "size"), [(1, 1), (2, 3), (12, 4), (60, 8)])
-def test_every_member_is_told_of_once_whether_collapsed_or_not(seed, generations, size):
+def test_every_member_is_listed_once_collapsed_or_not(seed, generations, size):
     events, _ = random_family(seed, generations, size)
     tree = read_lineage(events)
     for every in (False, True):
@@ -43,12 +43,13 @@ def test_every_member_is_told_of_once_whether_collapsed_or_not(seed, generations
         assert told == [birth.index for birth in tree.births]
         assert all(len(line.members) == 1 for line in lines if every or line.wins)
         assert {line.members[0].index for line in lines if line.wins} == set(tree.path)
-        # A side line holds at most half of what it branches off from, but for the winner's path, which goes first.
+        # A side branch has at most half of the members of its parent branch, except for the winner's path, which comes
+        # first.
         assert max(line.indent for line in lines) <= 2 + math.log2(len(tree.births))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_winners_path_leads_by_parents_from_a_founder_to_the_best_fitness_ever(seed):
+def test_the_winners_path_leads_from_a_founder_to_the_best_fitness(seed):
     events, parents = random_family(seed, 20, 5)
     tree = read_lineage(events)
     best = max(each["fitness"] for event in events[1:] for each in event["members"])
@@ -57,8 +58,8 @@ def test_the_winners_path_leads_by_parents_from_a_founder_to_the_best_fitness_ev
     assert [parents[index] for index in tree.path] == [None, *tree.path[:-1]]
 
 
-def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_else():
-    """With fitness by rollouts the best is chosen on held-out questions; those that were not asked cannot be it."""
+def test_the_winner_is_the_recorded_best_where_selection_uses_rollouts():
+    """With fitness by rollouts the best is chosen on held-out questions; members without them cannot win."""
 
     def asked(mean):
         return {"measured": {"greedy": {"fitness": mean, "standard_error": 0.1}}}
@@ -73,7 +74,7 @@ def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_
     assert (won.index, won.generation, fitness_estimate(won).mean) == (0, 2, 0.7)
 
 
-def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
+def test_the_winner_of_the_finals_stays_the_winner_after_a_resume(tmp_path):
     earned = {"fitness": 0.5, "standard_error": 0.1}
     finalists = [{"index": index, "generation": 1, "chosen": earned, "second": earned} for index in (0, 1)]
     finalists = {"event": "finalists", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
@@ -94,12 +95,12 @@ def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
-def test_a_winner_named_otherwise_is_refused(named):
+def test_an_invalid_winner_is_refused(named):
     with pytest.raises(ValueError, match="'best_ever' of generation 1 must be two whole numbers"):
         read_lineage([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
-def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
+def test_a_long_line_of_descent_is_collapsed_in_the_middle():
     line = [
         generation(
             number,
@@ -115,7 +116,7 @@ def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
     assert [line.skips for line in lines] == [False, True, False, False]
 
 
-def test_families_that_cannot_be_are_refused():
+def test_impossible_families_are_refused():
     with pytest.raises(ValueError, match="parent"):
         read_lineage([RUN, generation(1, member(0, 0), member(1, 1, 5))])
 
@@ -128,7 +129,7 @@ def written(folder, *events):
 
 
 def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):
-    """Write a run whose best member earned these scores in the test."""
+    """Write a run whose best member has these test scores."""
     mean = sum(scores) / len(scores)
     error = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores))
     test = outcome(0) | {"questions": len(scores), "after": {"fitness": mean, "standard_error": error}}
@@ -144,7 +145,7 @@ ONE, OTHER = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0), (2.0, 3.5, 5.0, 9.0, 17.5, 32.0)
 
 
 def difference(tmp_path, reference, **others):
-    """Compare a run with one that differs as given."""
+    """Compare a run with a changed one."""
     first = run_with_test(tmp_path / "one", ONE, data=reference)
     scores = others.pop("scores", OTHER)
     second = run_with_test(tmp_path / "other", scores, **({"data": reference} | others))
@@ -152,7 +153,7 @@ def difference(tmp_path, reference, **others):
 
 
 @pytest.mark.parametrize("data", [ENV, ASKED], ids=["starts", "questions"])
-def test_the_same_questions_are_compared_one_by_one(tmp_path, data):
+def test_equal_questions_are_compared_in_pairs(tmp_path, data):
     found = difference(tmp_path, data)
     gains = [b - a for a, b in zip(ONE, OTHER, strict=True)]
     mean = sum(gains) / 6
@@ -160,10 +161,10 @@ def test_the_same_questions_are_compared_one_by_one(tmp_path, data):
     assert found.questions == 6
     assert found.gain.mean == pytest.approx(mean)
     assert found.gain.standard_error == pytest.approx(math.sqrt(sum((gain - mean) ** 2 for gain in gains) / 5 / 6))
-    assert found.beyond_noise  # as means they could not be told apart
+    assert found.beyond_noise  # their means do not differ significantly
 
 
-def test_of_unequally_many_questions_those_that_both_answered_are_compared(tmp_path):
+def test_common_questions_of_different_test_sets_are_compared(tmp_path):
     found = difference(tmp_path, ASKED, scores=OTHER[:4])
     assert (found.paired, found.questions) == (True, 4)
 
@@ -177,7 +178,7 @@ def test_of_unequally_many_questions_those_that_both_answered_are_compared(tmp_p
     ],
     ids=["another seed", "other sizes", "other questions"],
 )
-def test_other_starts_of_the_same_task_are_compared_as_means(tmp_path, data, others):
+def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, others):
     found = difference(tmp_path, data, **others)
     assert found.gain is not None
     assert not found.paired
@@ -196,18 +197,18 @@ def test_other_starts_of_the_same_task_are_compared_as_means(tmp_path, data, oth
         (ASKED, {"more": [{"event": "resumed", "generation": 1, "step": 4, "changed_data": ["x"]}]}, "data changed"),
     ],
 )
-def test_what_is_not_the_same_task_is_not_compared(tmp_path, data, others, why):
+def test_different_tasks_are_not_compared(tmp_path, data, others, why):
     found = difference(tmp_path, data, **others)
     assert found.gain is None
     assert found.beyond_noise is None
     assert why in found.why
 
 
-def test_other_training_questions_leave_the_test_the_same(tmp_path):
+def test_different_training_questions_allow_a_comparison(tmp_path):
     assert difference(tmp_path, ASKED, data=ASKED | {"train questions": "z", "prompts": "q", "seed": "7"}).paired
 
 
-def test_settings_that_differ_are_told_under_one_name_for_all(tmp_path):
+def test_different_settings_are_listed_by_name(tmp_path):
     first = run_with_test(tmp_path / "one", ONE, data=ENV, run={"seed": 0, "strategy": {"name": "fixed"}})
     second = run_with_test(
         tmp_path / "other", ONE, data=ENV, run={"seed": 1, "strategy": {"name": "tournament", "z": 1.0}}
@@ -226,7 +227,7 @@ def test_a_run_is_not_compared_with_itself(tmp_path):
             compare_runs(folders, [None] * len(folders))
 
 
-def test_the_winner_is_the_one_that_was_tested_though_another_did_better_later(tmp_path):
+def test_the_winner_is_the_tested_member(tmp_path):
     events = [
         generation(1, member(0, 0, fitness=0.4), member(1, 1, fitness=0.2), best=0),
         generation(2, member(0, 0, fitness=0.6), member(1, 2, 0, fitness=0.1), best=0, step=9),

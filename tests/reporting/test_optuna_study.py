@@ -1,4 +1,4 @@
-"""A run as a study of Optuna: what the journal says of every member, in storages that are never overwritten."""
+"""Export of a run as an Optuna study."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def export(folder, storage, *words):
 
 
 @pytest.mark.parametrize("kind", ["database", "journal"])
-def test_every_member_is_a_trial_with_what_the_journal_says(tmp_path, capsys, kind):
+def test_every_member_is_a_trial(tmp_path, capsys, kind):
     from evogrpo.reporting.optuna_study import export_study
 
     folder = write_fake_run(tmp_path / "run", size=4, generations=6, failures=[(2, 1)])
@@ -70,7 +70,7 @@ def best(folder):
     return test["index"]
 
 
-def test_a_study_is_never_overwritten_and_other_names_stand_beside_it(tmp_path, capsys):
+def test_a_study_is_never_overwritten(tmp_path, capsys):
     folder = write_fake_run(tmp_path / "run", size=2, generations=2)
     storage = storages(tmp_path)["journal"]
     assert export(folder, storage) == 0
@@ -83,7 +83,7 @@ def test_a_study_is_never_overwritten_and_other_names_stand_beside_it(tmp_path, 
     capsys.readouterr()
 
 
-def test_values_of_every_type_and_outside_their_ranges_have_distributions_that_hold_them(tmp_path):
+def test_distributions_hold_values_of_every_type_and_outside_their_ranges(tmp_path):
     from evogrpo.reporting.optuna_study import export_study
 
     values = [
@@ -106,13 +106,13 @@ def test_values_of_every_type_and_outside_their_ranges_have_distributions_that_h
 @pytest.mark.parametrize(
     "words", [["--optuna", "nonsense://x"], ["--optuna", "sqlite:////no/such/folder/x.db"], ["--study", "x"]]
 )
-def test_what_is_no_storage_is_refused(tmp_path, capsys, words):
+def test_an_invalid_storage_is_refused(tmp_path, capsys, words):
     folder = write_fake_run(tmp_path / "run", size=2, generations=1)
     assert main(["export", str(folder), *words]) == 2
     assert "error:" in capsys.readouterr().err
 
 
-def test_clocks_that_went_mad_do_not_matter(tmp_path):
+def test_invalid_times_are_ignored(tmp_path):
     from evogrpo.reporting.optuna_study import export_study
 
     folder = written(tmp_path / "run", RUN | {"time": 1e200}, generation(1, member(0, 0)) | {"time": -5})

@@ -1,4 +1,4 @@
-"""What a run yields is what its journal holds: records that are read back equal those that were written."""
+"""Reports of a run equal the records read from its journal."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def told(tmp_path_factory):
     return finish(run), read_journal(folder / "journal.jsonl"), run
 
 
-def test_a_journal_holds_what_the_run_yielded(told):
+def test_a_journal_holds_the_reports(told):
     reports, events, _ = told
     lines = [event for event in events if event["event"] in ("step", "generation", "test")]
     assert [event["event"] for event in lines] == [report.event for report in reports]
@@ -26,7 +26,7 @@ def test_a_journal_holds_what_the_run_yielded(told):
         assert {name: value for name, value in event.items() if name not in ("event", "time")} == report.to_json()
 
 
-def test_generations_and_the_test_are_read_back_as_they_were(told):
+def test_generations_and_the_test_round_trip(told):
     reports, events, _ = told
     generations = [replace(report, plan=None) for report in reports if isinstance(report, GenerationReport)]
     assert len(generations) == 3
@@ -37,7 +37,7 @@ def test_generations_and_the_test_are_read_back_as_they_were(told):
     assert TestReport.from_json(event) == reports[-1]
 
 
-def test_the_baseline_is_read_back_as_it_was(told):
+def test_the_baseline_round_trips(told):
     _, events, run = told
     (event,) = (event for event in events if event["event"] == "baseline")
     baseline = BaselineReport.from_json(event)
@@ -46,7 +46,7 @@ def test_the_baseline_is_read_back_as_it_was(told):
     assert baseline.questions == len(run.run_state.baseline.scores)
 
 
-def test_a_step_names_who_learnt_what(told):
+def test_a_step_names_the_members_that_learned(told):
     reports, _, _ = told
     step = next(report for report in reports if isinstance(report, StepReport))
     assert {slot: member.index for slot, member in step.learned.items()} == {0: 0, 1: 1, 2: 2}
@@ -54,7 +54,7 @@ def test_a_step_names_who_learnt_what(told):
 
 
 @pytest.mark.parametrize("name", ["prompt", "completion", "index", "step", "rewards", "truncated"])
-def test_an_example_needs_every_field_that_cannot_be_unknown(name):
+def test_examples_require_all_fields(name):
     whole = Example(prompt="p", completion="c", reward=None, index=3, rewards={"f": 1.0, "g": None}).to_json()
     assert Example.from_json(JournalFields(whole, "an example")).to_json() == whole
     del whole[name]

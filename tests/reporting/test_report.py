@@ -1,4 +1,4 @@
-"""`evogrpo.report`: a run that a notebook shows by itself."""
+"""`evogrpo.report` in a notebook."""
 
 import io
 
@@ -8,7 +8,7 @@ import pytest
 import evogrpo
 
 
-def test_a_report_shows_itself_and_is_a_figure_to_go_on_with(tmp_path, fake_run):
+def test_a_report_displays_itself_and_has_a_figure(tmp_path, fake_run):
     folder = fake_run(tmp_path / "run", generations=2)
     report = evogrpo.report(folder)
     assert "RunReport(" in repr(report)
@@ -17,7 +17,7 @@ def test_a_report_shows_itself_and_is_a_figure_to_go_on_with(tmp_path, fake_run)
     report.figure.savefig(tmp_path / "figure.svg")
     assert titles
     assert "</svg>" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl"]  # looking leaves nothing behind
+    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl"]  # nothing is written
     assert report.write() == folder / "report.html"
     assert (folder / "report.png").exists()
 

@@ -1,4 +1,4 @@
-"""What a hyperparameter explains is the share of variance that it was made to explain, and chance is called chance."""
+"""Share of variance explained by a hyperparameter, and its significance."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.reporting.journals import baseline, generation, member
 
 
 def gains_of(values, gains, each=1):
-    """Return the gains of one member per value, `each` of them a member."""
+    """Return the gains of `each` members per value, one gain each."""
     return [
         Gain(index=index, generation=number, value=value, gain=gain)
         for index, (value, own) in enumerate(zip(values, np.reshape(gains, (len(values), each)), strict=True))
@@ -19,8 +19,8 @@ def gains_of(values, gains, each=1):
 
 @pytest.mark.parametrize("names", [(1e-4, 1e-2), ("grpo", "dapo")])
 @pytest.mark.parametrize(("between", "within"), [(3.0, 1.0), (1.0, 2.0), (1.0, 0.0)])
-def test_the_share_is_that_of_the_analysis_of_variance(names, between, within):
-    """Two values, gains at +-between, each missed by +-within: S_t = n (b^2 + w^2) and S_w = n w^2."""
+def test_the_share_equals_that_of_the_analysis_of_variance(names, between, within):
+    """Two values with gains at +-between, each with deviations of +-within: S_t = n (b^2 + w^2) and S_w = n w^2."""
     values = [names[index % 2] for index in range(20)]
     made = [(between if index % 2 else -between) + (within if index % 4 < 2 else -within) for index in range(20)]
     found = response("x", gains_of(values, made))
@@ -32,7 +32,7 @@ def test_the_share_is_that_of_the_analysis_of_variance(names, between, within):
     assert found.share.significant == (between >= within)
 
 
-def test_of_gains_that_have_nothing_to_do_with_the_values_nothing_is_told():
+def test_independent_gains_are_rarely_significant():
     rng = np.random.default_rng(1)
     told, shares = 0, []
     for _ in range(60):
@@ -40,11 +40,11 @@ def test_of_gains_that_have_nothing_to_do_with_the_values_nothing_is_told():
         told += found.share.significant
         shares.append(found.share.share)
     assert told <= 6  # 5 of 100 by construction
-    assert abs(np.mean(shares)) < 0.03  # without bias
+    assert abs(np.mean(shares)) < 0.03  # unbiased
 
 
-def test_many_gains_of_few_members_are_no_more_than_these_members():
-    """Each member has a skill of its own that its value has no part in: only shuffling whole members sees that."""
+def test_repeated_gains_of_few_members_count_as_these_members():
+    """Each member has a skill independent of its value, which requires permuting whole members."""
     rng = np.random.default_rng(2)
     told = 0
     for _ in range(40):
@@ -53,7 +53,7 @@ def test_many_gains_of_few_members_are_no_more_than_these_members():
     assert told <= 6
 
 
-def test_a_best_value_in_the_middle_is_seen():
+def test_an_optimum_in_the_middle_is_detected():
     values = np.exp(np.linspace(-5, 5, 40))
     made = -(np.log(values) ** 2)
     found = response("lr", gains_of(values.tolist(), made - made.mean()))
@@ -75,7 +75,7 @@ def test_a_best_value_in_the_middle_is_seen():
     ],
     ids=["none", "three members", "one value", "six gains"],
 )
-def test_too_few_gains_or_values_are_not_judged(gains):
+def test_too_few_gains_or_values_give_no_result(gains):
     found = response("lr", gains)
     assert found.share is None
     assert len(found.gains) == len(gains)
@@ -90,7 +90,7 @@ def test_equal_gains_explain_nothing():
 BASELINE = baseline()
 
 
-def test_gains_begin_where_the_line_was_left_and_the_generation_is_taken_off():
+def test_gains_are_differences_of_a_lineage_less_the_generations_mean():
     run = {"event": "run", "evolvable": {"lr": {"min": 1e-6, "max": 1.0, "scale": "log"}}}
     slow, fast = {"hyperparameters": {"lr": 1e-4}}, {"hyperparameters": {"lr": 1e-3}}
     events = [
@@ -101,18 +101,18 @@ def test_gains_begin_where_the_line_was_left_and_the_generation_is_taken_off():
         generation(3, member(0, 2, 1, 7.0, **slow), member(1, 3, 2, 9.0, **fast), best=3),
     ]
     (found,) = responses(summarise(events))
-    # Generation 1: +1 and +4. Generation 2: one gain has nobody beside it. Generation 3: +1 and, from 6, +3.
+    # Generation 1: +1 and +4. Generation 2: a single gain. Generation 3: +1 and, from 6, +3.
     told = {(gain.generation, gain.index): (gain.value, gain.gain) for gain in found.gains}
     assert told == {(1, 0): (1e-4, -1.5), (1, 1): (1e-3, 1.5), (3, 2): (1e-4, -1.0), (3, 3): (1e-3, 1.0)}
 
 
-def test_without_a_baseline_founders_gains_are_unknown():
+def test_without_a_baseline_founders_have_no_gain():
     run = {"event": "run", "evolvable": {"lr": {}}}
     (found,) = responses(summarise([run, generation(1, member(0, 0), member(1, 1, fitness=0.7))]))
     assert found.gains == ()
 
 
-def test_the_hyperparameter_that_matters_comes_first(tmp_path, fake_run):
+def test_hyperparameters_are_sorted_by_share(tmp_path, fake_run):
     from evogrpo.storage.journal import read_journal
 
     run = fake_run(tmp_path, size=16, generations=6, evolve=("clip_coef", "lr", "group_size"), seed=3)

@@ -1,4 +1,4 @@
-"""The story of a run is what its journal says, and a journal that says nonsense is refused by place."""
+"""Summary of a run from its journal; invalid journals are refused."""
 
 import pytest
 
@@ -20,7 +20,7 @@ FAMILY = [
 ]
 
 
-def test_lines_begin_where_their_parents_line_was_left():
+def test_lines_start_at_their_parents_line():
     lines = {line.index: line for line in member_histories(summarise(FAMILY))}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert [(r.generation, r.fitness) for r in lines[2].results] == [(2, 0.4), (3, 0.6)]
@@ -45,12 +45,12 @@ def test_the_winner_is_the_best_of_any_generation():
     assert best_member(summarise([RUN, generation(1, member(0, 0, fitness=None), best_ever=None)]).generations) is None
 
 
-def test_the_winner_may_have_been_replaced_since():
+def test_the_winner_may_have_been_replaced():
     later = generation(5, member(0, 5, 3, 0.1), best=5, best_ever=[3, 3])
     assert best_member(summarise([*FAMILY, later]).generations).index == 3
 
 
-def test_a_resumed_run_tells_the_later_story():
+def test_a_resumed_run_shows_the_later_events():
     events = [
         *FAMILY,
         outcome(2),
@@ -64,7 +64,7 @@ def test_a_resumed_run_tells_the_later_story():
     assert (summary.test, summary.stopped, summary.resumes) == (None, None, 1)
 
 
-def test_a_lineage_that_names_itself_as_parent_ends():
+def test_a_lineage_with_a_cycle_ends():
     events = [
         RUN,
         generation(1, member(0, 0, parent=1), member(1, 1, parent=0)),
@@ -76,7 +76,7 @@ def test_a_lineage_that_names_itself_as_parent_ends():
     assert len(member_histories(summarise(events))) == 3
 
 
-def test_fields_that_later_versions_add_are_ignored():
+def test_unknown_fields_are_ignored():
     summary = summarise([RUN, {"event": "unheard of"}, generation(1, member(0, 0, new_field=3), new_field=3)])
     assert [result.index for result in summary.generations[0].members] == [0]
 
@@ -111,7 +111,7 @@ def test_fields_that_later_versions_add_are_ignored():
         ({"event": "stopped", "reason": None}, "'reason' of the stopped event must be text"),
     ],
 )
-def test_nonsense_is_refused_by_place(event, words):
+def test_invalid_values_are_refused_with_their_place(event, words):
     with pytest.raises(ValueError, match=words):
         summarise([RUN, event])
 
@@ -131,12 +131,12 @@ def test_a_journal_on_disk(tmp_path, fake_run):
     assert len(summarise(read_journal(tmp_path / "journal.jsonl")).generations) == 1
 
 
-def test_evolvable_names_that_nobody_knows_are_refused():
+def test_unknown_evolvable_names_are_refused():
     with pytest.raises(ValueError, match=r"evolvable of the run event 'lrr'.*did you mean 'lr'"):
         summarise([RUN | {"evolvable": {"lrr": {}}}])
 
 
-def test_changes_may_be_of_names_and_networks_and_from_none():
+def test_changes_may_be_names_networks_or_none():
     changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0], "network": ["64 tanh", "64-64 tanh"]}
     (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
     assert dict(result.changes) == {name: tuple(change) for name, change in changes.items()}

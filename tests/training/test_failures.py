@@ -15,15 +15,15 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.loop.trainer import AllFailedError
 from tests.tiny_training import (
     equal_states,
+    events_of,
     final_states,
     finish,
     resumed_run,
     state_of,
-    story,
-    timeless,
     tiny_env,
     tiny_run,
     variety,
+    without_times,
 )
 
 DEADLY = 1e37  # one Adam step of this length takes weights to where the logits overflow
@@ -93,7 +93,7 @@ def test_the_others_never_notice(tmp_path):
     assert one.learned[1].failed is not None
     assert other.learned[1].failed is None
     for slot in (0, 2):
-        assert timeless(one.learned[slot].metrics) == timeless(other.learned[slot].metrics)
+        assert without_times(one.learned[slot].metrics) == without_times(other.learned[slot].metrics)
         assert equal_states(state_of(broken.population[slot]), state_of(healthy.population[slot]))
 
 
@@ -134,7 +134,7 @@ def test_a_failed_member_is_still_failed_after_a_resume(tmp_path):
     assert not list(reports)
     finish(with_rates(tmp_path / "whole", [1e-3, DEADLY, 2e-3]))
     finish(resumed_run(tmp_path / "run"))
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert events_of(tmp_path / "run") == events_of(tmp_path / "whole")
     assert equal_states(final_states(tmp_path / "run"), final_states(tmp_path / "whole"))
 
 
@@ -184,7 +184,7 @@ def test_a_reward_function_that_raises_stops_the_run_where_it_can_be_mended(whol
     again = resumed_run(tmp_path / "run")
     assert again.run_state.step == steps  # nothing that was learnt is lost
     finish(again)
-    assert story(tmp_path / "run") == story(whole)
+    assert events_of(tmp_path / "run") == events_of(whole)
     assert equal_states(final_states(tmp_path / "run"), final_states(whole))
 
 

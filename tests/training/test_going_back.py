@@ -18,7 +18,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import member_note, plan_lines
 from evogrpo.training.load_run import open_run
 from tests.strategies.returning import Returning
-from tests.tiny_training import equal_states, final_states, finish, resumed_run, start_or_resume, story, tiny_run
+from tests.tiny_training import equal_states, events_of, final_states, finish, resumed_run, start_or_resume, tiny_run
 
 LONG = {"generations": 4}
 
@@ -47,7 +47,7 @@ def test_killed_while_a_state_is_kept_it_ends_as_if_never_killed(whole, tmp_path
     process.join()
     assert process.exitcode == -signal.SIGKILL
     finish(resumed_run(folder, strategy=Returning))
-    assert story(folder) == story(whole[0])
+    assert events_of(folder) == events_of(whole[0])
     states = final_states(whole[0])
     assert any(name.startswith("kept of ") for name in states)
     assert equal_states(final_states(folder), states)

@@ -8,7 +8,7 @@ import pytest
 from evogrpo import evolve
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
 from evogrpo.storage.journal import read_journal
-from tests.tiny_training import scatter, tiny_env, tiny_population, variety
+from tests.tiny_training import randomise_adapter, tiny_env, tiny_population, variety
 
 SPENDING = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
 
@@ -27,7 +27,7 @@ def sure(completion, answer, question):
 def different(size):
     population = tiny_population(size)
     for agent in population:
-        scatter(agent, agent.slot)
+        randomise_adapter(agent, agent.slot)
     return population
 
 

@@ -25,10 +25,10 @@ from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import (
     equal_states,
+    events_of,
     final_states,
     finish,
-    scatter,
-    story,
+    randomise_adapter,
     tiny_env,
     tiny_population,
     tiny_run,
@@ -44,7 +44,7 @@ WAYS = [
 def language():
     population = tiny_population(3)
     for agent in population:
-        scatter(agent, agent.slot)
+        randomise_adapter(agent, agent.slot)
     return population.members, tiny_env()
 
 
@@ -329,7 +329,7 @@ def test_a_run_that_is_stopped_amid_a_generation_goes_on_as_if_it_had_not(way, t
     assert again.fitness == whole.fitness
     finish(again)
     assert equal_states(final_states(tmp_path / "whole"), final_states(tmp_path / "broken"))
-    assert story(tmp_path / "whole") == story(tmp_path / "broken")
+    assert events_of(tmp_path / "whole") == events_of(tmp_path / "broken")
     assert again.result.best == whole.result.best
     assert again.result.evaluation.tokens == whole.result.evaluation.tokens
 

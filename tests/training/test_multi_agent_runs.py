@@ -16,7 +16,7 @@ from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
-from tests.tiny_training import story
+from tests.tiny_training import events_of
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-1, scale="log"), group_size=RLParameter(choices=[2, 4, 8]))
 QUICK = {"generations": 3, "steps_per_generation": 3, "samples_per_step": 16}
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
     assert isinstance(again.population[0], MultiAgentGRPO)
     for _ in again.trainer.reports():
         pass
-    assert story(tmp_path / "parts") == story(tmp_path / "whole")
+    assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
     one, other = (open_run(tmp_path / name).tensors for name in ("parts", "whole"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -18,7 +18,7 @@ from tests.cli.project import write_project
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.halved import Gaussian, halved
 from tests.tiny_models import tiny_model
-from tests.tiny_training import finish, resumed_run, story, tiny_env, tiny_run
+from tests.tiny_training import events_of, finish, resumed_run, tiny_env, tiny_run
 
 
 def stop_after(run, steps):
@@ -107,7 +107,7 @@ def test_a_stopped_run_goes_on_with_it_as_if_never_stopped(tmp_path, own, others
         with pytest.raises(ValueError, match=r"strategy must be the one|not imported|unknown setting"):
             resumed_run(tmp_path / "run", strategy=dataclasses.replace(strategy, mutation=other))
     finish(resumed_run(tmp_path / "run", strategy=dataclasses.replace(strategy)))
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert events_of(tmp_path / "run") == events_of(tmp_path / "whole")
 
 
 def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):

@@ -28,18 +28,18 @@ from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import StrategyError
 from tests.cli.project import prepare, write_project
-from tests.forking import started
+from tests.forking import start_process
 from tests.strategies.gaussian_process import GaussianProcess
 from tests.strategies.halving import Halving
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     equal_states,
+    events_of,
     final_states,
     finish,
     resumed_run,
     start_or_resume,
     state_of,
-    story,
     tiny_env,
     tiny_population,
     tiny_run,
@@ -50,7 +50,7 @@ LONG = {"generations": 4}
 
 
 def same_run(folder, other):
-    assert story(folder) == story(other)
+    assert events_of(folder) == events_of(other)
     assert open_run(folder).record["strategy_state"] == open_run(other).record["strategy_state"]
     return equal_states(final_states(folder), final_states(other))
 
@@ -81,7 +81,7 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
         return sum(event["event"] == "generation" for event in events)
 
     for kill, delay in enumerate((0.0, 0.05)):
-        process = started(start_or_resume, str(folder), GaussianProcess, **LONG)
+        process = start_process(start_or_resume, str(folder), GaussianProcess, **LONG)
         seen = generations()
         while process.is_alive() and generations() == seen:
             time.sleep(0.002)
@@ -443,5 +443,5 @@ def test_a_configured_run_resumes_with_the_class_its_configuration_names(project
     resumable = read_resumable(tmp_path / "run")
     finish(resume_configured(prepare(resumable.config), resumable, tmp_path / "run"))
     assert same_run(tmp_path / "run", tmp_path / "whole")
-    plans = [event["plan"] for event in story(tmp_path / "run") if event.get("plan")]
+    plans = [event["plan"] for event in events_of(tmp_path / "run") if event.get("plan")]
     assert any(plan["children"] for plan in plans)

@@ -17,7 +17,7 @@ from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving
 from tests.strategies.returning import Returning
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
-from tests.tiny_training import finish, story, tiny_run
+from tests.tiny_training import events_of, finish, tiny_run
 
 SPREAD = {"evolve_network": None, "spread": True, "samples_per_step": 8}
 EVENTFUL = Tournament(z=0.0, size=3, elitism=False)
@@ -107,7 +107,7 @@ def test_a_replay_that_was_stopped_goes_on_as_if_it_had_not_been(found, tmp_path
             if report.generation == stop:
                 run.stop()
     finish(resumed_step_run(tmp_path / "stopped"))
-    assert story(tmp_path / "stopped") == story(tmp_path / "whole")
+    assert events_of(tmp_path / "stopped") == events_of(tmp_path / "whole")
 
 
 def test_budgets_that_plans_changed_are_part_of_the_schedule(tmp_path):

@@ -21,15 +21,15 @@ from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
     equal_states,
+    events_of,
     final_states,
     finish,
-    nameless,
     resumed_run,
     start_or_resume,
-    story,
     tiny_env,
     tiny_population,
     tiny_run,
+    without_run_id,
 )
 
 LAST = 3 * 2  # learning steps of a run
@@ -40,15 +40,15 @@ def whole(tmp_path_factory):
     """Return the folder of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     finish(tiny_run(folder))
-    assert any(event["plan"]["children"] for event in story(folder) if event.get("plan"))
+    assert any(event["plan"]["children"] for event in events_of(folder) if event.get("plan"))
     return folder
 
 
 def same_run(folder: Path, other: Path) -> bool:
     best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
-    assert story(folder) == story(other)
+    assert events_of(folder) == events_of(other)
     assert equal_states(final_states(folder), final_states(other))
-    assert nameless(best[1]) == nameless(other_best[1])
+    assert without_run_id(best[1]) == without_run_id(other_best[1])
     return equal_states(best[0], other_best[0])
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_is_extended_equals_a_longer_one(whole, tmp_path):
 
     def without_first_plan(folder):
         # A run that ended after the first generation made no plan at that time.
-        events = story(folder)
+        events = events_of(folder)
         for event in events:
             if event["event"] == "generation" and event["generation"] == 1:
                 event["plan"] = None
@@ -159,7 +159,7 @@ def test_the_order_of_questions_outlives_the_members_that_decided_it(tmp_path):
         return tiny_run(folder, strategy=Overthrow(), options=options, first_group=2)
 
     finish(founded(tmp_path / "whole"))
-    assert all(member["hyperparameters"]["group_size"] > 2 for member in story(tmp_path / "whole")[-1]["members"])
+    assert all(member["hyperparameters"]["group_size"] > 2 for member in events_of(tmp_path / "whole")[-1]["members"])
     stop_after(founded(tmp_path / "run"), 4)
     finish(resumed_run(tmp_path / "run", strategy=Overthrow))
     assert same_run(tmp_path / "run", tmp_path / "whole")
@@ -311,10 +311,10 @@ def test_a_run_that_was_opened_again_is_not_written_by_whoever_had_it_before(tmp
     next(reports)
     best = resumed_run(tmp_path / "run")
     finish(best)
-    told = story(tmp_path / "run")
+    told = events_of(tmp_path / "run")
     with pytest.raises(ValueError, match="no longer writes into"):
         list(reports)
-    assert story(tmp_path / "run") == told
+    assert events_of(tmp_path / "run") == told
 
 
 def test_a_run_with_checkpoints_amid_generations_loses_no_more_than_they_allow(whole, tmp_path):

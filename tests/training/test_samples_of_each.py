@@ -12,7 +12,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.loop.trainer import StrategyError
 from tests.tiny_steps import resumed_step_run, step_run
-from tests.tiny_training import equal_states, final_states, finish, story, tiny_run
+from tests.tiny_training import equal_states, events_of, final_states, finish, tiny_run
 
 OPTIONS = {
     "hp_config": HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log")),
@@ -65,7 +65,7 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, steps):
         if isinstance(report, StepReport) and report.step + 1 == steps:
             run.stop()
     finish(resumed_step_run(tmp_path / "run", strategy=Turns))
-    assert story(tmp_path / "run") == story(whole[0])
+    assert events_of(tmp_path / "run") == events_of(whole[0])
     assert equal_states(final_states(tmp_path / "run"), final_states(whole[0]))
 
 

@@ -15,7 +15,7 @@ from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population
-from tests.tiny_training import SPACE, equal_states, final_states, story, tiny_env, tiny_population
+from tests.tiny_training import SPACE, equal_states, events_of, final_states, tiny_env, tiny_population
 from tests.training import test_multi_agent_runs as teams
 
 RANKED = SharedExperience(learn_from="all", min_ess=0.2, samplers="rank")
@@ -69,7 +69,7 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
         if isinstance(report, StepReport) and report.step + 1 == stopped:
             run.stop()
     list(resume(tmp_path / "run", make()[1], **options))
-    assert story(tmp_path / "run") == story(folder)
+    assert events_of(tmp_path / "run") == events_of(folder)
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 

@@ -18,7 +18,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.load_run import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
-from tests.tiny_training import equal_states, final_states, finish, nameless, state_of, story, tiny_env
+from tests.tiny_training import equal_states, events_of, final_states, finish, state_of, tiny_env, without_run_id
 
 LAST = 3 * 2  # learning steps of a run
 
@@ -33,9 +33,9 @@ def whole(tmp_path_factory):
 
 def same_run(folder: Path, other: Path) -> bool:
     best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
-    assert story(folder) == story(other)
+    assert events_of(folder) == events_of(other)
     assert equal_states(final_states(folder), final_states(other))
-    return nameless(best[1]) == nameless(other_best[1]) and equal_states(best[0], other_best[0])
+    return without_run_id(best[1]) == without_run_id(other_best[1]) and equal_states(best[0], other_best[0])
 
 
 @pytest.mark.parametrize("steps", range(1, LAST + 1))

@@ -25,10 +25,10 @@ from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import (
     QUICK,
     equal_states,
+    events_of,
     final_states,
     finish,
     resumed_run,
-    story,
     tiny_env,
     tiny_population,
     tiny_run,
@@ -78,7 +78,7 @@ def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_pa
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
     assert not run.result.complete
     finish(resume(tmp_path / "run"))
-    assert story(tmp_path / "run") == story(folder)
+    assert events_of(tmp_path / "run") == events_of(folder)
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 

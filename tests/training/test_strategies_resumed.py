@@ -6,7 +6,7 @@ from evogrpo.evolution import MultiFrequency, Narrowing, SuccessiveHalving, Tour
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.training.load_run import open_run
 from tests.tiny_steps import resumed_step_run, step_run
-from tests.tiny_training import equal_states, final_states, finish, story
+from tests.tiny_training import equal_states, events_of, final_states, finish
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(make, tmp_path):
         if isinstance(report, StepReport) and report.generation == 3:
             parts.stop()
     finish(resumed_step_run(tmp_path / "parts"))
-    assert story(tmp_path / "parts") == story(tmp_path / "whole")
+    assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
     assert equal_states(final_states(tmp_path / "parts"), final_states(tmp_path / "whole"))
     stored = [open_run(tmp_path / name).record["strategy_state"] for name in ("parts", "whole")]
     assert stored[0] == stored[1]
