@@ -99,7 +99,7 @@ class StepControl:
         return StepSize(factor=self.factor, ceiling=self.factor / math.sqrt(self._target / self._target_kl))
 
     def _search(self, kl: float, clip_fraction: float) -> bool:
-        """Bisect the factor on a logarithmic scale until the KL is within a factor of 1.5 of the target."""
+        """Move the factor until the KL is within a factor of 1.5 of the target."""
         too_large = kl > 1.5 * self._target or clip_fraction > MAX_CLIP_FRACTION
         if not too_large and kl >= self._target / 1.5:
             return False
@@ -109,12 +109,14 @@ class StepControl:
             self._low = self.factor
         if self.passes == MAX_SEARCH_PASSES and not too_large:
             return False  # smaller than could be, which does no harm
+        # KL grows with the square of the learning rate, as long as the clipping does not bind.
+        change = math.sqrt(self._target / kl) if kl > 0 else math.inf
         if self._low is not None and self._high is not None:
-            self.factor = math.sqrt(self._low * self._high)
-        elif self._high is not None:
-            self.factor /= _bounded(math.sqrt(kl / self._target), 3.0, 30.0)
+            guess = self.factor * change
+            inside = 1.1 * self._low < guess < self._high / 1.1
+            self.factor = guess if inside else math.sqrt(self._low * self._high)
         else:
-            self.factor *= _bounded(math.sqrt(self._target / kl) if kl > 0 else math.inf, 3.0, 30.0)
+            self.factor *= _bounded(change, 1 / 30, 1 / 3) if too_large else _bounded(change, 1.5, 30.0)
         return True
 
     def _limit(self, kl: float) -> bool:
