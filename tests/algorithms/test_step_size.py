@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
+from evogrpo import MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.models.networks.architecture import NetworkConfig
+from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import tiny_env, tiny_population
+from tests.tiny_training import final_states, finish, resumed_run, tiny_env, tiny_population, tiny_run
 
 TARGET = 0.005
 
@@ -163,3 +167,70 @@ def test_a_member_without_signal_takes_no_step():
 def test_target_kl_changes_the_step():
     rates = [learnt("networks", target_kls=(target,), lrs=(1e-3,))[1][0].lr for target in (0.001, 0.016)]
     assert rates[1] > 2 * rates[0]
+
+
+def test_each_policy_of_a_team_has_its_own_step_size():
+    env = PettingZooGroups(joint_probes.Favours, validation_size=4, test_size=4, score="sum")
+    options = {"network": NetworkConfig(hidden=(8,)), "lr": 1e-6, "group_size": 4, "target_kl": TARGET}
+    population = MultiAgentGRPO.population(
+        1, env.observation_spaces, env.action_spaces, policies="independent", **options
+    )
+    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
+    population.learn(rollout.experience, step=0)
+    factors = {name: float(bank.running_stats[0, -2]) for name, bank in population.members.banks.items()}
+    assert len(factors) == 3
+    assert len(set(factors.values())) > 1
+    assert all(factor > 10 for factor in factors.values())
+
+
+def test_members_that_share_samples_are_measured_on_their_own_or_all():
+    population, env = step_population(3, group_size=4, lr=1e-6, target_kl=TARGET, update_epochs=2), cart_pole()
+    rollout = population.collect(env, step=0, samples_per_step=16, block=4)
+    reports = population.learn(rollout.experience, step=0, sources={0: [0, 1, 2], 1: [2]})
+    for report in reports.values():
+        assert 0 < report.metrics["step_kl"] <= 1.5 * TARGET
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": Optimizer(schedule="linear", total_steps=100)},
+        {"max_grad_norm": 1e-3},
+        {"update_epochs": 1},
+        {"update_epochs": 4, "batch_size": 4},
+        {"beta": 0.1, "objective": Objective(kl_target=1e-3)},
+        {"entropy_coef": 0.01, "objective": Objective(loss_type="dapo")},
+        {"objective": Objective(importance_correction="token_truncate")},
+    ],
+    ids=[
+        "schedule",
+        "gradient norm",
+        "one update",
+        "many updates",
+        "adaptive beta",
+        "entropy",
+        "importance correction",
+    ],
+)
+def test_search_works_beside_other_settings(options):
+    population = tiny_population(1, **({"group_size": 4, "lr": 1e-7, "target_kl": TARGET} | options))
+    rollout = population.collect(tiny_env(), step=0, samples_per_step=16, block=4)
+    report = population.learn(rollout.experience, step=0)[0]
+    assert TARGET / 1.5 <= report.metrics["step_kl"] <= 1.5 * TARGET
+    assert report.metrics["step_passes"] <= 7
+
+
+def test_stopping_and_resuming_equals_never_stopping(tmp_path):
+    options = {"target_kl": TARGET}
+    finish(tiny_run(tmp_path / "whole", options=options))
+    first = tiny_run(tmp_path / "parts", options=options)
+    steps = first.reports()
+    for _ in range(3):
+        next(steps)
+    first.stop()
+    list(steps)
+    finish(resumed_run(tmp_path / "parts"))
+    whole, parts = final_states(tmp_path / "whole"), final_states(tmp_path / "parts")
+    assert_equal(whole, parts)
+    stats = [values for name, values in whole.items() if name.endswith("running_stats")]
+    assert all(float(values[-1]) > 0 for values in stats)
