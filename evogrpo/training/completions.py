@@ -21,32 +21,31 @@ class CompletionsLog:
 
     Args:
         folder: Folder of the files; created with the first one.
-        most: Completions per step; 0 = write nothing.
+        limit: Completions per step; 0 = write nothing.
         form: "jsonl", with non-ASCII characters escaped, or "parquet".
     """
 
-    def __init__(self, folder: Path, *, most: int = 16, form: CompletionsFormat = "jsonl") -> None:
-        self.most = most
+    def __init__(self, folder: Path, *, limit: int = 16, form: CompletionsFormat = "jsonl") -> None:
+        self.limit = limit
         self._folder, self._form = folder, form
 
     def write(self, step: int, examples: Sequence[Example]) -> None:
         """Write the table of one step atomically; a repeated step overwrites its own."""
-        if not self.most or not examples:
+        if not self.limit or not examples:
             return
         make_folder(self._folder)
-        rows = [_row(example) for example in examples[: self.most]]
+        rows = [_row(example) for example in examples[: self.limit]]
         content = _parquet(rows) if self._form == "parquet" else _jsonl(rows)
         replace_file(self._folder / f"step-{step:06d}.{self._form}", content)
 
 
 def _row(example: Example) -> dict[str, Any]:
-    values = {name: value for name, value in vars(example).items() if name not in ("rewards", "columns")}
-    order = ("step", "index", "prompt", "completion", "reward", "advantage", "truncated")
-    return {
-        **{name: values[name] for name in order},
-        **{f"rewards/{name}": value for name, value in example.rewards.items()},
-        **{name: value for name, value in example.columns.items() if name not in order},
-    }
+    """Return one row: step and index first, then the other fields, rewards and logged values, which replace none."""
+    fields = dict(vars(example))
+    rewards, logged = fields.pop("rewards"), fields.pop("columns")
+    row = {"step": example.step, "index": example.index, **fields}
+    row |= {f"rewards/{name}": value for name, value in rewards.items()}
+    return row | {name: value for name, value in logged.items() if name not in row}
 
 
 def _jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -55,19 +54,21 @@ def _jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a parquet file. Each logged column has its own type, or text if no type fits all of its values."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {"step": pa.int64(), "index": pa.int64(), "prompt": pa.string(), "completion": pa.string()}
-    kinds |= {"truncated": pa.bool_()}
-    names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {}
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
-        if any(isinstance(value, str) for value in values):
-            kinds.setdefault(name, pa.string())
-            values = [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-        columns[name] = pa.array(values, type=kinds.get(name, pa.float64()))
+        # Rewards and advantages are floats in every file, even where all of them are missing.
+        is_float = name in ("reward", "advantage") or name.startswith("rewards/")
+        try:
+            columns[name] = pa.array(values, type=pa.float64() if is_float else None)
+        # Mixed types, integers beyond 64 bits, or lone surrogates, which UTF-8 cannot encode.
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            texts = [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
+            columns[name] = pa.array(texts, type=pa.string())
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())

@@ -77,7 +77,7 @@ class RunDir:
         self._lock, self._config = lock, config
         self.logging = logging or LoggingConfig()
         self.completions = CompletionsLog(
-            self.path / COMPLETIONS, most=self.logging.completions, form=self.logging.completions_format
+            self.path / COMPLETIONS, limit=self.logging.completions, form=self.logging.completions_format
         )
         self._journal: Journal | None = None
         self._writer: Any = None

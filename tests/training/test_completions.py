@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pyarrow.parquet
 import pytest
@@ -152,7 +152,7 @@ def test_what_reward_functions_log_stands_beside_the_completions_and_the_metrics
 
 def test_parquet_holds_the_same(tmp_path):
     rows = [hostile(), Example(prompt="\ud800", completion="ok", reward=1.0, index=4, step=12, rewards={"f": None})]
-    log = CompletionsLog(tmp_path, form="parquet", most=5)
+    log = CompletionsLog(tmp_path, form="parquet", limit=5)
     log.write(12, rows)
     log.write(12, rows)
     table = pyarrow.parquet.read_table(tmp_path / "step-000012.parquet")
@@ -165,8 +165,34 @@ def test_parquet_holds_the_same(tmp_path):
     assert table.column("truncated").to_pylist() == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("logged", "kind", "stored"),
+    [
+        ([True, None, False], "bool", [True, None, False]),
+        ([2**60 + 1, None, -1], "int64", [2**60 + 1, None, -1]),
+        ([0.5, 1, None], "double", [0.5, 1.0, None]),
+        ([2**70, 1, None], "string", [str(2**70), "1", None]),
+        ([1, True, "\ud800"], "string", ["1", "True", "?"]),
+    ],
+)
+def test_parquet_keeps_types_of_logged_columns(tmp_path, logged, kind, stored):
+    rows = [replace(hostile(), columns={"logged": value, "reward": 9, "rewards/f": 9}) for value in logged]
+    CompletionsLog(tmp_path, form="parquet").write(0, rows)
+    table = pyarrow.parquet.read_table(tmp_path / "step-000000.parquet")
+    assert str(table.schema.field("logged").type) == kind
+    assert table.column("logged").to_pylist() == stored
+    assert table.column("reward").to_pylist() == [None] * 3
+    assert table.column("rewards/f").to_pylist() == [0.5] * 3
+
+
+def test_every_field_of_an_example_is_written(tmp_path):
+    CompletionsLog(tmp_path).write(0, [hostile()])
+    row = json.loads((tmp_path / "step-000000.jsonl").read_text())
+    assert set(row) >= {each.name for each in fields(Example)} - {"rewards", "columns"}
+
+
 def test_a_table_is_bounded(tmp_path):
-    CompletionsLog(tmp_path, most=3).write(0, [hostile()] * 10)
+    CompletionsLog(tmp_path, limit=3).write(0, [hostile()] * 10)
     assert (tmp_path / "step-000000.jsonl").read_text().count("\n") == 3
 
 

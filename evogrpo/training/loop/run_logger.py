@@ -47,7 +47,7 @@ class RunLogger:
         self._population, self._run_state, self._strategy = population, run_state, strategy
         self._records = schedule, fitness, data, experience
         self.run_dir = run_dir if self._population.executor.processes.is_rank_zero else None
-        self.completions = 0 if self.run_dir is None else self.run_dir.completions.most
+        self.completions = 0 if self.run_dir is None else self.run_dir.completions.limit
 
     def create(self) -> None:
         """Create the directory and lock it; an error stops all ranks."""
