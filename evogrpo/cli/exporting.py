@@ -18,12 +18,12 @@ PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 def export(args: argparse.Namespace) -> int:
     """Write every export that the arguments name."""
-    wanted = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
-    if not wanted:
+    targets = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
+    if not targets:
         raise ValueError("Nothing to export: give FOLDER for the best adapter, --schedule FILE or --optuna STORAGE.")
     if args.study is not None and args.optuna is None:
         raise ValueError(f"--study {args.study!r} needs --optuna STORAGE.")
-    for name, target in wanted.items():
+    for name, target in targets.items():
         _EXPORTS[name](args, target)
     return OK
 
@@ -59,9 +59,9 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 
     best = checkpoint_path(run_dir / "best")
     if not best.is_dir():
-        raise ValueError(f"{run_dir} has no best member yet: wait for the first generation.")
+        raise ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder: name a new one.")
+        raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     console = make_console()
     with working(console, "reading and checking the adapter"):
         from evogrpo.algorithms.factory import POLICY_SETS
@@ -71,30 +71,26 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
-            index, kind = int(record["member"]["index"]), POLICY_SETS[record["shared"]["kind"]]
+            index, policy_set = int(record["member"]["index"]), POLICY_SETS[record["shared"]["kind"]]
             base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
-            loading = f"{kind.agent_class}.load({str(best)!r})"
-            raise ValueError(f"{best} holds small networks, not an adapter: load them with {loading}.")
+            loading = f"{policy_set.agent_class}.load({str(best)!r})"
+            raise ValueError(f"{best} contains small networks, not an adapter. Load them with {loading}.")
         with checkpoint_errors(best / PEFT_FILES[0]):
-            named = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
-        checked = _checked(run_dir, best, base)
+            base_name = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
+        checked = _check_with_peft(run_dir, best, base)
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
     console.print(Text(f"wrote member #{index} to {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
-    if named:
+    if base_name:
         loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 
 
-def _checked(run_dir: Path, best: Path, source: str) -> str:
-    """Check that PEFT can load an adapter's names and shapes onto its base model, and describe the result.
-
-    Raises:
-        ValueError: If PEFT cannot load it.
-    """
+def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
+    """Raise ValueError if PEFT cannot load the adapter onto its base model; describe the check in words."""
     from evogrpo.algorithms.base_checkpoint import is_path
     from evogrpo.models.language.adapter_files import check_export
     from evogrpo.models.language.loading import load_outline

@@ -55,8 +55,8 @@ def tasks(args: argparse.Namespace) -> int:
     console.print(HangingIndent(Text.assemble(("PettingZoo", "bold"), games)))
     console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
     console.print()
-    own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
-    console.print(HangingIndent(Text.assemble(("Your own", "bold"), own)))
+    dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
+    console.print(HangingIndent(Text.assemble(("Your own", "bold"), dataset)))
     return OK
 
 
@@ -67,25 +67,26 @@ def video(args: argparse.Namespace) -> int:
 
     folder: Path = args.folder or args.run_dir / "videos"
     if args.episodes < 1:
-        raise ValueError(f"--episodes must be at least 1, got {args.episodes}")
+        raise ValueError(f"--episodes must be at least 1, got {args.episodes}.")
     if not (args.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{args.run_dir} has no {CONFIG_FILE}, which only `evogrpo train` writes. In Python, use "
-            "evogrpo.record_video()."
+            f"{args.run_dir} has no {CONFIG_FILE}: the run was started in Python. Use evogrpo.record_video() there."
         )
     if not (args.run_dir / "best").is_dir():
-        raise ValueError(f"{args.run_dir} has no best member yet: wait for the first generation.")
+        raise ValueError(f"{args.run_dir} has no best member yet. Wait for the first generation.")
     console = make_console()
     with working(console, "recording"):
         from evogrpo.training.task_types.registry import task_type_of
 
         config = load_config(args.run_dir / CONFIG_FILE)
         try:
-            recorded = task_type_of(config.task).record(config, args.run_dir / "best", folder, args.episodes)
+            episodes = task_type_of(config.task).record(config, args.run_dir / "best", folder, args.episodes)
         except ImportError as error:
             raise ValueError(str(error)) from error
-    for each in recorded:
-        own = ", ".join(f"{agent} {number_text(earned)}" for agent, earned in each.returns.items())
-        facts = f"  return {number_text(each.episode_return)}{f' ({own})' if own else ''}, {each.length} steps"
-        console.print(Text.assemble(printable(str(each.path)), (facts, "dim")), soft_wrap=True)
+    for episode in episodes:
+        per_agent = ", ".join(f"{agent} {number_text(value)}" for agent, value in episode.returns.items())
+        result = f"return {number_text(episode.episode_return)}{f' ({per_agent})' if per_agent else ''}"
+        console.print(
+            Text.assemble(printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")), soft_wrap=True
+        )
     return OK

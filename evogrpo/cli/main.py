@@ -22,7 +22,7 @@ _EXIT_CODES = (
 )
 _OVERRIDES = "settings by dotted name, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
-_CONFIGURED = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that take any setting
+_CONFIGURABLE = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that accept any setting
 _NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             if isinstance(error, ValueError):
                 say_error(str(error))
+                # `_train` sets args.training: from then on a ValueError is a failed run, not a wrong setting.
                 return FAILED if getattr(args, "training", False) else USAGE
             if isinstance(error, OSError):
                 say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
@@ -85,46 +86,50 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser with short error messages, wrapped to the terminal's width."""
 
     def error(self, message: str) -> NoReturn:
-        if typed := _WRONG_CHOICE.match(message):
-            names = _NAME.findall(typed[2])
-            near = _did_you_mean(typed[1], names) or f"; choose from {', '.join(names)}"
-            message = f"there is no command {shorten(typed[1], 80)!r}{near}"
+        if match := _WRONG_CHOICE.match(message):
+            names = _NAME.findall(match[2])
+            advice = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"
+            message = f"there is no command {shorten(match[1], 80)!r}{advice}"
         message = printable(shorten(message, 500))
         if sys.stderr.isatty():
             message = textwrap.fill(message, shutil.get_terminal_size().columns - len(f"{self.prog}: error: "))
         super().error(message)
 
 
-def _reject(args: argparse.Namespace, typed: str) -> NoReturn:
+def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
     """Exit with an error about an unknown argument, naming the closest valid option or setting."""
     parser: argparse.ArgumentParser = args.parser
-    if not typed.startswith("-"):
-        parser.error(f"unexpected argument {typed!r}")
-    option, _, value = typed.partition("=")
-    near = _did_you_mean(option, _OPTION.findall(parser.format_help()))
-    if not near and args.command in _CONFIGURED:
+    if not argument.startswith("-"):
+        parser.error(f"unexpected argument {argument!r}; see `{parser.prog} --help`")
+    option, _, value = argument.partition("=")
+    advice = _did_you_mean(option, _OPTION.findall(parser.format_help()))
+    if not advice and args.command in _CONFIGURABLE:
         from evogrpo.training.configuration.reading import setting_called
 
         name = option.strip("-").replace("-", "_")
         setting = name if "." in name else setting_called(name)
-        advice = hint(name, ())
-        near = f"; write {setting}={value or 'VALUE'}" if setting is not None else f": {advice}" if advice else ""
-    parser.error(f"there is no option {option}{near or f'; see `{parser.prog} --help`'}")
+        if setting is not None:
+            advice = f"; write {setting}={value or 'VALUE'}"
+        elif other_library := hint(name, ()):
+            advice = f": {other_library}"
+    parser.error(f"there is no option {option}{advice or f'; see `{parser.prog} --help`'}")
 
 
-def _did_you_mean(typed: str, names: Sequence[str]) -> str:
-    near = close_match(typed, names)
-    return f"; did you mean {near}?" if near else ""
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    match = close_match(name, names)
+    return f"; did you mean {match}?" if match else ""
 
 
 def check_folder(folder: Path) -> None:
     """Raise ValueError if a folder does not exist, naming the closest one that does."""
     if folder.is_dir():
         return
-    places = [place for place in (folder.parent, Path("runs")) if place.is_dir()]
-    known = {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
-    near = close_match(folder.name, known)
-    raise ValueError(f"{folder} is not a folder: {f'did you mean {known[near]}?' if near else 'name a run directory.'}")
+    parents = [parent for parent in (folder.parent, Path("runs")) if parent.is_dir()]
+    folders = {path.name: path for parent in parents for path in parent.iterdir() if path.is_dir()}
+    match = close_match(folder.name, folders)
+    raise ValueError(
+        f"{folder} is not a folder. {f'Did you mean {folders[match]}?' if match else 'Name a run directory.'}"
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -143,10 +148,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(
+def _add_command(
     commands: Commands, name: str, command: str, summary: str, details: str = "", *, runs_user_code: bool = False
 ) -> argparse.ArgumentParser:
-    """Declare a command that `command`, as MODULE:FUNCTION, carries out."""
+    """Add a command that runs the function `command`, given as MODULE:FUNCTION and imported only when it runs."""
     description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -155,7 +160,7 @@ def _command(
 
 
 def _add_training_commands(commands: Commands) -> None:
-    demo = _command(
+    demo = _add_command(
         commands,
         "demo",
         "evogrpo.cli.train:demo",
@@ -169,7 +174,7 @@ def _add_training_commands(commands: Commands) -> None:
     _add_start_options(demo)
     demo.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
 
-    train = _command(
+    train = _add_command(
         commands,
         "train",
         "evogrpo.cli.train:train",
@@ -178,6 +183,7 @@ def _add_training_commands(commands: Commands) -> None:
         "directory. Reward functions and environments named in CONFIG are executed.",
         runs_user_code=True,
     )
+    # Written by hand: argparse cannot express that CONFIG and --env exclude each other.
     train.usage = (
         "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
         "                     [--resume-if-exists] [--dry-run]\n"
@@ -210,13 +216,14 @@ def _add_training_commands(commands: Commands) -> None:
     )
     train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _add_start_options(train)
+    # A positional CONFIG of its own would take the first KEY=VALUE after --env, so `train` splits the words itself.
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
     )
 
 
 def _add_resume_and_replay(commands: Commands) -> None:
-    resume = _command(
+    resume = _add_command(
         commands,
         "resume",
         "evogrpo.cli.train:resume",
@@ -244,7 +251,7 @@ def _add_resume_and_replay(commands: Commands) -> None:
         "base_parts",
     )
 
-    replay = _command(
+    replay = _add_command(
         commands,
         "replay",
         "evogrpo.cli.train:replay",
@@ -300,7 +307,7 @@ def _exit_code(text: str) -> int:
 
 def _add_reading_commands(commands: Commands) -> None:
     """Declare the commands that print what runs have recorded; the runs may still be active."""
-    lineage = _command(
+    lineage = _add_command(
         commands,
         "lineage",
         "evogrpo.cli.records:lineage",
@@ -308,15 +315,15 @@ def _add_reading_commands(commands: Commands) -> None:
         "A star marks the best member and its ancestors.",
     )
     _add_run_dir(lineage)
-    lineage.add_argument("--all", action="store_true", dest="every", help="print one line per member")
-    best = _command(
+    lineage.add_argument("--all", action="store_true", dest="all_members", help="print one line per member")
+    best = _add_command(
         commands,
         "best",
         "evogrpo.cli.records:best",
         "show a run's best member: fitness, hyperparameters and test result",
     )
     _add_run_dir(best)
-    compare = _command(
+    compare = _add_command(
         commands,
         "compare",
         "evogrpo.cli.records:compare",
@@ -329,7 +336,7 @@ def _add_reading_commands(commands: Commands) -> None:
 
 
 def _add_other_commands(commands: Commands) -> None:
-    video = _command(
+    video = _add_command(
         commands,
         "video",
         "evogrpo.cli.inspect:video",
@@ -341,11 +348,13 @@ def _add_other_commands(commands: Commands) -> None:
     _add_run_dir(video)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)")
     video.add_argument("--folder", type=Path, help="output folder (default: RUN_DIR/videos)")
-    report = _command(commands, "report", "evogrpo.cli.inspect:report", "write report.png and report.html of a run")
+    report = _add_command(commands, "report", "evogrpo.cli.inspect:report", "write report.png and report.html of a run")
     _add_run_dir(report, "run directory; the run may still be active")
-    _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
-    _command(commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem")
-    export = _command(
+    _add_command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
+    _add_command(
+        commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem"
+    )
+    export = _add_command(
         commands,
         "export",
         "evogrpo.cli.exporting:export",

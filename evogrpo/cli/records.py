@@ -24,9 +24,9 @@ from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.display.console import make_console
 
-_LEAST_WIDTH = 30
+_MIN_LINE_WIDTH = 30
 """Minimum width of a line of the tree, in characters."""
-_WIDEST = 60
+_MAX_VALUE_WIDTH = 60
 """Maximum width of a setting's value in a table, in characters."""
 
 
@@ -36,9 +36,9 @@ def lineage(args: argparse.Namespace) -> int:
     tree = read_lineage(events)
     if args.as_json:
         return _print_json(console, tree.to_json())
-    evolving = list(summarise(events).evolvable)
-    for line in tree_lines(tree, every=args.every):
-        _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolving))
+    evolvable = list(summarise(events).evolvable)
+    for line in tree_lines(tree, all_members=args.all_members):
+        _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolvable))
     if tree.winner is None:
         console.print("No member has been evaluated yet.")
     return OK
@@ -46,16 +46,16 @@ def lineage(args: argparse.Namespace) -> int:
 
 def best(args: argparse.Namespace) -> int:
     """Print a run's best member: fitness, test and hyperparameters."""
-    console, found = make_console(), read_winner(args.run_dir)
+    console, winner = make_console(), read_winner(args.run_dir)
     if args.as_json:
-        return _print_json(console, found.to_json())
-    _print_rows(console, _winner_rows(found))
-    table = _table("from step", "steps", "samples a step", *_changing(found))
-    begins = 0
-    for stage in found.stages:
-        values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing(found))
-        table.add_row(str(begins), str(stage.steps), str(stage.samples_per_step), *map(Text, values))
-        begins += stage.steps
+        return _print_json(console, winner.to_json())
+    _print_rows(console, _winner_rows(winner))
+    table = _table("from step", "steps", "samples a step", *_changing_hyperparameters(winner))
+    first_step = 0
+    for stage in winner.stages:
+        values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing_hyperparameters(winner))
+        table.add_row(str(first_step), str(stage.steps), str(stage.samples_per_step), *map(Text, values))
+        first_step += stage.steps
     console.print(Text("\nHyperparameters of its lineage", "bold"))
     console.print(table)
     console.print()
@@ -76,15 +76,15 @@ def compare(args: argparse.Namespace) -> int:
         return _print_json(console, compared.to_json())
     table = _table("", *(str(run.path) for run in compared.runs))
     for name, values in compared.settings.items():
-        table.add_row(Text(printable(name), "dim"), *(Text(_setting(value)) for value in values))
+        table.add_row(Text(printable(name), "dim"), *(Text(_setting_text(value)) for value in values))
     if not compared.settings:
         table.add_row(Text("settings", "dim"), *(Text("the same") for _ in compared.runs))
     table.add_section()
     columns = [_run_rows(run) for run in compared.runs]
     for name in columns[0]:
         table.add_row(Text(name, "dim"), *(Text(column[name]) for column in columns))
-    against = [Text("the first"), *map(_difference_text, compared.differences)]
-    table.add_row(Text("test, against the first", "dim"), *against)
+    differences = [Text("the first"), *map(_difference_text, compared.differences)]
+    table.add_row(Text("test, against the first", "dim"), *differences)
     console.print(table)
     console.print(
         "± is one standard error; intervals are 95 %. The best fitness is the maximum over many members, which is "
@@ -98,47 +98,50 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Text:
-    mark = ("★ ", "bold") if line.wins else ("· ", "dim")
-    text = Text.assemble(mark)
+    """Describe one line of the tree: one member, or several that are not shown in detail."""
+    symbol = ("★ ", "bold") if line.wins else ("· ", "dim")
+    text = Text.assemble(symbol)
     if len(line.members) == 1:
         return text.append_text(_member_text(line.members[0], tree, evolving, wins=line.wins))
     names = " ".join(f"#{member.index}" for member in line.members)
-    lived = [each for member in line.members for each in tree.results.get(member.index, ())]
-    scores = [each.fitness for each in lived if each.fitness is not None]
-    reached = f", best {number_text(max(scores))}" if scores else ""
-    what = "consecutive descendants" if line.skips else "without descendants"
-    return text.append(f"{len(line.members)} {what}{reached}: {names}", "dim")
+    reports = [report for member in line.members for report in tree.results.get(member.index, ())]
+    scores = [report.fitness for report in reports if report.fitness is not None]
+    best_text = f", best {number_text(max(scores))}" if scores else ""
+    kind = "consecutive descendants" if line.skips else "without descendants"
+    return text.append(f"{len(line.members)} {kind}{best_text}: {names}", "dim")
 
 
 def _member_text(birth: Birth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
-    lived = tree.results.get(birth.index, ())
+    reports = tree.results.get(birth.index, ())
     if birth.parent is None:
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
         origin = f"founder{f' with {values}' if values else ''}"
     else:
         state = f"#{birth.parent}" if birth.back_to is None else f"#{birth.parent} as after generation {birth.back_to}"
         origin = f"clone of {state}: {changes_text(birth.changes) or 'unchanged'}"
-    won = tree.winner is not None and tree.winner.index == birth.index
-    text = _life_text(tree.winner if won else None, lived)
-    return Text.assemble((f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {text}", "dim"))
+    is_best = tree.winner is not None and tree.winner.index == birth.index
+    lifetime = _lifetime_text(tree.winner if is_best else None, reports)
+    return Text.assemble(
+        (f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {lifetime}", "dim")
+    )
 
 
-def _score(member: MemberReport) -> str:
-    standing = fitness_estimate(member)
-    return score_text(None, None) if standing is None else score_text(standing.mean, standing.standard_error)
+def _fitness_score(member: MemberReport) -> str:
+    fitness = fitness_estimate(member)
+    return score_text(None, None) if fitness is None else score_text(fitness.mean, fitness.standard_error)
 
 
-def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
-    """Describe a member's generations and last fitness; for the best member, its best fitness."""
-    if not lived:
+def _lifetime_text(winner: MemberReport | None, reports: Sequence[MemberReport]) -> str:
+    """Describe a member's generations and last fitness; for the winner of the run, its best fitness."""
+    if not reports:
         return "not evaluated"
-    first, last = lived[0].generation, lived[-1].generation
+    first, last = reports[0].generation, reports[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
-    if won is not None:
-        return f"{_score(won)} in generation {won.generation}, the best member"
-    if last_failed := lived[-1].failed:
+    if winner is not None:
+        return f"{_fitness_score(winner)} in generation {winner.generation}, the best member"
+    if last_failed := reports[-1].failed:
         return f"failed in {span}: {printable(last_failed)}"
-    return f"{_score(lived[-1])} after {span}"
+    return f"{_fitness_score(reports[-1])} after {span}"
 
 
 # ---- the winner
@@ -158,18 +161,18 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     console.print(table)
 
 
-def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
-    member, summary = found.member, found.summary
+def _winner_rows(winner: WinnerReport) -> list[tuple[str, str]]:
+    member, summary = winner.member, winner.summary
     rows = [
         ("run", summary.title),
         ("best member", f"#{member.index}, as it was after generation {member.generation}"),
         ("fitness", _fitness_text(member, summary)),
     ]
     if summary.baseline is not None:
-        before = summary.baseline.fitness
-        rows.append((summary.terms.untrained, score_text(before.mean, before.standard_error)))
+        baseline = summary.baseline.fitness
+        rows.append((summary.terms.untrained, score_text(baseline.mean, baseline.standard_error)))
     rows.append(("test", _test_text(summary)))
-    rows.append(("stored in", "missing (no folder best)" if found.stored is None else str(found.stored)))
+    rows.append(("stored in", "missing (no folder best)" if winner.stored is None else str(winner.stored)))
     rows.append(("ended", summary.ending))
     values = member.hyperparameters.to_json()
     set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
@@ -178,26 +181,26 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
 
 
 def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
-    """Describe the fitness of the best member, with its other measures."""
-    standing = fitness_estimate(member)
+    """Describe a member's fitness; add its other fitness measures, such as training rewards, if there are any."""
+    fitness = fitness_estimate(member)
     others = (
-        f"{name} {score_text(each.mean, each.standard_error)}"
-        for name, each in member.measured.items()
-        if each != standing
+        f"{name} {score_text(estimate.mean, estimate.standard_error)}"
+        for name, estimate in member.measured.items()
+        if estimate != fitness
     )
-    return "; ".join([f"{_score(member)}, {summary.terms.fitness}", *others])
+    return "; ".join([f"{_fitness_score(member)}, {summary.terms.fitness}", *others])
 
 
-def _changing(found: WinnerReport) -> list[str]:
+def _changing_hyperparameters(winner: WinnerReport) -> list[str]:
     """Return the hyperparameters that evolve or differ between stages."""
-    first = found.stages[0].hyperparameters.to_json()
+    first = winner.stages[0].hyperparameters.to_json()
     differing = {
         name
-        for stage in found.stages
+        for stage in winner.stages
         for name, value in stage.hyperparameters.to_json().items()
         if value != first[name]
     }
-    return [name for name in first if name in found.summary.evolvable or name in differing]
+    return [name for name in first if name in winner.summary.evolvable or name in differing]
 
 
 def _test_text(summary: RunSummary) -> str:
@@ -220,7 +223,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
     tokens = terms_of(summary.facts.get("kind")).tokens
     test = summary.test
     low, high = (None, None) if test is None else interval(test.after)
-    earned = "–" if member is None else f"#{member.index} {_score(member)}"
+    best_text = "–" if member is None else f"#{member.index} {_fitness_score(member)}"
     return {
         "generations": count_text(cost["generations"]),
         "learning steps": count_text(cost["steps"]),
@@ -229,7 +232,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
         "evaluations": count_text(cost["evaluation_tokens"]),
         "time": duration_text(cost["seconds"]),
         "ended": printable(summary.stopped or "still active, or killed"),
-        "best fitness": earned,
+        "best fitness": best_text,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
         "  questions": "–" if test is None else count_text(test.questions),
@@ -241,16 +244,16 @@ def _difference_text(difference: TestDifference) -> Text:
         return Text(f"not comparable: {printable(difference.why)}", "yellow")
     noise = "beyond noise" if difference.beyond_noise else "within noise"
     gain = difference.gain
-    how = f"paired on {difference.questions}" if difference.paired else f"unpaired, {printable(difference.why)}"
-    return Text(f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}, {noise} ({how})")
+    method = f"paired on {difference.questions}" if difference.paired else f"unpaired, {printable(difference.why)}"
+    return Text(f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}, {noise} ({method})")
 
 
-def _setting(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    shown = number_text(value) if isinstance(value, int | float | None) and not isinstance(value, bool) else str(value)
-    text = printable(shown)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+    is_number = isinstance(value, int | float | None) and not isinstance(value, bool)
+    text = printable(number_text(value) if is_number else str(value))
+    return text if len(text) <= _MAX_VALUE_WIDTH else f"{text[: _MAX_VALUE_WIDTH - 1]}…"
 
 
 def _table(*heads: str) -> Table:
@@ -265,7 +268,7 @@ def _print_line(console: Console, bars: str, text: Text) -> None:
     if not console.is_terminal:
         console.print(Text(bars).append_text(text), soft_wrap=True)
         return
-    first, *others = text.wrap(console, max(_LEAST_WIDTH, console.width - len(bars) - 4))
+    first, *others = text.wrap(console, max(_MIN_LINE_WIDTH, console.width - len(bars) - 4))
     console.print(Text.assemble((bars, "dim"), first), soft_wrap=True)
     for other in others:
         console.print(Text.assemble((f"{bars}    ", "dim"), other), soft_wrap=True)

@@ -45,25 +45,31 @@ from evogrpo.training.task_types.task_type import PreparedRun
 def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
     """Start a run; with `--dry-run`, only print its plan and cost."""
     console = make_console()
-    wanted = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    if wanted is None and args.resume_if_exists:
+    requested_dir = args.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
+    if requested_dir is None and args.resume_if_exists:
         raise ValueError("--resume-if-exists needs the run directory: add --run-dir DIR.")
-    may_resume = wanted is not None and not args.dry_run and (args.resume_if_exists or was_restarted())
-    if wanted is not None and may_resume and processes().broadcast(latest_checkpoint(wanted).folder is not None):
-        why = "" if args.resume_if_exists else "Restarted by the launcher: "
-        console.print(f"{why}{'r' if why else 'R'}esuming the run in {wanted}", soft_wrap=True)
-        again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
-        return resume_run(argparse.Namespace(**{**vars(args), **again}))
+    may_resume = not args.dry_run and (args.resume_if_exists or was_restarted())
+    # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
+    if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir).folder is not None):
+        reason = "" if args.resume_if_exists else "Restarted by the launcher: "
+        console.print(f"{reason}{'r' if reason else 'R'}esuming the run in {requested_dir}", soft_wrap=True)
+        resume_args: dict[str, Any] = {
+            "run_dir": requested_dir,
+            "overrides": [],
+            "generations": None,
+            "allow_changed_data": False,
+        }
+        return resume_run(argparse.Namespace(**{**vars(args), **resume_args}))
     with ExitStack() as stack:
 
-        def free_folder() -> Path | None:
+        def claim_folder() -> Path | None:
             if not processes().is_rank_zero:
                 return None
             if args.dry_run:
-                return wanted or next(free_run_dirs(name))
-            return stack.enter_context(claimed(name, wanted)).folder
+                return requested_dir or next(free_run_dirs(name))
+            return stack.enter_context(claimed(name, requested_dir)).folder
 
-        run_dir = processes().run_section(free_folder)[0]
+        run_dir = processes().run_section(claim_folder)[0]
         assert run_dir is not None  # rank 0 names it for all
         config = dataclasses.replace(config, run_dir=str(run_dir))
         if processes().is_rank_zero:
@@ -115,7 +121,7 @@ def resume_run(args: argparse.Namespace) -> int:
         if resumable.cut_off:
             console.print("The last process of this run was killed or crashed.")
         for change in trainer.changed_data:
-            say_warning(f"changed since the run began: {change}")
+            say_warning(f"Changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
 
@@ -137,10 +143,10 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # 1. Train; after an error, print how to continue.
     try:
-        with stopping_on_signals(trainer.stop_request, _announce), display, clean_warnings(console):
+        with stopping_on_signals(trainer.stop_request, _announce_stop), display, clean_warnings(console):
             deque(trainer.reports(), maxlen=0)
     except KeyboardInterrupt:
-        say_error("aborted: training since the last checkpoint is lost")
+        say_error("Aborted. Training since the last checkpoint is lost.")
         _show_resume(console, run_dir)
         return INTERRUPTED
     except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError) as error:
@@ -149,7 +155,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
         # A corrected reward function or environment counts as changed data.
         if isinstance(error, RewardError | ProgramEndError):
             show_command(console, "after the fix", command("resume", run_dir, "--allow-changed-data"))
-        elif not isinstance(error, AllFailedError):  # resuming would fail again
+        elif not isinstance(error, AllFailedError):  # with the same settings, all members would fail again
             _show_resume(console, run_dir, "resume" if isinstance(error, ProcessError) else "after the fix")
         return FAILED
     except Exception as error:
@@ -181,7 +187,7 @@ def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
         show_command(console, when, command("resume", run_dir))
 
 
-def _announce() -> None:
+def _announce_stop() -> None:
     """Announce a requested stop where no live display does."""
     if not sys.stdout.isatty():
         # A signal handler must not use the console, which may be writing.
@@ -189,21 +195,21 @@ def _announce() -> None:
 
 
 def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
-    """Print the plan of a run; `preset` tells that it starts from its environment's preset."""
+    """Print the plan of a run; with `preset`, say that it starts from the preset of its environment."""
     config = prepared.config
-    start = ", ".join(f"{name} {number_text(value)}" for name, value in _start(config).items())
+    start = ", ".join(f"{name} {number_text(value)}" for name, value in _starting_values(config).items())
     rows = {
         **prepared.facts(),
         **({"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"} if preset else {}),
-        "start": f"{start}{'' if _all_alike(config) else '; the other members sample what evolves'}",
-        "evolving": _evolving(prepared),
-        "objective": _objective(config.agent.objective),
-        "schedule": _schedule(config),
+        "start": f"{start}{'' if _founders_are_equal(config) else '; the other members sample what evolves'}",
+        "evolving": _evolution_text(prepared),
+        "objective": _objective_text(config.agent.objective),
+        "schedule": _schedule_text(config),
         "run directory": str(run_dir),
-        **process_layout(config.population.size, processes().size, groups=_most_groups(config)),
+        **process_layout(config.population.size, processes().size, groups=_max_groups(config)),
         **config.task.facts(),
     }
-    _show(console, rows)
+    _print_facts(console, rows)
 
 
 def process_layout(members: int, count: int, *, groups: int) -> dict[str, str]:
@@ -251,7 +257,7 @@ def _with_a_member(size: int, number: int) -> str:
     return f"{size} that share the work of {'one member' if number == 1 else f'each of {number} members'}"
 
 
-def _most_groups(config: AnyConfig) -> int:
+def _max_groups(config: AnyConfig) -> int:
     """Return the most groups that a member can have in one learning step."""
     return config.schedule.samples_per_step // min(possible(config, "group_size"))
 
@@ -270,12 +276,12 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
         if need.processes > 1:
             rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
         rows["available"] = check_memory(need, allowed=True)
-    _show(console, rows)
+    _print_facts(console, rows)
     if need is not None:
         check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
-def _show(console: Console, rows: Mapping[str, str]) -> None:
+def _print_facts(console: Console, rows: Mapping[str, str]) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -285,32 +291,32 @@ def _show(console: Console, rows: Mapping[str, str]) -> None:
     console.print()
 
 
-def _start(config: AnyConfig) -> dict[str, Value]:
+def _starting_values(config: AnyConfig) -> dict[str, Value]:
     """Return the starting values of evolving and non-default hyperparameters."""
     names = list(config.search_space) or ["lr", "clip_coef", "group_size"]
-    given = config.hyperparameters.to_json()
+    values = config.hyperparameters.to_json()
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
-    # None as loss type or advantage means that of the objective.
+    # Resolve loss types and advantages that are None, which means the objective's.
     start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
-    return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
+    return {name: start[name] for name in values if name in names or values[name] != defaults[name]}
 
 
-def _objective(objective: Objective) -> str:
+def _objective_text(objective: Objective) -> str:
     """Describe the loss type, the advantage and every non-default setting of the objective."""
-    defaults, given = vars(Objective()), vars(objective)
+    defaults, values = vars(Objective()), vars(objective)
     switches = [
         f"{name} {str(value).lower() if isinstance(value, bool) else number_text(value)}"
-        for name, value in given.items()
+        for name, value in values.items()
         if name not in ("loss_type", "advantage") and value != defaults[name]
     ]
     return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
 
 
-def _all_alike(config: AnyConfig) -> bool:
+def _founders_are_equal(config: AnyConfig) -> bool:
     return not config.search_space or not config.population.spread or config.population.size == 1
 
 
-def _evolving(prepared: PreparedRun) -> str:
+def _evolution_text(prepared: PreparedRun) -> str:
     config = prepared.config
     strategy = strategy_record(config.strategy)
     if strategy["name"] == "fixed":
@@ -319,16 +325,16 @@ def _evolving(prepared: PreparedRun) -> str:
         return f"nothing; replays a schedule of {pluralize(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing (one member)"
-    spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.search_space.items())
+    spaces = ", ".join(f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items())
     if prepared.networks_evolve:
         spaces = f"{spaces}{', ' if spaces else ''}network architecture"
     # A tournament shows what sets its selection pressure; other strategies show all settings.
-    shown = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
-    details = ", ".join(f"{key} {strategy[key]}" for key in shown if not isinstance(strategy[key], Mapping))
+    shown_settings = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
+    details = ", ".join(f"{key} {strategy[key]}" for key in shown_settings if not isinstance(strategy[key], Mapping))
     return f"{spaces or 'no hyperparameters (selection only)'}; {strategy['name']}{details and f' ({details})'}"
 
 
-def _range(parameter: RLParameter) -> str:
+def _range_text(parameter: RLParameter) -> str:
     if parameter.choices is not None:
         return "{" + ", ".join(number_text(choice) for choice in parameter.choices) + "}"
     low, high = parameter.bounds
@@ -339,7 +345,7 @@ def _range(parameter: RLParameter) -> str:
     return f"[{number_text(low)}, {number_text(high)}]{words}"
 
 
-def _schedule(config: AnyConfig) -> str:
+def _schedule_text(config: AnyConfig) -> str:
     schedule, ends = config.schedule, []
     if schedule.generations is not None:
         ends.append(pluralize(schedule.generations, "generation"))

@@ -29,33 +29,34 @@ def demo(args: argparse.Namespace) -> int:
         population = dataclasses.replace(config.population, spread=False)
         return dataclasses.replace(config, population=population, strategy=Fixed())
 
-    return _begin(read, args, "demo-fixed" if args.fixed else "demo")
+    return _read_and_start(read, args, "demo-fixed" if args.fixed else "demo")
 
 
 def train(args: argparse.Namespace) -> int:
     """Train from a configuration file, or on an environment with packaged settings."""
-    words = _overrides(args)
+    overrides = _overrides(args)
     if args.wrapper:
         if args.env is None:
             raise ValueError("--wrapper needs --env. In a configuration file, use task.wrappers.")
-        words.append(f"task.wrappers={json.dumps(args.wrapper)}")
+        overrides.append(f"task.wrappers={json.dumps(args.wrapper)}")
     for option, key, name in (("--env", "env", args.env), ("--parallel-env", "parallel_env", args.parallel_env)):
         if name is not None:
-            for word in words:
-                if "=" not in word or word.startswith(f"task.{key}="):
-                    raise ValueError(f"{option} {name} already names the task: remove {word!r}.")
+            for text in overrides:
+                if "=" not in text or text.startswith(f"task.{key}="):
+                    raise ValueError(f"{option} {name} already sets the task. Remove {text!r}.")
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _begin(partial(_packaged, key, name, words, args), args, folder)
+            return _read_and_start(partial(_environment_config, key, name, overrides, args), args, folder)
     if args.preset:
         raise ValueError("--preset needs --env ID instead of CONFIG.")
-    if not words or ("=" in words[0] and not Path(words[0]).exists()):
-        raise ValueError("train needs a YAML file before any KEY=VALUE, or --env ID, or --parallel-env MODULE.")
-    path = Path(words[0])
-    if not path.exists() and re.search(r"-v\d+$", words[0]):
+    # Without --env and --parallel-env, the first word is CONFIG.
+    if not overrides or ("=" in overrides[0] and not Path(overrides[0]).exists()):
+        raise ValueError("No configuration. Give a YAML file before KEY=VALUE, or --env ID, or --parallel-env MODULE.")
+    path = Path(overrides[0])
+    if not path.exists() and re.search(r"-v\d+$", overrides[0]):
         raise ValueError(f"{path} is not a file. To train on an environment, write --env {path}.")
     if not path.exists() and path.with_suffix(".yaml").exists():
-        raise ValueError(f"{path} is not a file: did you mean {path.with_suffix('.yaml')}?")
-    return _begin(partial(load_config, path, words[1:]), args, path.stem)
+        raise ValueError(f"{path} is not a file. Did you mean {path.with_suffix('.yaml')}?")
+    return _read_and_start(partial(load_config, path, overrides[1:]), args, path.stem)
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -66,12 +67,12 @@ def replay(args: argparse.Namespace) -> int:
 
         return HyperparameterSchedule.read(args.source).config(_overrides(args))
 
-    return _begin(read, args, f"{args.source.resolve().stem}-replay")
+    return _read_and_start(read, args, f"{args.source.resolve().stem}-replay")
 
 
 def resume(args: argparse.Namespace) -> int:
     """Resume a stored run."""
-    with _importing():
+    with _show_imports():
         from evogrpo.cli.running import resume_run
     return resume_run(args)
 
@@ -82,7 +83,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
-def _packaged(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> AnyConfig:
+def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> AnyConfig:
     """Return the packaged configuration for an environment."""
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import named_wrapper
@@ -94,21 +95,21 @@ def _packaged(key: str, name: str, overrides: list[str], args: argparse.Namespac
         values = with_own_limits(values, override({}, overrides).get("schedule") or {})
         return parse_config(override(values, overrides))
     if args.preset:
-        raise ValueError("--preset is not available with --parallel-env: remove it.")
+        raise ValueError("--preset is not available with --parallel-env. Remove it.")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
         return load_config(path, [*overrides, f"task.{key}={name}"])
 
 
-def _begin(read: Callable[[], AnyConfig], args: argparse.Namespace, name: str) -> int:
+def _read_and_start(read: Callable[[], AnyConfig], args: argparse.Namespace, name: str) -> int:
     """Read a configuration and start its run."""
-    with _importing():
+    with _show_imports():
         config = read()
         from evogrpo.cli.running import start_run
     return start_run(config, args, name)
 
 
 @contextmanager
-def _importing() -> Iterator[None]:
+def _show_imports() -> Iterator[None]:
     """Show progress while torch is imported, which takes seconds."""
     console = make_console()
     if not console.is_terminal:

@@ -412,15 +412,15 @@ def read_lineage(events: Sequence[Mapping[str, Any]]) -> LineageTree:
     )
 
 
-def tree_lines(tree: LineageTree, *, every: bool = False) -> tuple[TreeLine, ...]:
+def tree_lines(tree: LineageTree, *, all_members: bool = False) -> tuple[TreeLine, ...]:
     """Return the lines of a printed lineage: the main line of descent continues below a member, others are indented.
 
     Args:
         tree: The lineage.
-        every: Print one line per member. By default, more than two siblings without children are collapsed into one
-            line, and so is the middle of a line of descent without branches, except on the best member's path.
+        all_members: Print one line per member. By default, more than two siblings without children share one line,
+            as does the middle of a line of descent without branches, except on the best member's path.
     """
-    return tuple(_Layout(tree, every=every).lines())
+    return tuple(_Layout(tree, all_members).lines())
 
 
 @dataclass
@@ -431,14 +431,15 @@ class _Layout:
     """
 
     tree: LineageTree
-    every: bool
+    all_members: bool
     children: dict[int | None, list[Birth]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
 
     def lines(self) -> Iterator[TreeLine]:
-        known = {birth.index for birth in self.tree.births}
+        indices = {birth.index for birth in self.tree.births}
         for birth in self.tree.births:
-            self.children.setdefault(birth.parent if birth.parent in known else None, []).append(birth)
+            # A parent that is missing from the journal makes its children roots of the tree.
+            self.children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
         for birth in reversed(self.tree.births):
             self.sizes[birth.index] = 1 + sum(self.sizes[child.index] for child in self.children.get(birth.index, ()))
         for group in self._grouped(self.children.get(None, [])):
@@ -449,40 +450,40 @@ class _Layout:
         if len(group) > 1:
             yield TreeLine(indent=indent, members=group, wins=False)
             return
-        run: list[Birth] = []
+        unbranched: list[Birth] = []  # members of the main line since its last branch
         member: Birth | None = group[0]
         while member is not None:
-            below = self.children.get(member.index, [])
-            after = max(below, key=lambda child: (self._wins(child), self.sizes[child.index]), default=None)
-            sides = [child for child in below if child is not after]
-            run.append(member)
-            if sides or after is None or self._wins(member):
-                yield from self._straight(run, indent)
-                run = []
-            for each in self._grouped(sides):
-                yield from self._line(each, indent + 1)
-            member = after
+            children = self.children.get(member.index, [])
+            heir = max(children, key=lambda child: (self._wins(child), self.sizes[child.index]), default=None)
+            siblings = [child for child in children if child is not heir]
+            unbranched.append(member)
+            if siblings or heir is None or self._wins(member):
+                yield from self._unbranched_lines(unbranched, indent)
+                unbranched = []
+            for siblings_group in self._grouped(siblings):
+                yield from self._line(siblings_group, indent + 1)
+            member = heir
 
-    def _straight(self, run: Sequence[Birth], indent: int) -> Iterator[TreeLine]:
-        """Yield members of one line of descent without branches before the last."""
-        middle = run[1:-1]
-        cut = len(middle) > _MAX_UNCOLLAPSED and not self.every
-        for member in run[:1] if cut else run[:-1]:
+    def _unbranched_lines(self, line: Sequence[Birth], indent: int) -> Iterator[TreeLine]:
+        """Yield members of one line of descent without branches before the last; collapse a long middle."""
+        middle = line[1:-1]
+        collapse = len(middle) > _MAX_UNCOLLAPSED and not self.all_members
+        for member in line[:1] if collapse else line[:-1]:
             yield self._single(member, indent)
-        if cut:
+        if collapse:
             yield TreeLine(indent=indent, members=tuple(middle), wins=False, skips=True)
-        yield self._single(run[-1], indent)
+        yield self._single(line[-1], indent)
 
     def _single(self, member: Birth, indent: int) -> TreeLine:
         return TreeLine(indent=indent, members=(member,), wins=self._wins(member))
 
     def _grouped(self, siblings: Sequence[Birth]) -> Iterator[tuple[Birth, ...]]:
         """Yield siblings one by one, but many childless ones outside the best path as one group."""
-        quiet = [each for each in siblings if not self.children.get(each.index) and not self._wins(each)]
-        together = len(quiet) > _MAX_UNCOLLAPSED and not self.every
-        yield from ((each,) for each in siblings if not (together and each in quiet))
-        if together:
-            yield tuple(quiet)
+        childless = [birth for birth in siblings if not self.children.get(birth.index) and not self._wins(birth)]
+        collapse = len(childless) > _MAX_UNCOLLAPSED and not self.all_members
+        yield from ((birth,) for birth in siblings if not (collapse and birth in childless))
+        if collapse:
+            yield tuple(childless)
 
     def _wins(self, member: Birth) -> bool:
         return member.index in self.tree.path

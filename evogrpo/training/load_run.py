@@ -100,7 +100,7 @@ class StoredRun:
     @property
     def logging(self) -> LoggingConfig:
         """Records that the run keeps."""
-        return LoggingConfig.from_json(self.record["records"])
+        return LoggingConfig(**self.record["records"])
 
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run directory, with the same records as before."""
@@ -230,7 +230,7 @@ def _check_settings(record: Mapping[str, Any]) -> None:
     Schedule(**record["schedule"])
     FitnessConfig(**record["fitness"])
     shared_experience(record["experience"])
-    LoggingConfig.from_json(record["records"])
+    LoggingConfig(**record["records"])
     KnownBest.of(record)
     declared_fields(_Plain, {name: record[name] for name in _Plain.__dataclass_fields__})
 

@@ -162,7 +162,7 @@ class RunDir:
             "schedule": schedule.to_json(),
             "experience": "own" if experience is None else experience.to_json(),
             "fitness": fitness.to_json(),
-            "records": self.logging.to_json(),
+            "records": dict(vars(self.logging)),
             "data": data,
             "config": self._config,
         }

@@ -95,7 +95,7 @@ def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
     [
         (["train", "missing.yaml"], "cannot read missing.yaml"),
         (["demo", "schedul.generations=3"], "did you mean 'schedule'?"),
-        (["demo", "--seed", "1", "generations"], "an override reads key=value"),
+        (["demo", "--seed", "1", "generations"], "key=value"),
         (["demo", "--dry-run", "hyperparameters.lr=-1"], "lr must be greater than 0"),
         (["resume", "."], ". holds no config.yaml"),
         (["report", "."], "cannot read the journal"),
@@ -128,7 +128,7 @@ def test_a_missing_run_is_reported(workdir, capsys, name):
     (workdir / "runs" / "demo-2").mkdir(parents=True)
     rest = ["out"] if name == "export" else []
     for folder, words in (
-        ("runs/dem-2", f"runs/dem-2 is not a folder: did you mean {Path('runs/demo-2')}?"),
+        ("runs/dem-2", f"runs/dem-2 is not a folder. Did you mean {Path('runs/demo-2')}?"),
         ("nowhere", "nowhere is not a folder"),
         ("demo-2", f"did you mean {Path('runs/demo-2')}?"),
     ):

@@ -69,7 +69,7 @@ def test_an_unwritable_cache_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "file"))
-    states = {finding.what: finding for finding in check_folders()}
+    states = {finding.name: finding for finding in check_folders()}
     assert states["runs folder"].state == "ok"
     assert states["model cache"].state == "problem"
     assert "EVOGRPO_CACHE" in states["model cache"].remedy

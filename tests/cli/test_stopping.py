@@ -134,7 +134,7 @@ def test_a_run_stopped_by_a_failing_reward_resumes_after_the_fix(project, workdi
     assert main(["resume", "run"]) == 2
     assert "reward score: weight 1, code" in capsys.readouterr().err
     assert main(["resume", "run", "--allow-changed-data"]) == 0
-    assert "warning: changed since the run began: reward score: weight 1, code" in capsys.readouterr().err
+    assert "warning: Changed since the run began: reward score: weight 1, code" in capsys.readouterr().err
     assert events_of(workdir / "run") == uninterrupted
 
 

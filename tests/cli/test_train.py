@@ -108,7 +108,7 @@ def test_a_run_may_start_from_an_adapter(finished, project, workdir, capsys):
     for agent in founders:
         assert torch.equal(agent.state()["adapter"], best.state()["adapter"])
     assert main([*train, "agent.lora.r=4"]) == 2
-    assert "lora must be left out" in capsys.readouterr().err
+    assert "Remove lora" in capsys.readouterr().err
     assert main([*train, "agent.adapter=nowhere"]) == 2
     assert "has no adapter_config.json" in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
         ("task.dataset.train=missing.jsonl", "cannot read the dataset"),
         ("task.dataset.train=rows.txt", "must end in"),
         ("task.reward=missing.py:score", "no file"),
-        ("task.reward=rewards", 'named "path.py:function"'),
+        ("task.reward=rewards", '"path.py:function"'),
         ("task.reward=json:no_such", "json has no function 'no_such'"),
         ("task.reward=no_such_module:f", "loading no_such_module raised ModuleNotFoundError"),
         ("task.form=trl", "must have the columns"),

@@ -264,5 +264,5 @@ def test_an_invalid_parquet_file_is_refused(tmp_path):
     ],
 )
 def test_a_section_that_is_no_mapping_is_refused(section, value, keys):
-    with pytest.raises(ValueError, match=f"{section}.* must be a mapping of .*{keys}"):
+    with pytest.raises(ValueError, match=f"{section}.* must be a mapping .*{keys}"):
         parse_config({"task": {"env": "CartPole-v1"}, section: value})

@@ -38,7 +38,7 @@ def test_every_member_is_listed_once_collapsed_or_not(seed, generations, size):
     events, _ = random_family(seed, generations, size)
     tree = read_lineage(events)
     for every in (False, True):
-        lines = tree_lines(tree, every=every)
+        lines = tree_lines(tree, all_members=every)
         told = sorted(each.index for line in lines for each in line.members)
         assert told == [birth.index for birth in tree.births]
         assert all(len(line.members) == 1 for line in lines if every or line.wins)

@@ -15,7 +15,7 @@ from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWO
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.configuration.sections import SIZES
+from evogrpo.training.configuration.sections import AUTO_SIZES
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from evogrpo.training.task_types.auto_size import with_sizes
 from tests.tiny_models import tiny_model
@@ -145,7 +145,7 @@ def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
     values = {**PLAY, "population": {"size": "auto"}, "schedule": {"generations": 1, "samples_per_step": "auto"}}
     config = parse_config(values)
     for samples, evolves in ((32, True), (8, True), (4, False)):
-        sizes = dict.fromkeys(SIZES, 4) | {"population.size": 2, "schedule.samples_per_step": samples}
+        sizes = dict.fromkeys(AUTO_SIZES, 4) | {"population.size": 2, "schedule.samples_per_step": samples}
         fixed = dataclasses.replace(config, hyperparameters=Hyperparameters(group_size=4))
         assert ("group_size" in with_sizes(fixed, sizes).search_space) == evolves
 

@@ -91,7 +91,7 @@ def test_numbers_are_read_as_people_write_them(text, value):
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "x: {a: 1, a: 1}", "- {a: 1, b: 2, a: 1}"])
 def test_a_key_that_stands_twice_is_refused(text):
-    with pytest.raises(ValueError, match=r"line \d, column \d+: the key 'a' stands twice"):
+    with pytest.raises(ValueError, match=r"line \d, column \d+: .*'a'"):
         read_yaml(text, "test")
 
 
@@ -133,8 +133,8 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("logging.tensorbord", "unknown key in logging 'tensorbord': did you mean 'tensorboard'"),
         ("target_fitness", "'schedule.target_fitness'"),
         ("agent.max_seconds", "'schedule.max_seconds'"),
-        ("population_size", "it is 'population.size' here"),
-        ("logging_tensorboard", "it is 'logging.tensorboard' here"),
+        ("population_size", "'population.size'"),
+        ("logging_tensorboard", "'logging.tensorboard'"),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, message):
@@ -198,8 +198,8 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ),
         ("task", {"nmae": "two_digit_sums"}, "unknown key in task 'nmae': did you mean 'name'"),
         ("task", {**OWN, "dataset": {"trian": "x"}}, "unknown key in task.dataset 'trian': did you mean 'train'"),
-        ("task", {**OWN, "form": "trl", "system_prompt": "Hi"}, "go with form: agilerl"),
-        ("task", {**OWN, "reward": ["r.py:f", "r.py:g"]}, "several go with form: trl"),
+        ("task", {**OWN, "form": "trl", "system_prompt": "Hi"}, "form: agilerl"),
+        ("task", {**OWN, "reward": ["r.py:f", "r.py:g"]}, "form: trl"),
         ("task", {"reasoning_gym": "chain_sum", "sizes": {"tarin": 1}}, "did you mean 'train'"),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_malformed_override_is_refused(text):
 
 
 def test_an_override_through_a_value_is_refused():
-    with pytest.raises(ValueError, match="model is 'smollm2-135m', which holds no keys"):
+    with pytest.raises(ValueError, match=r"model .*'smollm2-135m'"):
         override(MINIMAL, ["model.size=3"])
 
 
@@ -372,9 +372,9 @@ def test_rows_may_be_huge(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "question,answer\na,b\nc\n", "row 1 has not"),
-        ("a.csv", "question,answer\na,b,c\n", "row 0 has not"),
-        ("a.json", '{"question": "a"}', "must hold a list of objects"),
+        ("a.csv", "question,answer\na,b\nc\n", "a.csv .* row 1"),
+        ("a.csv", "question,answer\na,b,c\n", "a.csv .* row 0"),
+        ("a.json", '{"question": "a"}', "a.json must contain a list"),
         ("a.jsonl", '{"question": "a"}\n["a"]\n', "in row 1"),
         ("a.jsonl", '{"question": "a"}\nnot json\n', "line 2 of"),
     ],
@@ -419,7 +419,7 @@ def test_a_dataset_of_the_hub_is_named_by_its_id(tmp_path):
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [({}, "train must be given"), ({"train": "a.csv", "subset": "main"}, "subset and revision go with hub")],
+    [({}, "train must be given"), ({"train": "a.csv", "subset": "main"}, "subset and revision")],
 )
 def test_a_dataset_that_is_not_named_is_refused(dataset, message):
     with pytest.raises(ValueError, match=message):

@@ -38,12 +38,12 @@ BASE = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
     ],
 )
 def test_a_key_is_answered_with_its_place(given, place):
-    with pytest.raises(ValueError, match="unknown key") as caught:
+    with pytest.raises(ValueError, match="nknown key") as caught:
         parse_config(override(BASE, [given]))
     if place is None:
-        assert "it is '" not in str(caught.value)
+        assert "Use '" not in str(caught.value)
     else:
-        assert f"it is {place!r} here" in str(caught.value)
+        assert f"Use {place!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,6 @@ def test_what_has_no_place_or_is_in_the_right_one_is_answered_as_elsewhere(given
 def test_the_command_line_answers_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--env", "CartPole-v1", "learning_rate=1e-3"]) == 2
-    assert capsys.readouterr().err == "error: unknown key 'learning_rate': it is 'hyperparameters.lr' here\n"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "'hyperparameters.lr'" in lines[0]

@@ -86,7 +86,7 @@ def test_what_could_not_be_found_again_is_refused_before_a_run_is_recorded():
 
     for own in (local, lambda values, space, rng: values):
         for strategy in (Tournament(mutation=own), TruncationPBT(mutation=own), MutationOnly(mutation=own)):
-            with pytest.raises(ValueError, match=r"the mutation of a strategy must be found by its name"):
+            with pytest.raises(ValueError, match="mutation of a strategy"):
                 check_resumable(strategy)
     with pytest.raises(ValueError, match=r"settings of .*:Sealed are not complete.*'width'"):
         check_resumable(Tournament(mutation=Sealed(0.1)))
@@ -166,7 +166,7 @@ def test_a_configuration_names_it_in_a_file(tmp_path):
         check_resumable(config.strategy)
     for wrong, message in (
         ("mine.py:dobled", "has no .*'dobled': did you mean 'doubled'"),
-        ("nowhere.py:doubled", "no file .*nowhere.py to take a mutation from"),
+        ("nowhere.py:doubled", "there is no file .*nowhere.py"),
         ({"name": "mine.py:Times", "fator": 1}, "did you mean 'factor'"),
         ({"name": "mine.py:doubled", "factor": 1}, "unknown setting of .*mine.py:doubled 'factor'"),
     ):

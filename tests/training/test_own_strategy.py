@@ -271,7 +271,7 @@ def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_record
     class Local(Fixed):
         pass
 
-    with pytest.raises(ValueError, match=r"must be found by its name.*Local.*define it at the top of a module"):
+    with pytest.raises(ValueError, match=r"strategy .*Local"):
         evolve(tiny_population(2), tiny_env(), strategy=Local(), run_dir=tmp_path / "run", generations=1, **STEPS)
     assert not (tmp_path / "run").exists()
     (report,) = evolve(tiny_population(2), tiny_env(), strategy=Local(), generations=1, **STEPS)
@@ -312,9 +312,9 @@ class Relative(Tournament):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Forgetful(), "must return the arguments that build an equal"),
+        (Forgetful(), "to_json must return arguments"),
         (Opaque(), "is a set, which JSON cannot hold"),
-        (Named(), "no setting called name"),
+        (Named(), "setting called name"),
     ],
 )
 def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
@@ -334,7 +334,7 @@ check_resumable(Mine())
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "got __main__:Mine: define it at the top of a module of its own" in done.stderr
+    assert "got __main__:Mine." in done.stderr
 
 
 def begun(folder, strategy):
@@ -425,7 +425,7 @@ def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch)
         ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
         ("strategy.name=tornament", "did you mean 'tournament'"),
         (f"strategy.name={tmp_path}/mine.py:Clone", r"has no class 'Clone': did you mean 'Clones'\? It has"),
-        ("strategy.name=nowhere.py:Clones", "no file .*nowhere.py to take a strategy from"),
+        ("strategy.name=nowhere.py:Clones", "there is no file .*nowhere.py"),
     ):
         with pytest.raises(ValueError, match=message):
             load_config(project, [override])

@@ -281,5 +281,5 @@ def test_a_stage_may_not_begin_otherwise_than_its_run():
     )
     strategy = {"name": "replay", "stages": [stage.to_json()]}
     assert parse_config(values | {"strategy": strategy}).strategy.stages == (stage,)
-    with pytest.raises(ValueError, match="those of the first stage that strategy replays"):
+    with pytest.raises(ValueError, match="first replayed stage"):
         parse_config(values | {"strategy": strategy | {"stages": [other.to_json()]}})

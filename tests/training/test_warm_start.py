@@ -182,8 +182,8 @@ def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier,
     ("population", "message"),
     [
         ({"like": "nowhere"}, r"population.like: cannot read the journal"),
-        ({"founders": [{"lr": -1}]}, "population: member 1 of founders: lr must be greater than 0"),
-        ({"founders": [{"lr": 1e-3}, {"learning_rat": 1}]}, "member 2 of founders: unknown hyperparameter"),
+        ({"founders": [{"lr": -1}]}, "population: founder 1: lr"),
+        ({"founders": [{"lr": 1e-3}, {"learning_rat": 1}]}, "founder 2: unknown hyperparameter"),
         ({"founders": 3}, "population.founders"),
     ],
 )

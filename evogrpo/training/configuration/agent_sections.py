@@ -11,15 +11,15 @@ from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConf
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """LoRA adapters, with the names of peft.
+    """LoRA adapters, with the names and defaults of `peft.LoraConfig`.
 
     Attributes:
         r: Rank.
-        lora_alpha: Scale, times the rank.
-        target_modules: What is adapted: "all-linear", a regular expression, or module names.
-        exclude_modules: What is left out of that.
-        use_rslora: Divide by the root of the rank rather than by the rank.
-        init_lora_weights: true, or "gaussian".
+        lora_alpha: The update is scaled by lora_alpha / r.
+        target_modules: Adapted modules: "all-linear", a regular expression, or module names.
+        exclude_modules: Modules that are not adapted: a regular expression or module names.
+        use_rslora: Scale by lora_alpha / sqrt(r) instead.
+        init_lora_weights: true for B = 0 and uniform A, or "gaussian" for normal A.
     """
 
     r: int = 16
@@ -35,7 +35,8 @@ class LanguageAgent:
     """Settings of language models; see `evogrpo.algorithms.factory.Options`.
 
     Attributes:
-        lora: Initial adapters; replaced by `adapter`.
+        lora: Shape of the adapters.
+        adapter: Folder of a PEFT adapter that all members start from, instead of `lora`.
     """
 
     max_output_tokens: int = 128
@@ -55,23 +56,22 @@ class LanguageAgent:
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.lora != LoraSettings():
-            raise ValueError(f"lora must be left out where adapter is given, got adapter={self.adapter!r}")
-        ends = (0,) if self.eos_token_ids is None else self.eos_token_ids
-        LanguageSettings(pad_token_id=0, eos_token_ids=ends, **self.settings())
+            raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
+        # Validate; the real token ids are known once the tokenizer is loaded.
+        eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
+        LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` among the fields, apart from those in `_NOT_SETTINGS`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_SETTINGS}
-
-
-_NOT_SETTINGS = ("lora", "adapter", "eos_token_ids")
+        """Return the fields that are passed to `GRPO.population` unchanged."""
+        others = ("lora", "adapter", "eos_token_ids")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkAgent:
     """Settings of small networks, one per policy; see `evogrpo.algorithms.factory.Options`.
 
-    An objective given in part keeps the rest of the networks' own default, `STEPWISE`.
+    Settings that `objective` does not name are those of `STEPWISE`.
     """
 
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -81,8 +81,8 @@ class NetworkAgent:
     optimizer: Optimizer = field(default_factory=Optimizer)
 
     def __post_init__(self) -> None:
-        NetworkSettings(**self.settings())
+        NetworkSettings(**self.settings())  # validates
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -55,7 +55,7 @@ class EnvironmentTask:
     """
 
     key: ClassVar[str] = "env"
-    what: ClassVar[str] = "a Gymnasium environment"
+    description: ClassVar[str] = "a Gymnasium environment"
 
     env: str
     env_kwargs: Mapping[str, Any] | None = None
@@ -174,7 +174,7 @@ class ParallelTask:
     """
 
     key: ClassVar[str] = "parallel_env"
-    what: ClassVar[str] = "a parallel PettingZoo environment"
+    description: ClassVar[str] = "a parallel PettingZoo environment"
 
     parallel_env: str
     policies: Policies = "shared"

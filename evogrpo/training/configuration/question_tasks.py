@@ -1,4 +1,4 @@
-"""The task section of a run of language models: a built-in task, one of reasoning-gym, or the user's own."""
+"""Task sections of language models: built-in tasks, tasks of reasoning-gym, and the user's own datasets."""
 
 import csv
 import json
@@ -27,17 +27,17 @@ class QuestionTask(ABC):
     """Settings of all tasks with questions.
 
     Attributes:
-        seed: Of the splits and the order of questions; null = the run's seed.
+        seed: Seed of the splits and of the order of questions; null = the run's seed.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {enable_thinking: false}.
-        max_prompt_length: Longest prompt used, in tokens; null = what the model's context leaves beside a completion.
-        on_reward_error: "raise" stops the run; "exclude" leaves the completion out and warns.
-        reward_timeout: Seconds that one call of a reward function may take; null = no limit.
-        reward_workers: Processes in which rewards are computed; 0 = in the run's own; null = that, or, where a timeout
-            is given for functions that are not async, one per core up to 8.
+        max_prompt_length: Maximum length of a prompt in tokens; null = the model's context minus a completion.
+        on_reward_error: "raise" stops the run; "exclude" excludes the completion and warns.
+        reward_timeout: Time limit of one call of a reward function, in seconds; null = no limit.
+        reward_workers: Number of processes that compute rewards; 0 = the process of the run. null = 0; with a timeout
+            for functions that are not async, one per core, at most 8.
     """
 
     key: ClassVar[str]
-    what: ClassVar[str]
+    description: ClassVar[str]
 
     seed: int | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -52,14 +52,14 @@ class QuestionTask(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
 
     @abstractmethod
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
-        """Build the task's environment, in which questions are at most so many tokens long."""
+        """Build the task's environment; longer prompts are left out."""
 
     def facts(self) -> dict[str, str]:
-        """Return where rewards are computed and what stops them, where that has been set."""
+        """Return the settings of reward functions that are not defaults, as rows of the printed plan."""
         parts = []
         if self.reward_workers is not None:
             parts.append(pluralize(self.reward_workers, "worker process", "es"))
@@ -70,7 +70,7 @@ class QuestionTask(ABC):
         return {"rewards": ", ".join(parts)} if parts else {}
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
-        """Return what every kind of task passes on to HuggingFaceGym."""
+        """Return the arguments of HuggingFaceGym that all tasks share."""
         return {
             "chat_template_kwargs": self.chat_template_kwargs,
             "max_prompt_length": max_prompt_length,
@@ -85,14 +85,14 @@ class BuiltinTask(QuestionTask):
     """A task that comes with evogrpo.
 
     Attributes:
-        name: Which; `evogrpo tasks` lists them.
-        validation_size: Questions for selection.
-        test_size: Questions for the final report.
-        system_prompt: A system message before each question; null = the chat template's own.
+        name: Name of the task; `evogrpo tasks` lists them.
+        validation_size: Number of questions for selection.
+        test_size: Number of questions for the final test.
+        system_prompt: System message before each question; null = that of the chat template.
     """
 
     key: ClassVar[str] = "name"
-    what: ClassVar[str] = "a built-in task"
+    description: ClassVar[str] = "a built-in task"
 
     name: str
     validation_size: int = 64
@@ -105,7 +105,7 @@ class BuiltinTask(QuestionTask):
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
         return self.name
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
@@ -115,7 +115,7 @@ class BuiltinTask(QuestionTask):
             seed=seed,
             validation_size=self.validation_size,
             test_size=self.test_size,
-            conversation_template=_asked(self.system_prompt, None),
+            conversation_template=_conversation_template(self.system_prompt, None),
             **self.gym_options(max_prompt_length),
         )
 
@@ -125,15 +125,15 @@ class ReasoningTask(QuestionTask):
     """A task of reasoning-gym.
 
     Attributes:
-        reasoning_gym: Its name.
-        sizes: Questions generated per split.
-        system_prompt: A system message before each question, or null.
-        answer_tag: Scores what stands in the last `<tag>...</tag>` of a completion; null scores all of it.
-        options: Settings of the task itself.
+        reasoning_gym: Name of the task.
+        sizes: Number of generated questions per split.
+        system_prompt: System message before each question, or null.
+        answer_tag: Score only the text in the last `<tag>...</tag>` of a completion; null scores all of it.
+        options: Settings of the task.
     """
 
     key: ClassVar[str] = "reasoning_gym"
-    what: ClassVar[str] = "a task of reasoning-gym"
+    description: ClassVar[str] = "a task of reasoning-gym"
 
     reasoning_gym: str
     sizes: Mapping[str, int] | None = None
@@ -147,7 +147,7 @@ class ReasoningTask(QuestionTask):
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
+        """Short description of the task."""
         return f"reasoning-gym {self.reasoning_gym}"
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
@@ -172,15 +172,15 @@ class ReasoningTask(QuestionTask):
 class DatasetFiles:
     """Source of questions: a file per split, or a dataset of the Hugging Face hub.
 
-    A held-out split that is not named is drawn from train.
+    A held-out split that is not given is drawn from the training split.
 
     Attributes:
-        train: A file; with `hub` the name of a split, "train" unless given.
-        validation: Validation split, or null.
-        test: Test split, or null.
-        hub: A dataset's id, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
-        subset: Its configuration, such as main.
-        revision: A branch, tag or commit of it.
+        train: Training file; with `hub`, the name of a split, by default "train".
+        validation: Validation file or split, or null.
+        test: Test file or split, or null.
+        hub: Id of a dataset, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
+        subset: Configuration of the dataset, such as main.
+        revision: Branch, tag or commit of the dataset.
     """
 
     train: str | None = None
@@ -192,9 +192,9 @@ class DatasetFiles:
 
     def __post_init__(self) -> None:
         if self.hub is None and self.train is None:
-            raise ValueError("train must be given: a file, or hub and a dataset's id")
+            raise ValueError("train must be given: a file, or hub with the id of a dataset")
         if self.hub is None and (self.subset or self.revision):
-            raise ValueError("subset and revision go with hub, a dataset's id: leave them out for files")
+            raise ValueError("subset and revision require hub. Remove them for files.")
 
     @property
     def label(self) -> str:
@@ -204,7 +204,7 @@ class DatasetFiles:
         return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
 
     def tables(self) -> dict[Split, Any]:
-        """Read every split that is named; raises ValueError for one that cannot be read."""
+        """Read every given split; raise ValueError if one cannot be read."""
         names = {split: getattr(self, split) for split in SPLITS}
         if self.hub is None:
             return {split: None if name is None else read_rows(Path(name)) for split, name in names.items()}
@@ -220,19 +220,19 @@ class DatasetTask(QuestionTask):
     """The user's own questions and rewards.
 
     Attributes:
-        dataset: Files: .jsonl, .json, .csv or .parquet; or a dataset of the hub.
-        reward: "path.py:function" or "module:function"; the trl form takes a list as well. Its code is run.
+        dataset: Files (.jsonl, .json, .csv or .parquet), or a dataset of the hub.
+        reward: "path.py:function" or "module:function"; with the trl form also a list. The code is executed.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
-            `f(prompts=, completions=, **columns) -> list`; by default the one that the columns fit.
-        reward_weights: One factor per function, trl form only.
-        system_prompt: A system message before each question, agilerl form only.
-        conversation_template: Messages with {question}, agilerl form only, instead of a system_prompt.
-        validation_size: Questions to draw where no validation file is given.
-        test_size: Questions to draw where no test file is given.
+            `f(prompts=, completions=, **columns) -> list`. Default: "trl" if there is a column prompt.
+        reward_weights: Weight of each reward function, trl form only.
+        system_prompt: System message before each question, agilerl form only.
+        conversation_template: Messages with {question}, agilerl form only, instead of system_prompt.
+        validation_size: Number of questions to draw if no validation split is given.
+        test_size: Number of questions to draw if no test split is given.
     """
 
     key: ClassVar[str] = "dataset"
-    what: ClassVar[str] = "dataset files, or a dataset of the hub"
+    description: ClassVar[str] = "dataset files, or a dataset of the hub"
 
     dataset: DatasetFiles
     reward: str | tuple[str, ...]
@@ -245,16 +245,21 @@ class DatasetTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = self.system_prompt is not None or self.conversation_template is not None
-        if self.form == "trl" and asked:
-            raise ValueError("system_prompt and conversation_template go with form: agilerl; put messages into prompt")
+        has_template = self.system_prompt is not None or self.conversation_template is not None
+        if self.form == "trl" and has_template:
+            raise ValueError(
+                "system_prompt and conversation_template require form: agilerl. With form: trl, put messages into the "
+                "column prompt."
+            )
         if self.system_prompt is not None and self.conversation_template is not None:
             raise ValueError("give system_prompt or conversation_template, not both")
         if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
-            raise ValueError("form: agilerl takes one reward function and no reward_weights; several go with form: trl")
+            raise ValueError(
+                "form: agilerl takes one reward function and no reward_weights. For several, use form: trl."
+            )
 
     def facts(self) -> dict[str, str]:
-        """Return also the reward functions, which are the user's code."""
+        """Return rows of the printed plan, with the reward functions, which are the user's code."""
         return {"your code": ", ".join(self.functions), **super().facts()}
 
     @property
@@ -264,9 +269,9 @@ class DatasetTask(QuestionTask):
 
     @property
     def label(self) -> str:
-        """The task in a few words."""
-        place, sign, name = self.functions[0].rpartition(":")
-        return f"{self.dataset.label}, {Path(place).name}{sign}{name}"
+        """Short description of the task."""
+        file, colon, name = self.functions[0].rpartition(":")
+        return f"{self.dataset.label}, {Path(file).name}{colon}{name}"
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Read the files, load the reward functions and build the environment."""
@@ -282,7 +287,7 @@ class DatasetTask(QuestionTask):
             reward_fn=functions[0] if agilerl else None,
             reward_funcs=None if agilerl else functions,
             reward_weights=self.reward_weights,
-            conversation_template=_asked(self.system_prompt, self.conversation_template),
+            conversation_template=_conversation_template(self.system_prompt, self.conversation_template),
             validation_size=self.validation_size,
             test_size=self.test_size,
             seed=seed,
@@ -291,17 +296,17 @@ class DatasetTask(QuestionTask):
 
 
 def read_rows(path: Path) -> Sequence[Any]:
-    """Read a prompt dataset: one mapping of columns a row.
+    """Read a dataset file: one mapping of columns per row.
 
     Args:
-        path: A .jsonl, .json (a list of objects) or .csv file (every value is text; values are separated as the names
-            of the columns are); or a .parquet file, for which the extra `datasets` must be installed.
+        path: A .jsonl, .json (a list of objects), .csv (all values are text) or .parquet file. The last needs the
+            extra `datasets`.
 
     Raises:
-        ValueError: If the file is missing, of another kind or not what its name says.
+        ValueError: If the file is missing, has another type, or has content that does not match its suffix.
     """
     if path.suffix not in DATASET_SUFFIXES:
-        raise ValueError(f"a dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}")
+        raise ValueError(f"A dataset file must end in {', '.join(DATASET_SUFFIXES)}, got {path}.")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
@@ -311,46 +316,49 @@ def read_rows(path: Path) -> Sequence[Any]:
                 heading = file.readline()
                 file.seek(0)
                 rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
-            elif path.suffix == ".json" or _holds_array(file):
-                rows = _json(file.read(), str(path))
+            elif path.suffix == ".json" or _is_json_array(file):
+                rows = _parse_json(file.read(), str(path))
             else:
-                rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
+                rows = [
+                    _parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()
+                ]
     except FileNotFoundError:
-        raise _absent(path) from None
+        raise _missing_file_error(path) from None
     except OSError as error:
         raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a valid CSV file: {error}. Check its quotes and line ends.") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of objects, one a row, got {type(rows).__name__}")
+        raise ValueError(f"{path} must contain a list of objects, one per row, got {type(rows).__name__}.")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(
-                f"{path} must hold one object with the same columns a row, got {row!r:.80} in row {number}"
+                f"Every row of {path} must be an object with the same columns, got {row!r:.80} in row {number}."
             )
+        # csv stores surplus values under the key None, and None for missing ones.
         if None in row or (path.suffix == ".csv" and None in row.values()):
-            raise ValueError(
-                f"{path} must have as many values in every row as it names columns, but row {number} has not"
-            )
+            raise ValueError(f"Every row of {path} must have one value per column. Check row {number}.")
     return rows
 
 
-def _holds_array(file: IO[str]) -> bool:
-    """Return whether a file of JSON lines holds one JSON array instead; the file is read from its start again."""
+def _is_json_array(file: IO[str]) -> bool:
+    """Return True if a file contains one JSON array rather than JSON lines; leave the file at its start."""
     first = file.readline().lstrip()[:1]
     file.seek(0)
     return first == "["
 
 
-def _absent(path: Path) -> ValueError:
-    there = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
-    near = close_match(path.name, there)
-    remedy = "paths in a configuration are relative to it, those in overrides to the working directory"
-    if near:
-        remedy = f"did you mean {near}?"
-    elif there:
-        remedy = f"{path.parent} has {', '.join(there[:5])}{' and others' if len(there) > 5 else ''}"
-    return ValueError(f"cannot read the dataset {path}, as there is no such file: {remedy}")
+def _missing_file_error(path: Path) -> ValueError:
+    files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
+    match = close_match(path.name, files)
+    remedy = "paths in a configuration are relative to its folder, those in overrides to the working directory"
+    if match:
+        remedy = f"did you mean {match}?"
+    elif files:
+        remedy = f"{path.parent} has {', '.join(files[:5])}{' and others' if len(files) > 5 else ''}"
+    return ValueError(f"cannot read the dataset {path}, there is no such file: {remedy}")
 
 
 def _delimiter(heading: str) -> str:
@@ -362,7 +370,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
 
     Raises:
-        ValueError: If the package `datasets` is missing, or the dataset cannot be had.
+        ValueError: If the package `datasets` is missing, or the dataset cannot be loaded.
     """
     try:
         from datasets import load_dataset
@@ -372,20 +380,19 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
         ) from None
     try:
         rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # of the hub, the network or a file
-        wanted = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
+    except Exception as error:  # the hub, the network or a file may raise anything
+        source = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
         raise ValueError(
-            f"cannot read {wanted}: {type(error).__name__}: {error}. Check the names and the connection; without one, "
-            "only what has been downloaded before can be read"
+            f"cannot read {source}: {type(error).__name__}: {error}. Check the names and the network connection."
         ) from error
     return rows
 
 
-def _json(text: str, what: str) -> Any:
+def _parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-        raise ValueError(f"{what} is not JSON that can be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # invalid JSON, huge integers, or deep nesting
+        raise ValueError(f"{source} is not valid JSON: {error}") from error
 
 
 def _read_parquet(path: Path) -> Sequence[Any]:
@@ -394,17 +401,18 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     except ImportError:
         raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
     if not path.is_file():
-        raise _absent(path)
+        raise _missing_file_error(path)
     try:
         rows: Sequence[Any] = Dataset.from_parquet(str(path))
-    except Exception as error:  # of several libraries
-        raise ValueError(f"{path} is not a .parquet file that can be read: {error}") from error
+    except Exception as error:  # several libraries may raise anything
+        raise ValueError(f"{path} is not a valid .parquet file: {error}") from error
     return rows
 
 
-def _asked(system_prompt: str | None, template: Messages | None) -> Messages | None:
+def _conversation_template(system_prompt: str | None, template: Messages | None) -> Messages | None:
+    """Return the template, or one that puts a system prompt before the question."""
     if system_prompt is None:
         return template
-    # Braces would be read as fields of the template.
+    # Escape braces, which would be fields of the template.
     text = system_prompt.replace("{", "{{").replace("}", "}}")
     return ({"role": "system", "content": text}, {"role": "user", "content": "{question}"})

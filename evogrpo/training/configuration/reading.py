@@ -22,12 +22,12 @@ from evogrpo.models.devices import Precision
 from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.training.configuration.sections import (
+    AUTO_KEYS,
+    AUTO_SEARCH_SPACE,
+    AUTO_SIZES,
     CONFIG_FILE,
     CONFIG_HEAD,
     DATASET_SUFFIXES,
-    IMPLIED,
-    OPEN,
-    SIZES,
     AgentSection,
     AnyConfig,
     Config,
@@ -53,11 +53,11 @@ from evogrpo.training.schedule import Schedule
 if TYPE_CHECKING:
     from evogrpo.training.task_types.task_type import AnyTaskType
 
-UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
-"""The schedule of a configuration that has none."""
+DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
+"""Schedule of a configuration without the section `schedule`."""
 AUTO = "auto"
 
-SAMPLES_OF_A_SEARCH = 16
+SEARCH_SAMPLES = 16
 """Default samples per member and learning step of a search with shared experience."""
 T = TypeVar("T")
 
@@ -66,65 +66,68 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     """Build a configuration from plain values; checks that need no torch come before its import.
 
     Raises:
-        ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
+        ValueError: If a key is unknown or missing, or a value is invalid; with the key's full path.
     """
     try:
-        return _parsed(values)
+        return _build_config(values)
     except UnknownKeyError as error:
-        place = None if error.where.startswith("search_space.") else _place_of(error)
-        if place is None:
+        path = None if error.where.startswith("search_space.") else _path_in_other_section(error)
+        if path is None:
             raise
-        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here") from error
+        raise ValueError(f"Unknown key {inside(error.where, error.name)!r}. Use {path!r}.") from error
 
 
-def _place_of(error: UnknownKeyError) -> str | None:
+def _path_in_other_section(error: UnknownKeyError) -> str | None:
     """Return the dotted path of a key that belongs to another section, or None.
 
-    Tries section and key in one word, as `population_size`, then the key alone, then names of other libraries.
+    Tries section and key joined, such as `population_size`, then the key alone, then names of other libraries.
     """
-    passed: list[tuple[str, str]] = []
-    for sections in (_sections,) if error.answered else (_sections, _heavy_sections):
-        places = [(section, key) for section, fields in sections() for key in fields if section != error.where]
-        passed += places
-        found = [place for place in places if "_".join(place) == error.name]
-        found += [place for place in places if place[1] == error.name and not error.answered]
-        if found:
-            return inside(*found[0])
-    if error.answered or error.partly:
+    searched: list[tuple[str, str]] = []
+    # Sections of task types import torch: skip them if a key of the same section is close enough.
+    for sections in (_sections,) if error.has_suggestion else (_sections, _task_sections):
+        candidates = [(section, key) for section, fields in sections() for key in fields if section != error.where]
+        searched += candidates
+        matches = [candidate for candidate in candidates if "_".join(candidate) == error.name]
+        matches += [candidate for candidate in candidates if candidate[1] == error.name and not error.has_suggestion]
+        if matches:
+            return inside(*matches[0])
+    if error.has_suggestion or error.overlaps:
         return None
-    return next((inside(*place) for place in passed if counterpart(error.name, [place[1]]) is not None), None)
+    return next(
+        (inside(*candidate) for candidate in searched if counterpart(error.name, [candidate[1]]) is not None), None
+    )
 
 
 def setting_called(name: str) -> str | None:
-    """Return the dotted path of a setting by its name here or in another library, or None."""
-    own = [field.name for field in dataclasses.fields(Config)]
-    found = name if name in own else counterpart(name, own)
-    return found or _place_of(UnknownKeyError(name, "", own))
+    """Return the dotted path of a setting by its name in evogrpo or in another library, or None."""
+    names = [field.name for field in dataclasses.fields(Config)]
+    name_here = name if name in names else counterpart(name, names)
+    return name_here or _path_in_other_section(UnknownKeyError(name, "", names))
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield path and keys of every section that needs no torch."""
+    """Yield path and keys of every section that all task types have; none imports torch."""
     sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
     for path, kind in {**sections, "logging": LoggingConfig}.items():
         yield path, [field.name for field in dataclasses.fields(kind)]
     yield "", [field.name for field in dataclasses.fields(Config)]
 
 
-def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield path and keys of the other sections."""
+def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield path and keys of the sections of task types; importing them imports torch."""
     from evogrpo.training.task_types.registry import TASK_TYPES
 
-    for each in TASK_TYPES.values():
-        whole = get_type_hints(each.agent)
-        for name, hint in whole.items():
+    for task_type in TASK_TYPES.values():
+        hints = get_type_hints(task_type.agent)
+        for name, hint in hints.items():
             if dataclasses.is_dataclass(hint):
                 yield inside("agent", name), [field.name for field in dataclasses.fields(hint)]
-        yield "agent", list(whole)
-        for task in each.tasks:
+        yield "agent", list(hints)
+        for task in task_type.tasks:
             yield "task", [field.name for field in dataclasses.fields(task) if field.name != "seed"]
 
 
-def _parsed(values: Mapping[str, Any]) -> AnyConfig:
+def _build_config(values: Mapping[str, Any]) -> AnyConfig:
     """Build the configuration; raise for the first invalid key or value."""
     # 1. Sections that need no torch.
     refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
@@ -148,13 +151,15 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "logging": _logging(values.get("logging"), {}),
         "auto": auto,
     }
-    parsed["experience"] = _refused("experience", lambda: shared_experience(values.get("experience")))
+    parsed["experience"] = _with_path("experience", lambda: shared_experience(values.get("experience")))
     if values.get("fitness") is not None:
-        parsed["fitness"] = _refused("fitness", lambda: FitnessConfig.of(values["fitness"]))
+        parsed["fitness"] = _with_path("fitness", lambda: FitnessConfig.of(values["fitness"]))
     if values.get("strategy") is not None:
-        given = values["strategy"]
-        strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy", ("name", "its settings"))
-        parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
+        strategy = values["strategy"]
+        if isinstance(strategy, str):
+            strategy = {"name": strategy}
+        strategy = mapping(strategy, "strategy", ("name", "its settings"))
+        parsed["strategy"] = _with_path("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     # 2. Task and agent; their task type has the defaults of the other sections.
     from evogrpo.training.task_types.registry import parse_task, task_type_of
 
@@ -162,25 +167,26 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     kind = task_type_of(task)
     parsed["model"] = parsed["model"] or kind.model
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
-    given = optional_mapping(values.get("hyperparameters"), "hyperparameters")
-    parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
-    parsed["search_space"] = _searched(parsed, kind, given, search=search)
-    parsed["hyperparameters"] = _hyperparameters(given, parsed["search_space"], kind.hyperparameters)
-    parsed |= _searched_by(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
+    set_values = optional_mapping(values.get("hyperparameters"), "hyperparameters")
+    parsed["hyperparameters"] = _hyperparameters(set_values, space, kind.hyperparameters)
+    parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
+    # Again, because the start of an evolving hyperparameter must lie in its range.
+    parsed["hyperparameters"] = _hyperparameters(set_values, parsed["search_space"], kind.hyperparameters)
+    parsed |= _search_defaults(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
-    # 3. Sizes that are left open.
-    sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
+    # 3. Sizes that are chosen when the run is prepared.
+    sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
     if sizes and not kind.chooses_sizes:
         raise ValueError(
-            f"{min(sizes)} must be a number where task.{task.key} is given, got 'auto': sizes are chosen only for runs "
-            "in a Gymnasium environment"
+            f"{min(sizes)} must be a number with task.{task.key}, got 'auto'. Only runs in a Gymnasium environment "
+            "choose sizes."
         )
-    open_sizes = auto & SIZES if kind.chooses_sizes else frozenset()
-    # Group sizes that evolution may choose among depend on the sizes.
-    parsed["auto"] = open_sizes | (auto & {IMPLIED}) if open_sizes else frozenset()
-    if "schedule.samples_per_step" in auto:  # a number that is checked, and replaced before anything is made of it
+    open_sizes = auto & AUTO_SIZES if kind.chooses_sizes else frozenset()
+    # The group sizes of a default search space depend on the sizes, so it is completed together with them.
+    parsed["auto"] = open_sizes | (auto & {AUTO_SEARCH_SPACE}) if open_sizes else frozenset()
+    if "schedule.samples_per_step" in auto:  # a valid number that is replaced before it is used
         parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
-    # 4. The whole, with the first founder's hyperparameters, and checks across sections.
+    # 4. The configuration, with the first founder's hyperparameters, and checks across sections.
     config = Config(**parsed)
     if config.founders:
         samples = config.schedule.samples_per_step
@@ -193,102 +199,99 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the values without `auto` ones, and the full names of these.
+    """Return the values without those that are `auto`, and the dotted names of these.
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
     """
     result, names = dict(values), set()
     if result.get("search_space", AUTO) == AUTO:
-        names.add(IMPLIED)
+        names.add(AUTO_SEARCH_SPACE)
         result.pop("search_space", None)
     for section, keys in {
-        **OPEN,
+        **AUTO_KEYS,
         "hyperparameters": HYPERPARAMETER_NAMES,
         "search_space": HYPERPARAMETER_NAMES,
     }.items():
-        given = result.get(section)
-        if isinstance(given, Mapping):
-            left = {key for key in keys if isinstance(given.get(key), str) and given[key] == AUTO}
-            names |= {f"{section}.{key}" for key in left}
-            result[section] = {key: value for key, value in given.items() if key not in left}
+        section_values = result.get(section)
+        if isinstance(section_values, Mapping):
+            auto_keys = {
+                key for key in keys if isinstance(section_values.get(key), str) and section_values[key] == AUTO
+            }
+            names |= {f"{section}.{key}" for key in auto_keys}
+            result[section] = {key: value for key, value in section_values.items() if key not in auto_keys}
     return result, frozenset(names)
 
 
 def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
-    """Return True if a configuration sets neither search space nor strategy, and members can share experience.
-
-    Args:
-        values: Plain values of its sections.
-        auto: As `_without_auto` returns them.
-    """
+    """Return True if a configuration sets neither search space nor strategy, and members can share experience."""
     agent, population = (values.get(name) for name in ("agent", "population"))
-    apart = isinstance(agent, Mapping) and agent.get("normalise_observations")
-    alone = isinstance(population, Mapping) and population.get("size") == 1
-    said = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
-    return IMPLIED in auto and "population.size" not in auto and not (said or apart or alone)
+    # Members with their own observation statistics cannot learn from each other's samples.
+    own_statistics = isinstance(agent, Mapping) and agent.get("normalise_observations")
+    single_member = isinstance(population, Mapping) and population.get("size") == 1
+    strategy_set = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
+    return (
+        AUTO_SEARCH_SPACE in auto
+        and "population.size" not in auto
+        and not (strategy_set or own_statistics or single_member)
+    )
 
 
-def _searched_by(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
-    """Return strategy, experience and fitness of a search: those that did best in the study of unknown values.
+def _search_defaults(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
+    """Return strategy, experience and fitness of a search: the best ones of the study in docs/results.md.
 
-    Selection uses training rewards and the best member is chosen by validation; with too few starts, both use
-    validation.
-
-    Args:
-        space: What evolves.
-        first: The first member's hyperparameters.
-        schedule: The run's.
-
-    Source: docs/results.md, "What evolution is worth".
+    Selection uses training rewards, and the best member is chosen on the validation set. If a step has too few groups
+    to rank members by training rewards, both use the validation set.
     """
-    fitting = space.for_samples_per_step(schedule.samples_per_step)
-    largest = int(fitting["group_size"].bounds[1]) if "group_size" in fitting else first.group_size
-    judged = schedule.late_starts(largest) > 1
-    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if judged else {}
+    usable_space = space.for_samples_per_step(schedule.samples_per_step)
+    largest = int(usable_space["group_size"].bounds[1]) if "group_size" in usable_space else first.group_size
+    enough_starts = schedule.late_starts(largest) > 1
+    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if enough_starts else {}
     return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
 def _population(values: object) -> PopulationConfig:
-    """Build the section; look up founders of an earlier run unless they are stored already."""
+    """Build the section. Read the founders from the run `like`, unless they are stored already."""
     population = build(PopulationConfig, values, "population")
     if population.like is None or population.founders:
         return population
-    found = _refused("population.like", lambda: best_hyperparameters(population.like or ""))
-    return replace(population, founders=tuple(each.to_json() for each in found))
+    founders = _with_path("population.like", lambda: best_hyperparameters(population.like or ""))
+    return replace(population, founders=tuple(each.to_json() for each in founders))
 
 
 def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
-    schedule = UNSAID_SCHEDULE if values.get("schedule") is None else values["schedule"]
+    schedule = DEFAULT_SCHEDULE if values.get("schedule") is None else values["schedule"]
     if not search or not isinstance(schedule, Mapping):
         return schedule
-    given = values.get("hyperparameters")
-    group_size = given.get("group_size") if isinstance(given, Mapping) else None
+    hyperparameters = values.get("hyperparameters")
+    group_size = hyperparameters.get("group_size") if isinstance(hyperparameters, Mapping) else None
     size = group_size if isinstance(group_size, int) and group_size > 0 else 1  # invalid values are reported elsewhere
-    return {"samples_per_step": math.ceil(SAMPLES_OF_A_SEARCH / size) * size, **schedule}  # whole groups
+    return {"samples_per_step": math.ceil(SEARCH_SAMPLES / size) * size, **schedule}  # whole groups
 
 
-def _searched(
-    parsed: Mapping[str, Any], kind: "AnyTaskType", given: Mapping[str, Any], *, search: bool
+def _complete_space(
+    parsed: Mapping[str, Any], kind: "AnyTaskType", set_values: Mapping[str, Any], *, search: bool
 ) -> HyperparameterConfig:
     """Return the search space of the configuration, with default ranges for `auto` hyperparameters.
 
     Args:
         parsed: Parsed sections.
         kind: Task type, with default ranges.
-        given: Hyperparameters that the configuration sets.
-        search: The strategy is also left open.
+        set_values: Hyperparameters that the configuration sets.
+        search: The configuration sets no strategy either.
     """
     auto, space = parsed["auto"], parsed["search_space"]
     # An `auto` group size is searched unless it is chosen before the run.
-    left = (name.partition(".") for name in auto - (SIZES if kind.chooses_sizes else frozenset()))
-    names = {key for section, _, key in left if section in ("hyperparameters", "search_space") and key} - set(space)
+    open_names = (name.partition(".") for name in auto - (AUTO_SIZES if kind.chooses_sizes else frozenset()))
+    names = {key for section, _, key in open_names if section in ("hyperparameters", "search_space") and key} - set(
+        space
+    )
     ranges = {name: kind.ranges[name] for name in names}
-    if IMPLIED in auto:
+    if AUTO_SEARCH_SPACE in auto:
         ranges |= default_space(
             kind.ranges,
             parsed["agent"].objective,
             parsed["hyperparameters"],
-            fixed=given,
+            fixed=set_values,
             samples_per_step=parsed["schedule"].samples_per_step,
             rows_are_samples=kind.rows_are_samples,
             shared=search or parsed["experience"] is not None,
@@ -303,7 +306,7 @@ def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:
 def _hyperparameters(values: object, space: HyperparameterConfig, defaults: Mapping[str, Any]) -> Hyperparameters:
     section = optional_mapping(values, "hyperparameters")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
-    return _refused("hyperparameters", lambda: space.first(defaults, section))
+    return _with_path("hyperparameters", lambda: space.first(defaults, section))
 
 
 def _agent(values: object, kind: "AnyTaskType") -> AgentSection:
@@ -323,10 +326,10 @@ def parse_space(values: object) -> HyperparameterConfig:
         for name, each in section.items()
         if each is not None
     }
-    return _refused("search_space", lambda: HyperparameterConfig(**parameters))
+    return _with_path("search_space", lambda: HyperparameterConfig(**parameters))
 
 
-def _refused(where: str, make: Callable[[], T]) -> T:
+def _with_path(where: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except ValueError as error:
@@ -336,16 +339,15 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read a configuration file and apply overrides.
 
-    Relative paths of models, adapters, datasets, an earlier run and files of functions or a strategy are relative to
-    the configuration file where they stand in it, and to the working directory where they stand in an override;
-    `run_dir` is always relative to the latter.
+    Relative paths in the file are relative to its folder; those in overrides, and `run_dir`, are relative to the
+    working directory. Paths are those of models, adapters, datasets, earlier runs and user code.
 
     Args:
         path: A YAML file.
         overrides: `key=value` with dots between nested keys; values are read as YAML.
 
     Raises:
-        ValueError: If the file or an override is refused.
+        ValueError: If the file or an override is invalid.
     """
     values = absolute_paths(read_yaml_file(path), path.resolve().parent)
     return parse_config(override(values, overrides))
@@ -404,12 +406,12 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def _absolute_or_hub(name: str, folder: Path) -> str:
-    # A hub id looks like a relative path: it is one only if there is something at it.
+    # A hub id looks like a relative path, so it counts as a path only if that exists.
     return _absolute(name, folder) if name.startswith((".", "~")) or (folder / name).exists() else name
 
 
 def _absolute_file(name: str, folder: Path) -> str:
-    # Names of splits end in no kind of file.
+    # Names of splits have no such suffix.
     return _absolute(name, folder) if Path(name).suffix in DATASET_SUFFIXES else name
 
 
@@ -427,14 +429,14 @@ def _absolute_strategy(strategy: Mapping[str, Any], folder: Path) -> dict[str, A
 
 
 def _absolute_reference(reference: Any, folder: Path) -> Any:
-    place, sign, name = str(reference).rpartition(":")
-    return f"{_absolute(place, folder)}{sign}{name}" if place.endswith(".py") else reference
+    file, colon, name = str(reference).rpartition(":")
+    return f"{_absolute(file, folder)}{colon}{name}" if file.endswith(".py") else reference
 
 
-def _absolute_wrapper(given: Any, folder: Path) -> Any:
-    if isinstance(given, Mapping) and "name" in given:
-        return {**given, "name": _absolute_reference(given["name"], folder)}
-    return _absolute_reference(given, folder) if isinstance(given, str) else given
+def _absolute_wrapper(wrapper: Any, folder: Path) -> Any:
+    if isinstance(wrapper, Mapping) and "name" in wrapper:
+        return {**wrapper, "name": _absolute_reference(wrapper["name"], folder)}
+    return _absolute_reference(wrapper, folder) if isinstance(wrapper, str) else wrapper
 
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:

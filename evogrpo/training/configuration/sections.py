@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 from evogrpo.config.checks import MAX_SEED, flag, instance, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -22,18 +22,19 @@ from evogrpo.training.schedule import Schedule
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run directory."""
 CONFIG_HEAD = "# The resolved configuration of this run, written by evogrpo"
-"""Its first line."""
+"""First line of that file."""
 DATASET_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Kinds of dataset files."""
-IMPLIED = "search_space"
-"""Marks a configuration without a search space among the `auto` names."""
-OPEN = {
+"""Supported types of dataset files."""
+AUTO_SEARCH_SPACE = "search_space"
+"""Element of `Config.auto` for a configuration without a search space."""
+AUTO_KEYS = {
     "hyperparameters": ("group_size",),
     "population": ("size",),
     "schedule": ("samples_per_step", "validation_questions", "test_questions"),
 }
-"""The sizes that may be `auto`, by section."""
-SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
+"""Keys of sizes that may be `auto`, by section."""
+AUTO_SIZES = frozenset(f"{section}.{key}" for section, keys in AUTO_KEYS.items() for key in keys)
+"""Dotted names of these sizes."""
 
 
 class TaskSection(Protocol):
@@ -41,16 +42,16 @@ class TaskSection(Protocol):
 
     Attributes:
         key: Key that selects this type of task.
-        what: Description of the key.
+        description: Description of the key.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     key: ClassVar[str]
-    what: ClassVar[str]
+    description: ClassVar[str]
 
     @property
     def seed(self) -> int | None:
-        """Seed of the starts and of their order; None = the run's seed."""
+        """Seed of the splits and of the order of questions or reset seeds; None = the run's seed."""
         ...
 
     @property
@@ -59,7 +60,7 @@ class TaskSection(Protocol):
         ...
 
     def facts(self) -> dict[str, str]:
-        """Return facts for the plan: user code that is run, and how rewards are computed."""
+        """Return rows of the printed plan: user code that is executed, and how rewards are computed."""
         ...
 
 
@@ -68,7 +69,7 @@ class AgentSection(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """The loss."""
+        """Loss, advantages and their settings."""
         ...
 
 
@@ -99,31 +100,16 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         flag("tensorboard", self.tensorboard)
-        # With none, nothing could be resumed.
+        # At least one, so that the run can be resumed.
         object.__setattr__(self, "keep_checkpoints", whole_between("keep_checkpoints", self.keep_checkpoints, 1))
         if self.checkpoint_steps is not None:
             object.__setattr__(self, "checkpoint_steps", whole_between("checkpoint_steps", self.checkpoint_steps, 1))
         object.__setattr__(self, "completions", whole_between("completions", self.completions, 0))
-        formats, form = get_args(CompletionsFormat), self.completions_format
-        if form not in formats:
-            raise ValueError(f"completions_format must be one of {', '.join(formats)}, got {form!r}")
-        if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        formats, chosen = get_args(CompletionsFormat), self.completions_format
+        if chosen not in formats:
+            raise ValueError(f"completions_format must be one of {', '.join(formats)}, got {chosen!r}")
+        if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
             raise ValueError(f"completions_format parquet needs the package pyarrow: {extra_command('datasets')}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as checkpoints hold them."""
-        return {
-            "keep": self.keep_checkpoints,
-            "tensorboard": self.tensorboard,
-            "checkpoint_steps": self.checkpoint_steps,
-            "completions": self.completions,
-            "completions_format": self.completions_format,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +118,11 @@ class PopulationConfig:
 
     Attributes:
         size: Number of members.
-        spread: Spread founders over the search space; false = all start alike.
-        like: Directory of an earlier run, whose best hyperparameters the first members start with (see
+        spread: Spread founders over the search space; false = all start with the same hyperparameters.
+        like: Directory of an earlier run. The first members start with its best hyperparameters (see
             `evogrpo.best_hyperparameters`). Only evolving ones are used, clipped to their ranges.
-        founders: Hyperparameters of the first members; missing ones are as in `hyperparameters`. Values found by
-            `like` are stored here.
+        founders: Hyperparameters of the first members; missing ones are as in `hyperparameters`. Values from `like`
+            are stored here.
     """
 
     size: int = 4
@@ -148,14 +134,14 @@ class PopulationConfig:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, MAX_MEMBERS))
         flag("spread", self.spread)
         if self.like is not None and not isinstance(self.like, str):
-            raise ValueError(f"like must be the directory of an earlier run, got {self.like!r:.80}")
+            raise ValueError(f"like must be the path of an earlier run directory, got {self.like!r:.80}")
         if isinstance(self.founders, (str, bytes)) or not isinstance(self.founders, Sequence):
             raise ValueError(f"founders must be a list of hyperparameters by name, got {self.founders!r:.80}")
         for number, founder in enumerate(self.founders, start=1):
             try:
                 Hyperparameters.from_json(instance("each of founders", founder, dict, "{'lr': 0.001}"))
             except ValueError as error:
-                raise ValueError(f"member {number} of founders: {error}") from error
+                raise ValueError(f"founder {number}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,33 +149,32 @@ class Config(Generic[TaskT, AgentT]):
     """Resolved configuration of a run.
 
     Attributes:
-        model: "smollm2-135m", a local folder, a .gguf file or a hub id; null where members are small networks.
-        task: What is asked and how it is rewarded, or the environment that is played.
-        schedule: How long and at what cost.
-        device: Such as "cpu" or "cuda"; null = for a model a GPU if there is one, for small networks the CPU.
-        precision: Of a base model's weights: "float32", "bfloat16", or "auto" for bfloat16 where a short probe shows
-            that it pays, which is settled when the run begins. "int8" and "nf4" hold its linear layers in 8 bits
-            (torchao) and, on GPUs, in 4 (bitsandbytes): less memory, more time.
-            Adapters, moments and losses are in float32 in any case.
-        base_parts: How many processes hold a base model together, each a part of every layer (FSDP2), where it is too
-            large for one card; 1 = each process holds all of it. Where that does not divide the number of processes, it
-            is the greatest number that divides both.
+        model: Base model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for small networks.
+        task: Questions and reward functions, or an environment.
+        schedule: Length and cost of the run.
+        device: Such as "cpu" or "cuda"; null = a GPU if there is one for language models, the CPU for small networks.
+        precision: Precision of the base model's weights: "float32", "bfloat16", or "auto". "auto" selects bfloat16 if
+            a short measurement shows that it is faster. "int8" (torchao) and "nf4" (bitsandbytes, GPUs only) store
+            linear layers in 8 or 4 bits, which saves memory and takes more time. Adapters, optimizer moments and losses
+            are always float32.
+        base_parts: Number of processes that share one copy of the base model (FSDP2); 1 = each process holds all of
+            it. If it does not divide the number of processes, their greatest common divisor is used.
         seed: Root of every random stream.
-        run_dir: Where records go; null = a new folder under runs/.
-        hyperparameters: The first member's; everyone's where nothing evolves.
+        run_dir: Run directory; null = a new folder below runs/.
+        hyperparameters: Hyperparameters of the first member, and of all members if none evolve.
         search_space: Hyperparameters that may evolve, with their ranges.
-        population: How many members and how they start.
-        strategy: The rule of selection and mutation: "tournament", another name of `evogrpo.evolution.strategies`, or
-            a class of your own as "path.py:Class" or "module:Class"; and its settings. Where a configuration leaves
-            open both what evolves and how, "narrowing" with shared experience and fitness by both.
-        experience: How members learn from each other's samples: "own" for each from its own alone, "shared", or the
-            settings of `evogrpo.evolution.SharedExperience`.
-        fitness: How fitness is measured: "validation", "rollouts" or "both", or settings of `FitnessConfig`.
-        agent: What members share.
-        logging: What is written.
-        run_id: Names the run that this configuration was written into the folder of; a new run gets a new one.
-        auto: Full names of the sizes that are left open, such as "population.size"; they are chosen when the run is
-            prepared, and stand for nothing until then.
+        population: Number of members and their start.
+        strategy: Rule of selection and mutation, with its settings: a name in `evogrpo.evolution.strategies`, or a
+            class as "path.py:Class" or "module:Class". Default: "tournament". Without search space and strategy it is
+            "narrowing", with shared experience and `fitness: both`.
+        experience: "own" if each member learns from its own samples, "shared", or settings of
+            `evogrpo.evolution.SharedExperience`.
+        fitness: "validation", "rollouts" or "both", or settings of `FitnessConfig`.
+        agent: Settings that all members share.
+        logging: Records besides the journal.
+        run_id: Id of the run in whose folder this configuration was written; a new run gets a new id.
+        auto: Dotted names of the sizes that are chosen when the run is prepared, such as "population.size". Until then
+            their values have no meaning.
     """
 
     model: str | None = None
@@ -228,32 +213,32 @@ class Config(Generic[TaskT, AgentT]):
             raise ValueError(f"agent.objective: {error}") from error
 
     def _check_replay(self, replay: Replay) -> None:
-        """Check that the run begins like the schedule that it replays."""
+        """Check that the run begins with the first stage of the schedule that it replays."""
         first = replay.stages[0]
-        due = (first.hyperparameters, first.samples_per_step, first.generations[0])
-        found = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
-        if due != found:
+        expected = (first.hyperparameters, first.samples_per_step, first.generations[0])
+        actual = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
+        if expected != actual:
             raise ValueError(
-                "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must be those of the "
-                f"first stage that strategy replays, {due}, got {found}: leave them to `evogrpo replay`"
+                "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must equal the first "
+                f"replayed stage, {expected}, got {actual}. Remove them: `evogrpo replay` sets them."
             )
 
     @property
     def founders(self) -> tuple[Hyperparameters, ...] | None:
         """Hyperparameters of the first members, if given."""
-        own = self.hyperparameters.to_json()
-        chosen = tuple(Hyperparameters.from_json({**own, **founder}) for founder in self.population.founders)
-        return chosen or None
+        defaults = self.hyperparameters.to_json()
+        founders = tuple(Hyperparameters.from_json({**defaults, **founder}) for founder in self.population.founders)
+        return founders or None
 
     @property
     def task_seed(self) -> int:
-        """Seed of the starts and of their order."""
+        """Seed of the splits and of the order of questions or reset seeds."""
         return self.seed if self.task.seed is None else self.task.seed
 
     def to_json(self) -> dict[str, Any]:
         """Return every field as plain values; `parse_config` reads them back."""
         return {
-            **{each.name: plain(getattr(self, each.name)) for each in fields(self) if each.name != "auto"},
+            **{field.name: plain(getattr(self, field.name)) for field in fields(self) if field.name != "auto"},
             "hyperparameters": self.hyperparameters.to_json(),
             "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),

@@ -1,4 +1,4 @@
-"""Strict YAML: values to frozen records, unknown keys refused by their full path."""
+"""Strict YAML: plain values become frozen records; unknown keys are errors with their full path."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from evogrpo.safe_parsing import BoundedLoader, load_yaml
 
 
 class _StrictLoader(BoundedLoader):
-    """A safe loader that refuses duplicate keys and keys that are no text."""
+    """A safe loader that rejects duplicate keys and keys that are not text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -23,17 +23,17 @@ class _StrictLoader(BoundedLoader):
             key = self.construct_object(key_node)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"every key must be text, got {key!r}: put it in quotes", key_node.start_mark
+                    None, None, f"every key must be text, got {key!r}. Put it in quotes.", key_node.start_mark
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice: only one of the two could count", key_node.start_mark
+                    None, None, f"the key {key!r} appears twice. Remove one.", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1 takes 1e-4 and 1.5e3 for text: it asks for a dot and for a sign in the exponent.
+# YAML 1.1 reads 1e-4 and 1.5e3 as text, because it requires a dot and a signed exponent.
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -43,20 +43,20 @@ def read_yaml(text: str, where: str) -> Any:
     """Parse YAML.
 
     Args:
-        text: The YAML.
-        where: What it is, for messages: a file name, say.
+        text: YAML text.
+        where: Source for messages, such as a file name.
 
     Raises:
-        ValueError: If it is not YAML, more than is bearable, or a key stands twice; with the line.
+        ValueError: If it is not valid YAML, exceeds the limits of `safe_parsing`, or a key appears twice.
     """
     return load_yaml(text, where, _StrictLoader)
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:
-    """Read a file that holds one mapping.
+    """Read a file that contains one mapping.
 
     Raises:
-        ValueError: If the file cannot be read, is not YAML, or holds anything else.
+        ValueError: If the file cannot be read, is not valid YAML, or contains anything else.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -64,38 +64,38 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not in UTF-8. Save it in UTF-8.") from error
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot read {path} ({reason}): name a YAML file, or see `evogrpo demo`") from error
+        raise ValueError(f"cannot read {path}: {reason}. Check the path of the YAML file.") from error
     values = read_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+        raise ValueError(f"{path} must contain a mapping, got {type(values).__name__}. Write `key: value` lines.")
     return values
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Take `schedule.generations=8` apart: the keys on the way, and the value, read as YAML.
+    """Split an override such as `schedule.generations=8` into its keys and its value, which is read as YAML.
 
     Raises:
-        ValueError: If there is no "=", a key is empty, or the value is not YAML.
+        ValueError: If there is no "=", a key is empty, or the value is not valid YAML.
     """
     name, sign, value = text.partition("=")
     keys = tuple(name.strip().split("."))
     if not sign or not all(keys):
-        raise ValueError(f"an override reads key=value, with dots between nested keys, got {text!r:.80}")
-    return keys, read_yaml(value, f"the override {text!r:.80}")
+        raise ValueError(f"An override must have the form section.key=value, got {text!r:.80}.")
+    return keys, read_yaml(value, f"override {text!r:.80}")
 
 
 def with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of nested mappings in which `keys` leads to `value`.
+    """Return a copy of nested mappings with the value at the path `keys` replaced.
 
     Raises:
-        ValueError: If the way leads through something that is no mapping.
+        ValueError: If a key on the path has a value that is not a mapping.
     """
     first, *rest = keys
     if not rest:
         return {**values, first: value}
     inner = values.get(first)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"{'.'.join(keys)} cannot be set: {first} is {inner!r}, which holds no keys")
+        raise ValueError(f"Cannot set {'.'.join(keys)}: {first} is {inner!r}, which has no keys.")
     return {**values, first: with_value(inner or {}, rest, value)}
 
 
@@ -108,10 +108,10 @@ def build(kind: type[T], values: object, where: str) -> T:
     Args:
         kind: The dataclass; fields may be plain types, dataclasses, Literal, unions, sequences and mappings of those.
         values: The mapping; None counts as an empty one.
-        where: The dotted path that leads here, for messages.
+        where: Dotted path of the mapping, for messages.
 
     Raises:
-        ValueError: If a name is unknown or missing, a value is of the wrong type, or the dataclass refuses it.
+        ValueError: If a name is unknown or missing, a value has the wrong type, or the dataclass rejects it.
     """
     assert dataclasses.is_dataclass(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -132,43 +132,38 @@ def build(kind: type[T], values: object, where: str) -> T:
 class UnknownKeyError(ValueError):
     """A key that its section does not have.
 
-    Args:
-        name: The key.
-        where: The dotted path of the section.
-        valid: The keys that it has.
-
     Attributes:
-        name: As given.
-        where: As given.
-        answered: True if the section has a key with a close name, or one that other libraries call so.
-        partly: True if the name is part of a key, or a key is part of the name.
+        name: The key.
+        where: Dotted path of the section.
+        has_suggestion: True if a valid key of the section has a similar name, or this name in another library.
+        overlaps: True if the name is part of a valid key, or a valid key is part of the name.
     """
 
     def __init__(self, name: str, where: str, valid: Iterable[str]) -> None:
         super().__init__(str(unknown_name_error(f"key in {where}" if where else "key", name, valid)))
         self.name, self.where = name, where
         names = list(valid)
-        self.answered = (close_match(name, names) or counterpart(name, names)) is not None
-        self.partly = any(name in key or key in name for key in names)
+        self.has_suggestion = (close_match(name, names) or counterpart(name, names)) is not None
+        self.overlaps = any(name in key or key in name for key in names)
 
 
 def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Sequence[str], where: str) -> None:
-    """Raise ValueError for the first key that does not exist, with its full path and the nearest key that does."""
+    """Raise `UnknownKeyError` for the first key that is not valid, naming the closest valid one."""
     for name in values:
         if name not in valid:
             raise UnknownKeyError(name, where, valid)
 
 
 def mapping(value: object, where: str, keys: Iterable[str] = ()) -> Mapping[str, Any]:
-    """Return a mapping with text keys, or raise ValueError naming `where`, and the keys that it may have."""
+    """Return the value if it is a mapping with text keys; otherwise raise ValueError naming the valid keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        known = ", ".join(keys) or "keys to values"
-        raise ValueError(f"{where} must be a mapping of {known}, got {value!r:.80}")
+        names = ", ".join(keys)
+        raise ValueError(f"{where} must be a mapping{f' with the keys {names}' if names else ''}, got {value!r:.80}")
     return value
 
 
 def optional_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return the same, an empty one for None: a section that says nothing."""
+    """Return the value as `mapping` does; an empty mapping for None."""
     return {} if value is None else mapping(value, where)
 
 
@@ -178,10 +173,10 @@ def inside(where: str, name: str) -> str:
 
 
 def typed(hint: Any, value: object, where: str) -> Any:
-    """Return `value` as the type that `hint` asks for; lists become tuples.
+    """Convert a plain value to the type `hint`; lists become tuples.
 
     Raises:
-        ValueError: If it is of another type.
+        ValueError: If it has another type.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -200,14 +195,15 @@ def typed(hint: Any, value: object, where: str) -> Any:
 
 
 def _one_of(arguments: Sequence[Any], value: object, where: str) -> Any:
-    """Read a union: None, or the first arm that takes the value."""
+    """Convert a value of a union: None, or the first type that accepts it."""
     if value is None and type(None) in arguments:
         return None
-    arms = [arm for arm in arguments if arm is not type(None)]
     errors: list[ValueError] = []
-    for arm in arms:
+    for hint in arguments:
+        if hint is type(None):
+            continue
         try:
-            return typed(arm, value, where)
+            return typed(hint, value, where)
         except ValueError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -221,7 +217,7 @@ def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any,
     if len(arguments) == 1 or arguments[1] is Ellipsis:
         return tuple(typed(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
     if len(value) != len(arguments):
-        raise ValueError(f"{where} must be a list of {len(arguments)}, got {len(value)}")
+        raise ValueError(f"{where} must be a list of {len(arguments)} values, got {len(value)}")
     return tuple(
         typed(hint, item, f"{where}[{number}]")
         for number, (hint, item) in enumerate(zip(arguments, value, strict=True))
@@ -243,7 +239,7 @@ def _plain(hint: Any, value: object, where: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return records, tuples and mappings as plain lists and dicts, all fields written out."""
+    """Convert records, tuples and mappings to plain lists and dicts, with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -19,28 +19,28 @@ from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.text import USER_MODULE_PREFIX, reference_to
 
 
-def load_named(reference: str, what: str, kind: str = "function") -> Callable[..., Any]:
-    """Load a function or a class that the user names, running the code of its module.
+def load_named(reference: str, what: str, category: str = "function") -> Callable[..., Any]:
+    """Import a function or class of the user; this executes the code of its module.
 
     Args:
         reference: `path.py:name`, or `module:name`, imported as if from the working directory.
-        what: What it is for, in messages.
-        kind: "function" or "class", in messages.
+        what: Its purpose, for messages, such as "reward function".
+        category: "function" or "class".
 
     Raises:
-        ValueError: If there is no such module or name, or the module raises while it is run.
+        ValueError: If there is no such module or name, or the module raises an exception.
     """
-    place, sign, name = reference.rpartition(":")
-    if not sign or not place or not name:
-        raise ValueError(f'a {what} is named "path.py:{kind}" or "module:{kind}", got {reference!r}')
-    module = _run_file(Path(place), what) if place.endswith(".py") else load_module(place)
+    source, colon, name = reference.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError(f'A {what} must be given as "path.py:{category}" or "module:{category}", got {reference!r}.')
+    module = _run_file(Path(source), what) if source.endswith(".py") else load_module(source)
     function: Any = getattr(module, name, None)
-    fits = callable if kind == "function" else _is_class
-    if not fits(function):
-        known = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
-        close = close_match(name, known)
-        meant = f"did you mean {close!r}? It has" if close else "it has"
-        raise ValueError(f"{place} has no {kind} {name!r}: {meant} {', '.join(known) or 'none'}")
+    is_category = callable if category == "function" else _is_class
+    if not is_category(function):
+        names = [key for key, value in vars(module).items() if is_category(value) and not key.startswith("_")]
+        match = close_match(name, names)
+        advice = f"did you mean {match!r}? It has" if match else "it has"
+        raise ValueError(f"{source} has no {category} {name!r}: {advice} {', '.join(names) or 'none'}")
     loaded: Callable[..., Any] = function
     return loaded
 
@@ -51,21 +51,21 @@ def _is_class(value: object) -> bool:
 
 def _run_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"no file {path} to take a {what} from")
-    # One name for one state of one file: two functions of it live in the same module, where worker processes that are
-    # sent them look them up, and files of the same name do not replace each other.
-    state = f"{path.resolve()} {path.stat().st_mtime_ns}"
-    name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+        raise ValueError(f"Cannot load the {what}: there is no file {path}.")
+    # The module's name depends on the file's path and time of change. So all functions of a file are in one module,
+    # worker processes find them there, and files with the same name do not replace each other.
+    version = f"{path.resolve()} {path.stat().st_mtime_ns}"
+    name = f"{USER_MODULE_PREFIX}{path.stem}_{hashlib.sha256(version.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
-    # As for a script: what lies beside the file can be imported, and the module can be looked up by its name.
-    _search(path.parent)
+    # As for a script, modules in the same folder can be imported, and the module can be found by its name.
+    _add_to_path(path.parent)
     sys.modules[name] = module
     try:
-        _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+        _load(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
     except BaseException:
         del sys.modules[name]
         raise
@@ -73,52 +73,54 @@ def _run_file(path: Path, what: str) -> ModuleType:
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module that the user names, as if from the working directory.
+    """Import a module of the user as if from the working directory.
 
     Raises:
-        ValueError: If there is none, or it raises while it is run.
+        ValueError: If there is none, or it raises an exception.
     """
-    _search(Path.cwd())
-    found: list[ModuleType] = []
-    _run(lambda: found.append(importlib.import_module(name)), name)
-    return found[0]
+    _add_to_path(Path.cwd())
+    modules: list[ModuleType] = []
+    _load(lambda: modules.append(importlib.import_module(name)), name)
+    return modules[0]
 
 
-def _search(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
-def _run(load: Callable[[], object], what: str) -> None:
+def _load(load: Callable[[], object], what: str) -> None:
     try:
         load()
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: {_meant(error.name or '')}"
-            'install the package it is in, go to the folder that holds it, or name "path.py:name"'
+            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: "
+            f'{_suggest_module(error.name or "")}install its package, change to its folder, or write "path.py:name"'
         ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
 
 
-def _meant(missing: str) -> str:
-    """Return a question for the module whose name is nearest to one that is missing; empty if none is near."""
+def _suggest_module(missing: str) -> str:
+    """Return "did you mean ...?" with the module whose name is closest to a missing one, or an empty text."""
     parent, _, last = missing.rpartition(".")
-    places = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    near = close_match(last, [module.name for module in pkgutil.iter_modules(places)])
-    return f"did you mean {f'{parent}.' if parent else ''}{near}? Otherwise " if near else ""
+    search_path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    match = close_match(last, [module.name for module in pkgutil.iter_modules(search_path)])
+    return f"did you mean {f'{parent}.' if parent else ''}{match}? Otherwise " if match else ""
 
 
 def user_line(error: BaseException) -> str:
     """Return the line of user code that raised an error, such as ` (rewards.py, line 7)`; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
-    own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    package_folder = str(Path(__file__).parents[1])
+    user_frames = [
+        frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(package_folder)
+    ]
+    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
-    """Return a strategy's name and settings: a name of `BUILT_IN`, or where its class is defined, as `place:Class`."""
+    """Return a strategy's name and settings; the name is that of a built-in strategy, or `module:Class`."""
     kind = type(strategy)
     name = next((name for name, built_in in BUILT_IN.items() if built_in is kind), None)
     return {"name": name or reference_to(kind), **strategy.to_json()}
@@ -128,32 +130,34 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     """Build the strategy that a configuration names; user code is imported.
 
     Raises:
-        ValueError: If there is no such class, or a setting is unknown or refused.
+        ValueError: If there is no such class, or a setting is unknown or invalid.
     """
     name = str(values["name"])
-    given, own = values.get("mutation"), None
-    if isinstance(given, str):
-        given = {"name": given}
-    if isinstance(given, Mapping) and "name" in given:
-        own = load_named(str(given["name"]), "mutation")
-    if given is not None:
-        values = {**values, "mutation": given}
-    strategy = strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None, own)
+    mutation, custom_mutation = values.get("mutation"), None
+    if isinstance(mutation, str):
+        mutation = {"name": mutation}
+    if isinstance(mutation, Mapping) and "name" in mutation:
+        custom_mutation = load_named(str(mutation["name"]), "mutation")
+    if mutation is not None:
+        values = {**values, "mutation": mutation}
+    strategy = strategy_from_json(
+        values, load_named(name, "strategy", "class") if ":" in name else None, custom_mutation
+    )
     check_strategy(strategy)
     return strategy
 
 
 def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
-    """Return a strategy given as an instance, a class, or the name of a built-in one.
+    """Return the strategy for an instance, a class, or the name of a built-in strategy.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the argument is none of these.
     """
     if isinstance(strategy, str | Mapping):
         return strategy_from_json({"name": strategy} if isinstance(strategy, str) else strategy)
-    made = strategy() if isinstance(strategy, type) else strategy
-    check_strategy(made)
-    return made
+    instance = strategy() if isinstance(strategy, type) else strategy
+    check_strategy(instance)
+    return instance
 
 
 def check_strategy(strategy: object) -> None:
@@ -161,43 +165,44 @@ def check_strategy(strategy: object) -> None:
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing or isinstance(strategy, type):
         raise ValueError(
-            f"a strategy has plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
-            f"{', '.join(missing) or 'an instance'}: see evogrpo.evolution.Strategy; Stateless has the last two"
+            f"A strategy needs plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
+            f"{', '.join(missing) or 'an instance'}. Subclass evogrpo.evolution.Stateless, which has the last two."
         )
 
 
 def _is_importable(thing: Callable[..., Any]) -> bool:
-    """Check that a function or class is the one its module has under its name; local functions never are."""
-    found: Any = sys.modules.get(thing.__module__)
+    """Return True if importing its module and looking up its name gives the same function or class."""
+    value: Any = sys.modules.get(thing.__module__)
     for part in thing.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is thing and thing.__module__ != "__main__"
+        value = getattr(value, part, None)
+    # `__main__` is another module in the process that resumes the run.
+    return value is thing and thing.__module__ != "__main__"
 
 
 def check_resumable(strategy: Strategy) -> None:
     """Check that a strategy can be restored from its record.
 
     Raises:
-        ValueError: If its class, or a mutation of the user's, cannot be found by name, if its settings or its state are
-            not plain JSON values, if the settings do not build its like, or if one of them is called name.
+        ValueError: If its class or a custom mutation cannot be imported by name, its settings or state are not plain
+            JSON values, its settings do not build an equal strategy, or a setting is called "name".
     """
-    kind, record, mutation = type(strategy), strategy_record(strategy), _own_mutation(strategy)
-    for what, thing in (("class of a strategy", kind), ("mutation of a strategy", mutation)):
-        if thing is not None and not _is_importable(thing):
+    strategy_class, record, mutation = type(strategy), strategy_record(strategy), _custom_mutation(strategy)
+    for role, code in (("class of a strategy", strategy_class), ("mutation of a strategy", mutation)):
+        if code is not None and not _is_importable(code):
             raise ValueError(
-                f"the {what} must be found by its name when the run is resumed, got {reference_to(thing)}: define it "
-                "at the top of a module of its own and import it from there, or leave run_dir out"
+                f"A run can only be resumed if the {role} can be imported, got {reference_to(code)}. "
+                "Define it at the top level of an imported module, or remove run_dir."
             )
     if "name" in strategy.to_json():
-        raise ValueError(f"{kind.__name__} must have no setting called name, which is what its class is stored under")
-    stored = _through_json(record)
-    again = _through_json(strategy_record(strategy_from_json(stored, kind, mutation)))
-    if again != stored:
+        raise ValueError(f"{strategy_class.__name__} has a setting called name, which is reserved. Rename it.")
+    stored = _json_round_trip(record)
+    rebuilt = _json_round_trip(strategy_record(strategy_from_json(stored, strategy_class, mutation)))
+    if rebuilt != stored:
         raise ValueError(
-            f"{kind.__name__}.to_json must return the arguments that build an equal strategy, got {stored}, which "
-            f"build {again}"
+            f"{strategy_class.__name__}.to_json must return arguments that build an equal strategy, but {stored} "
+            f"build {rebuilt}."
         )
-    _through_json(strategy.state())
+    _json_round_trip(strategy.state())
 
 
 def restored_strategy(
@@ -206,12 +211,12 @@ def restored_strategy(
     """Restore the strategy of a stored run.
 
     Args:
-        record: What `strategy_record` returned.
-        state: What the strategy's `state` returned.
-        given: New instance or class of the strategy; None for a built-in one. Names of custom classes are not imported.
+        record: Result of `strategy_record`.
+        state: Result of the strategy's `state()`.
+        given: New instance or class of the strategy; None for a built-in one. A name from a checkpoint is not imported.
 
     Raises:
-        ValueError: If it is missing or another one.
+        ValueError: If a custom strategy is missing, or `given` differs from the stored strategy.
     """
     name = str(record["name"])
     if given is None and name not in BUILT_IN:
@@ -221,36 +226,36 @@ def restored_strategy(
         )
     if given is not None and not isinstance(given, type):
         check_strategy(given)
-    kind = given if given is None or isinstance(given, type) else type(given)
-    mutation = None if given is None or isinstance(given, type) else _own_mutation(given)
-    stored = strategy_from_json(record, kind, mutation)
+    strategy_class = given if given is None or isinstance(given, type) else type(given)
+    mutation = None if given is None or isinstance(given, type) else _custom_mutation(given)
+    stored = strategy_from_json(record, strategy_class, mutation)
     strategy = stored if given is None or isinstance(given, type) else given
-    wanted, found = (_through_json(strategy_record(each)) for each in (stored, strategy))
-    # A module may have moved since; which class it is and what it was set to may not change.
-    same = _class(name) == _class(found["name"]) and _mutation_named(record) == _mutation_named(found)
-    if wanted != found or kind not in (None, type(stored)) or not same:
-        raise ValueError(f"strategy must be the one that the run began with, {dict(record)}, got {found}.")
+    expected, actual = (_json_round_trip(strategy_record(candidate)) for candidate in (stored, strategy))
+    # The module may have moved, so only the names of class and mutation and the settings are compared.
+    same_names = _class_name(name) == _class_name(actual["name"]) and _mutation_name(record) == _mutation_name(actual)
+    if expected != actual or strategy_class not in (None, type(stored)) or not same_names:
+        raise ValueError(f"strategy must be the one that the run started with, {dict(record)}, got {actual}.")
     strategy.load_state(state)
     return strategy
 
 
-def _class(name: str) -> str:
+def _class_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _mutation_named(record: Mapping[str, Any]) -> str | None:
+def _mutation_name(record: Mapping[str, Any]) -> str | None:
     """Return the name of a custom mutation without its module, or None."""
     mutation = record.get("mutation")
-    return _class(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
+    return _class_name(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
 
 
-def _own_mutation(strategy: Strategy) -> Callable[..., Any] | None:
-    """Return the function or the class of a mutation that is the user's own; None where the strategy has none."""
+def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:
+    """Return the function or class of a built-in strategy's custom mutation, or None."""
     mutation: Any = getattr(strategy, "mutation", None)
     if type(strategy) not in BUILT_IN.values() or mutation is None or isinstance(mutation, Mutation):
         return None
     return defined(mutation)
 
 
-def _through_json(values: Mapping[str, Any]) -> Any:
+def _json_round_trip(values: Mapping[str, Any]) -> Any:
     return load_json(dump_json(values, what="what is stored of the strategy"))

@@ -15,7 +15,7 @@ from evogrpo.interruption import Interrupted, Stop
 from evogrpo.models.devices import device_memory
 from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
-from evogrpo.training.configuration.sections import IMPLIED, OPEN, SIZES, AnyConfig
+from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, AnyConfig
 from evogrpo.training.forecast import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
@@ -94,14 +94,14 @@ def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
     Raises:
         ValueError: If they do not fit its hyperparameters.
     """
-    sections: dict[str, dict[str, Any]] = {section: {} for section in OPEN}
-    for name in config.auto & SIZES:
+    sections: dict[str, dict[str, Any]] = {section: {} for section in AUTO_KEYS}
+    for name in config.auto & AUTO_SIZES:
         section, _, key = name.partition(".")
         sections[section][key] = sizes[name]
     samples, space = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step), config.search_space
     return replace(
         config,
-        search_space=drop_single_group_size(space, samples) if IMPLIED in config.auto else space,
+        search_space=drop_single_group_size(space, samples) if AUTO_SEARCH_SPACE in config.auto else space,
         hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),

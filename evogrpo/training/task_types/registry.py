@@ -34,7 +34,7 @@ def parse_task(values: object, where: str = "task") -> TaskSection:
         for key in section:
             if key not in known:
                 raise unknown_name_error(f"key in {where}", key, sorted(known))
-        *others, last = (f"{task.what} ({inside(where, key)})" for key, task in _TASKS.items())
+        *others, last = (f"{task.description} ({inside(where, key)})" for key, task in _TASKS.items())
         raise ValueError(
             f"{where} must name {', '.join(others)} or {last}: exactly one of them, "
             f"got {' and '.join(chosen) or 'none'}"
