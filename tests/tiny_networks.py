@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.policies.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.config.objective import Objective
-from evogrpo.data import Batch, ObservationInputs
+from evogrpo.data import DEFAULT_POLICY, Batch, ObservationInputs
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
@@ -204,11 +204,11 @@ class Together:
 
     @property
     def policies(self) -> "dict[str, Together]":
-        return {DEFAULT: self}
+        return {DEFAULT_POLICY: self}
 
     @property
     def banks(self) -> Banks:
-        return Banks({DEFAULT: self.bank})
+        return Banks({DEFAULT_POLICY: self.bank})
 
 
 def together(size: int = 1, **objective: Any) -> Together:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from evogrpo.envs.control.episodes import Episodes
 from recipes import RECIPES, Recipe
 from recording import Recorder
 from runners import Job
@@ -14,7 +15,6 @@ from tasks import Task
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
-from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.evolve import evolve
 

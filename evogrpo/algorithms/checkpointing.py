@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.algorithms.factory import POLICY_SETS
+from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
 from evogrpo.algorithms.policies.distributed import distribute, placement_of
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import KeptStates, Population
@@ -96,7 +96,7 @@ def load_agent(
         if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not a {kind.__name__}. Load it with "
-                f"{POLICY_SETS[stored].agent_class}.load."
+                f"{AGENT_CLASSES[stored]}.load."
             )
         folder = checkpoint_path(Path(path))
         network = _as_saved(actor_network, tensors, path)
@@ -113,7 +113,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         stored = record["shared"]["kind"]
         members = agent.members
         if stored != members.kind:
-            made_by = POLICY_SETS[stored].agent_class if stored in POLICY_SETS else "its own class"
+            made_by = AGENT_CLASSES[stored] if stored in POLICY_SETS else "its own class"
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}. Load it with "
                 f"{made_by}.load."

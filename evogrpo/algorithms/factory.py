@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.policies.devices import autocast_context, choose_device
-from evogrpo.algorithms.policies.joint import JointPolicySet
 from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.policies.policy_set import PolicySet, Settings
@@ -25,7 +24,6 @@ from evogrpo.algorithms.policies.settings import (
     LanguageSettings,
     NetworkSettings,
 )
-from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
 from evogrpo.config.checks import instance, refuse_unknown, whole_between
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
@@ -39,7 +37,7 @@ from evogrpo.config.search_space import (
     HyperparameterConfig,
     common_samples,
 )
-from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies
+from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
 from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.functional.loss_types import AdvantageType, LossType
 from evogrpo.models.language.adapter_files import read_adapter
@@ -177,9 +175,14 @@ class MultiAgentOptions(CommonOptions, total=False):
     agent_ids: bool
 
 
-POLICY_SETS: Mapping[str, type[LanguagePolicySet | NetworkPolicySet | JointPolicySet]] = {
-    kind.kind: kind for kind in (LanguagePolicySet, NetworkPolicySet, JointPolicySet)
+POLICY_SETS: Mapping[str, type[LanguagePolicySet | NetworkPolicySet]] = {
+    "language": LanguagePolicySet,
+    "networks": NetworkPolicySet,
+    "joint": NetworkPolicySet,
 }
+"""Policy sets by their kind in checkpoints; "joint" are small networks of several agents."""
+AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRPO"}
+"""Names of the agents' classes by kind."""
 
 
 OptionsT = TypeVar("OptionsT", Options, MultiAgentOptions)
@@ -322,15 +325,9 @@ def _open_networks(
         raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
     if module is not None and "network" in values:
         raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
-    settings = NetworkSettings(
-        **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
-    )
-    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
-    space = values.get("hp_config") or HyperparameterConfig()
-    check_hyperparameters(settings.objective, hyperparameters, space, per_action=True)
-    device = choose_device(values.get("accelerator"), values.get("device")) or "cpu"
-    networks = StackedPolicy(*given, size, settings, module=module, device=device)
-    return NetworkPolicySet(networks, values.get("hp_config")), hyperparameters
+    names = NetworkSettings.__dataclass_fields__
+    settings = NetworkSettings(**{name: values[name] for name in names if name in values})
+    return _network_policy_set(size, single_agent(*given), settings, values, module)
 
 
 def build_joint_policy_set(
@@ -347,12 +344,20 @@ def build_joint_policy_set(
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
     assert observation_spaces is not None and action_spaces is not None
     values: Mapping[str, Any] = options
-    settings = JointSettings(**{name: values[name] for name in JointSettings.__dataclass_fields__ if name in values})
+    names = JointSettings.__dataclass_fields__
+    settings = JointSettings(**{name: values[name] for name in names if name in values})
+    mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
+    return _network_policy_set(size, mapping, settings, values, None)
+
+
+def _network_policy_set(
+    size: int, mapping: PolicyMapping, settings: NetworkSettings, values: Mapping[str, Any], module: nn.Module | None
+) -> tuple[PolicySet, Hyperparameters]:
     hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
     check_hyperparameters(settings.objective, hyperparameters, space, per_action=True)
-    device = choose_device(None, values.get("device")) or "cpu"
-    members = JointPolicySet(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
+    device = choose_device(values.get("accelerator"), values.get("device")) or "cpu"
+    members = NetworkPolicySet(mapping, size, settings, values.get("hp_config"), module=module, device=device)
     return members, hyperparameters
 
 

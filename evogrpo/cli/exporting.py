@@ -64,17 +64,17 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
         raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
     console = make_console()
     with working(console, "reading and checking the adapter"):
-        from evogrpo.algorithms.factory import POLICY_SETS
+        from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
         from evogrpo.storage.checkpoint import read_checkpoint
         from evogrpo.storage.manifest import checkpoint_errors
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):
-            index, policy_set = int(record["member"]["index"]), POLICY_SETS[record["shared"]["kind"]]
+            index, agent_class = int(record["member"]["index"]), AGENT_CLASSES[record["shared"]["kind"]]
             base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
-            loading = f"{policy_set.agent_class}.load({str(best)!r})"
+            loading = f"{agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} contains small networks, not an adapter. Load them with {loading}.")
         with checkpoint_errors(best / PEFT_FILES[0]):
             base_name = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]

@@ -1,6 +1,7 @@
 """Records that sampling, learning and evaluation exchange."""
 
 from evogrpo.data.batch import (
+    DEFAULT_POLICY,
     Batch,
     Experience,
     NoInputs,
@@ -13,6 +14,7 @@ from evogrpo.data.reports import LearnReport, UpdateReport
 from evogrpo.data.rollout import Actor, Conversation, Rollout, SampledActions, SamplingBatch, SamplingOptions
 
 __all__ = [
+    "DEFAULT_POLICY",
     "Actor",
     "Batch",
     "Conversation",

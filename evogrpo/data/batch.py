@@ -156,8 +156,11 @@ class Batch:
 _NOT_ROWS = ("inputs", "exact", "component_weights", "component_names", "stop")
 _WITHOUT_TIME = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
 
+DEFAULT_POLICY = "default"
+"""Name of the policy of a single agent; its keys of a train state have no prefix."""
+
 Experience = Mapping[str, Batch]
-"""Batch by name of the policy that learns from it; a single agent's policy is "default"."""
+"""Batch by name of the policy that learns from it."""
 
 
 # ---- inputs

@@ -3,9 +3,9 @@
 import gymnasium
 import numpy as np
 import pytest
+from evogrpo.envs.control.episodes import Episodes
 
 from evogrpo.envs.control.actions import ActionNoise
-from evogrpo.envs.control.episodes import Episodes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.testing.environments import PseudoRandomActor

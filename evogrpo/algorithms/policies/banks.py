@@ -5,10 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.models.bank import PolicyBank, TrainState
-
-DEFAULT = "default"
-"""Name of the policy of members with a single policy; train state keys then have no prefix."""
 
 
 class Banks(Mapping[str, PolicyBank]):
@@ -65,7 +63,7 @@ class Banks(Mapping[str, PolicyBank]):
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a train state."""
         policy, _, own = name.rpartition("/")
-        return self._banks[policy or DEFAULT].state_tensor(slot, own)
+        return self._banks[policy or DEFAULT_POLICY].state_tensor(slot, own)
 
     def state(self, slot: int) -> TrainState:
         """Return a copy of the train state of a slot; with several policies the keys are "policy/name"."""
@@ -95,7 +93,7 @@ class Banks(Mapping[str, PolicyBank]):
             except ValueError as error:
                 for done, held in before.items():
                     self._banks[done].load_state(slot, held)
-                raise ValueError(str(error) if policy == DEFAULT else f"policy {policy!r}: {error}") from error
+                raise ValueError(str(error) if policy == DEFAULT_POLICY else f"policy {policy!r}: {error}") from error
         self.changed.add(slot)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
@@ -113,13 +111,13 @@ class Banks(Mapping[str, PolicyBank]):
 
 
 def state_key(policy: str, name: str) -> str:
-    """Return the key of a policy's tensor in the member's train state."""
-    return name if policy == DEFAULT else f"{policy}/{name}"
+    """Return the key of a policy's tensor in the member's train state: without a prefix for the default policy."""
+    return name if policy == DEFAULT_POLICY else f"{policy}/{name}"
 
 
 def _by_policy(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         policy, _, name = key.rpartition("/")
-        parts.setdefault(policy or DEFAULT, {})[name] = value
+        parts.setdefault(policy or DEFAULT_POLICY, {})[name] = value
     return parts

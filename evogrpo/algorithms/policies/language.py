@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.policies.devices import autocast_context, choose_device
 from evogrpo.algorithms.policies.language_batches import (
     Experiences,
@@ -41,7 +41,7 @@ from evogrpo.algorithms.rollout.requests import (
     SamplingRequest,
 )
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import Experience, SamplingBatch
+from evogrpo.data import DEFAULT_POLICY, Experience, SamplingBatch
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.interruption import Stop
@@ -93,8 +93,7 @@ class LanguagePolicySet:
         action_space: As given.
     """
 
-    kind: ClassVar[str] = "language"
-    agent_class: ClassVar[str] = "GRPO"
+    kind = "language"
     weights = ("adapter",)
     evolves = False
 
@@ -146,8 +145,8 @@ class LanguagePolicySet:
             self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
         self.sampler: Sampler = self.bank
-        self.policies = {DEFAULT: self}
-        self.banks = Banks({DEFAULT: self.bank})
+        self.policies = {DEFAULT_POLICY: self}
+        self.banks = Banks({DEFAULT_POLICY: self.bank})
         self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.fingerprint = recognised_by or fingerprint(model)
 
@@ -237,7 +236,7 @@ class LanguagePolicySet:
         scores = self._score(prompts, rollout, request.stop)
         batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return RolloutBatch(
-            experience={DEFAULT: batch},
+            experience={DEFAULT_POLICY: batch},
             scores=replace(scores, step_rewards=None),
             member_ids=wanted.member_ids,
             start_ids=wanted.start_ids,
@@ -369,7 +368,7 @@ class LanguagePolicySet:
         batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
         tokens = [int(batch.actions.max()), int(batch.actions.min())]
         check_token_ids(self.bank.base.model, tokens, "completion_ids")
-        return {DEFAULT: batch}
+        return {DEFAULT_POLICY: batch}
 
     # ---- the network
 

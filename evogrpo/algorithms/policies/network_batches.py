@@ -1,7 +1,7 @@
 """Batches of small networks, built from the observations and experiences of a user's own loop."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
+from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import (
@@ -20,6 +20,10 @@ from evogrpo.envs.control.observations import (
     normalised_leaves,
     unflatten,
 )
+from evogrpo.envs.control.rollout import PolicyEpisodes
+
+if TYPE_CHECKING:
+    from evogrpo.algorithms.policies.networks import StackedPolicy
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -82,7 +86,48 @@ def to_tensors(tree: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(tree))
 
 
-def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:
+def episode_batch(
+    settings: NetworkSettings,
+    episodes: PolicyEpisodes,
+    observations: Any,
+    members: NDArray[np.int64],
+    temperature: NDArray[np.float32],
+) -> Batch:
+    """Return one policy's rows to learn from, one per agent and episode.
+
+    Args:
+        settings: Settings of the members.
+        episodes: Episodes of the policy.
+        observations: `[n, t, ...]` normalised observations.
+        members: Slot of the member that acts in each episode.
+        temperature: Sampling temperature of each episode.
+    """
+    own = isinstance(settings, JointSettings) and settings.credit == "agent"
+    earned, acted = episodes.own_rewards if own else episodes.team_rewards, episodes.present
+    # NaN for agents that never acted in an episode: they have no reward to compare. The sum is cumulative, because a
+    # pairwise sum would depend on the padding.
+    rewards = np.where(acted.any(axis=1), earned.cumsum(axis=1)[:, -1], np.nan)
+    present, truncated = torch.from_numpy(acted), torch.from_numpy(episodes.truncated)
+    masks = episodes.action_masks
+    return Batch(
+        inputs=ObservationInputs(
+            observations=to_tensors(observations),
+            temperature=torch.from_numpy(temperature[episodes.rows]),
+            action_masks=None if masks is None else torch.from_numpy(masks),
+        ),
+        actions=torch.from_numpy(episodes.actions),
+        present=present,
+        action_mask=present & ~truncated[:, None] if settings.objective.mask_truncated else present,
+        rewards=torch.from_numpy(rewards).float(),
+        group_ids=torch.from_numpy(episodes.group_ids),
+        member_ids=torch.from_numpy(members[episodes.rows]),
+        sampler_log_probs=torch.from_numpy(episodes.log_probs),
+        step_rewards=torch.from_numpy(np.where(acted, earned, np.nan)).float(),
+        truncated=truncated,
+    )
+
+
+def as_step_batch(experiences: StepExperiences, learner: Learner, networks: "StackedPolicy") -> Batch:
     """Convert the experiences of a user's own loop to a batch, and update the running observation statistics.
 
     Args:
@@ -157,7 +202,7 @@ def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: sp
     return legal.reshape(*chosen.shape[:2], -1)
 
 
-def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: StackedPolicy) -> Any:
+def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: "StackedPolicy") -> Any:
     """Return normalised observations `[n, t, ...]`, and update the statistics with the raw ones."""
     space, leaves = networks.observation_space, []
     n, t = taken.shape[0] * taken.shape[1], taken.shape[2]

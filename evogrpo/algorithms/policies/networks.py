@@ -1,8 +1,10 @@
-"""NetworkPolicySet: small networks that act in a Gymnasium environment."""
+"""NetworkPolicySet: small networks that act for the agents of a Gymnasium or PettingZoo environment."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,32 +14,654 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.banks import DEFAULT, Banks
+from evogrpo.algorithms.policies.banks import Banks, state_key
 from evogrpo.algorithms.policies.devices import choose_device
-from evogrpo.algorithms.policies.network_batches import StepExperiences, as_step_batch, check_observations, to_tensors
+from evogrpo.algorithms.policies.network_batches import as_step_batch, check_observations, episode_batch
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
-from evogrpo.algorithms.policies.settings import NetworkSettings
-from evogrpo.algorithms.policies.stacked_policy import StackedPolicy
+from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.algorithms.rollout.requests import (
     HELD_OUT,
     EvaluationRequest,
     EvaluationResult,
     ObservedStatistics,
-    RequestedRows,
     RolloutBatch,
     SamplingRequest,
 )
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import Batch, Experience, ObservationInputs, SampledActions
-from evogrpo.envs.control.actions import ActionNoise, StepUniforms, legal_actions, to_environment
-from evogrpo.envs.control.episodes import Episodes
-from evogrpo.envs.protocol import GroupEnvironment, Scores
+from evogrpo.data import DEFAULT_POLICY, Batch, Experience, SampledActions
+from evogrpo.envs.control.actions import AgentActionNoise, legal_actions, to_environment
+from evogrpo.envs.control.observations import (
+    ObservationStatistics,
+    episode_statistics,
+    flatten,
+    normalised_leaves,
+    unflatten,
+)
+from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
+from evogrpo.envs.control.rollout import Episodes, PolicyEpisodes
+from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import check_allocation
+from evogrpo.models.networks.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
+from evogrpo.models.networks.bank import StackedBank
+from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.warnings import warn
+
+# ---- one policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyDescription:
+    """Description of a small network as text.
+
+    Attributes:
+        observations: Observations, part by part.
+        network: Convolutions and layers, or the name of the user's module.
+        actions: Actions and their distribution.
+    """
+
+    observations: str
+    network: str
+    actions: str
+
+
+class StackedPolicy:
+    """Small networks of all members, for one pair of spaces.
+
+    Args:
+        observation_space: Observation space.
+        action_space: Action space.
+        size: Number of members.
+        settings: Settings that do not evolve.
+        module: The user's own network; None = the default one.
+        device: Device of the networks.
+
+    Attributes:
+        observation_space: As given.
+        action_space: As given.
+        settings: As given.
+        custom: A copy of the user's own network, or None.
+        bank: Weights and optimizers.
+
+    Raises:
+        ValueError: If a space is not supported, or the module or the settings do not fit.
+    """
+
+    weights = ("weights", "architecture")
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        size: int,
+        settings: NetworkSettings,
+        *,
+        module: nn.Module | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if module is not None and settings.evolve_network is not None:
+            raise ValueError("The architecture of a custom module cannot evolve. Leave out evolve_network.")
+        self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
+        # A copy, because the reference policy must not change with the user's module.
+        self.custom, self._width = deepcopy(module), 0
+        if settings.normalise_observations:
+            self._width = ObservationStatistics.empty(1, observation_space).mean.shape[1]
+        self.bank = StackedBank(
+            observation_space,
+            action_space,
+            size=size,
+            network=settings.network if module is None else module,
+            optimizer=settings.optimizer,
+            seed=settings.seed,
+            own_reference=settings.objective.reference == "snapshot",
+            device=device,
+            extra_stats=1 + 2 * self._width if self._width else 0,
+        )
+
+    @property
+    def words(self) -> PolicyDescription:
+        """Description of the first member."""
+        return PolicyDescription(
+            observations=ObservationEncoder(self.observation_space).description,
+            network=self.bank.description(0),
+            actions=self.bank.distribution.description,
+        )
+
+    def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> SampledActions:
+        """Choose actions for raw observations; see `evogrpo.data.Actor`."""
+        return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
+
+    def module(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a module that maps raw observations `[m, ...]` to distribution parameters `[m, o]`.
+
+        Discrete and MultiDiscrete: concatenated logits. MultiBinary: logits of ones. Box: means, then logarithms of
+        standard deviations; for bounded boxes both are in units of half the range, means from its centre. `base`
+        returns the untrained network, with the member's observation statistics.
+        """
+        return _PolicyModule(self, slot, base)
+
+    # ---- running statistics of observations
+
+    @property
+    def statistics(self) -> ObservationStatistics | None:
+        """Observation statistics of all members; None without normalisation."""
+        if not self._width:
+            return None
+        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), [1, 1 + self._width], axis=1)
+        return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
+
+    def update_statistics(self, observed: ObservationStatistics) -> None:
+        """Add observations to the running statistics."""
+        before = self.statistics
+        if before is not None:
+            later = before.merged(observed)
+            values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
+            self.bank.extra_stats.copy_(torch.from_numpy(values))
+
+    def shown(self, observations: Any, member_ids: NDArray[np.int64]) -> Any:
+        """Normalise raw observations `[m, ...]` with the statistics of the members `[m]`."""
+        statistics = self.statistics
+        if statistics is None:
+            return observations
+        leaves = [np.asarray(leaf) for leaf in flatten(self.observation_space, observations)]
+        numbers = normalised_leaves(self.observation_space)
+        return unflatten(self.observation_space, statistics.normalise(leaves, numbers, member_ids))
+
+    def normalised(
+        self, episodes: PolicyEpisodes, member_ids: NDArray[np.int64]
+    ) -> tuple[Any, ObservationStatistics | None]:
+        """Return the normalised observations `[n, t, ...]` of episodes, and statistics of the raw ones.
+
+        Args:
+            episodes: The episodes.
+            member_ids: `[n]` slots.
+        """
+        if self.statistics is None:
+            return episodes.observations, None
+        space, present = self.observation_space, episodes.present
+        leaves = flatten(space, episodes.observations)
+        summary = episode_statistics(self.bank.size, leaves, normalised_leaves(space), present, member_ids)
+        flat = unflatten(space, [leaf.reshape(present.size, *leaf.shape[2:]) for leaf in leaves])
+        changed = flatten(space, self.shown(flat, member_ids.repeat(present.shape[1])))
+        shown = [leaf.reshape(*present.shape, *leaf.shape[1:]).copy() for leaf in changed]
+        for leaf in shown:
+            leaf[~present] = 0
+        return unflatten(space, shown), summary
+
+    # ---- architecture
+
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw a change of a member's architecture; None = no change."""
+        limits, config = self.settings.evolve_network, self.bank.architecture(slot)
+        if limits is None or config is None or rng.random() >= limits.probability:
+            return None
+        try:
+            new = mutate_architecture(config, limits, rng)
+        except NothingToChangeError:  # at the limits
+            return None
+        # Other fields of the architecture do not change.
+        changed = {"hidden": list(new.hidden), "activation": new.activation}
+        return ArchitectureChange(architecture=changed, old=_in_words(config), new=_in_words(new))
+
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Change a member's architecture and keep what it has learnt."""
+        config = self.bank.architecture(slot)
+        if config is None:
+            raise ValueError(f"The architecture of a custom module cannot change, got {architecture}.")
+        self.bank.rebuild(slot, replace(config, **architecture), rng)
+
+
+class _PolicyModule(nn.Module):
+    """Network of a member, with observation normalisation."""
+
+    def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
+        super().__init__()
+        self._policy, self.slot = policy, slot
+        self.network = policy.bank.policy(slot, base=base)
+
+    def forward(self, observations: Any) -> torch.Tensor:
+        """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
+        count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
+        outputs: torch.Tensor = self.network(self._policy.shown(observations, np.full(count, self.slot)))
+        return outputs
+
+
+def _in_words(config: NetworkConfig) -> str:
+    """Return the evolving part of an architecture as text, such as "64-64 tanh"."""
+    return f"{'-'.join(map(str, config.hidden))} {config.activation}"
+
+
+# ---- all policies
+
+
+class NetworkPolicySet:
+    """Small networks of all members, one per policy; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
+
+    A single agent is a mapping with one policy named "default".
+
+    Args:
+        mapping: Maps agents to policies.
+        size: Number of members.
+        settings: Settings that do not evolve.
+        hp_config: The search space; None = nothing evolves.
+        module: The user's own network, for a single agent; None = the default one.
+        device: Device of the networks.
+
+    Attributes:
+        kind: "networks" for a single agent, "joint" for several.
+        mapping: As given.
+        settings: As given.
+        hp_config: As given.
+        device: As given.
+        policies: The policies by name.
+        banks: Their banks.
+        masked: True if a single agent has learnt with action masks.
+
+    Raises:
+        ValueError: If a space is not supported, or the module or the settings do not fit.
+    """
+
+    def __init__(
+        self,
+        mapping: PolicyMapping,
+        size: int,
+        settings: NetworkSettings,
+        hp_config: HyperparameterConfig | None = None,
+        *,
+        module: nn.Module | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.mapping, self.settings, self.hp_config, self.device = mapping, settings, hp_config, torch.device(device)
+        self._single = mapping.policies is None
+        self.kind = "networks" if self._single else "joint"
+        self.policies = {}
+        for number, (name, spec) in enumerate(mapping.specs.items()):
+            # Each policy of a team has its own seed, so that policies with equal spaces start from different weights.
+            seed = settings.seed if self._single else int(generator(settings.seed, "policy", number).integers(2**31))
+            self.policies[name] = StackedPolicy(
+                spec.observation_space,
+                spec.action_space,
+                size,
+                replace(settings, seed=seed),
+                module=module,
+                device=device,
+            )
+        self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
+        self.masked = self._warned = False
+
+    @property
+    def observation_space(self) -> spaces.Space[Any] | None:
+        """Observation space of a single agent; None for several."""
+        return self.mapping.specs[DEFAULT_POLICY].observation_space if self._single else None
+
+    @property
+    def action_space(self) -> spaces.Space[Any] | None:
+        """Action space of a single agent; None for several."""
+        return self.mapping.specs[DEFAULT_POLICY].action_space if self._single else None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Keys of a train state that hold the policies' weights."""
+        return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
+
+    @property
+    def _module(self) -> nn.Module | None:
+        """The user's own network."""
+        return next(iter(self.policies.values())).custom
+
+    def _spaces(self) -> dict[str, Any]:
+        """Return the spaces by the name of the constructor's argument: those of a single agent, or by agent."""
+        if self._single:
+            return {"observation_space": self.observation_space, "action_space": self.action_space}
+        return {
+            "observation_spaces": self.mapping.observation_spaces,
+            "action_spaces": self.mapping.action_spaces,
+        }
+
+    def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
+        """Return a policy set of one fresh member; `wrap` has no effect."""
+        member = NetworkPolicySet(
+            self.mapping, 1, self.settings, self.hp_config, module=self._module, device=self.device
+        )
+        member.masked = self.masked
+        return member
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not in the settings, or differ from them."""
+        module, own = self._module, {**self._spaces(), "device": self.device}
+        if self._single:
+            own["actor_network"] = module
+        return own if module is None else {**own, "network": None}
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Raise ValueError: samplers are for language models."""
+        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
+
+    def check(self, env: Any) -> None:
+        """Raise ValueError if the environment has other agents or spaces."""
+        wrapper = "Gymnasium environments as evogrpo.GymnasiumGroups(...)"
+        if not self._single:
+            wrapper = "parallel PettingZoo environments as evogrpo.PettingZooGroups(...)"
+        for name, own in self._spaces().items():
+            given = getattr(env, name, None)
+            if given != own:
+                raise ValueError(
+                    f"The members' {name} must be those of the environment, got {own}, but {type(env).__name__} has "
+                    f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
+                    f"{wrapper}."
+                )
+
+    def sample(
+        self, env: Any, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
+    ) -> RolloutBatch:
+        """Play one episode for each requested row.
+
+        Agent a of a member uses numbers `[r, t]` of the stream (seed, "purpose for a", step, index) in step t of
+        episode r, so its random numbers do not depend on other members; a single agent those of the plain purpose.
+        """
+        # 1. Check the environment.
+        self.check(env)
+        if isinstance(self.settings, JointSettings) and any(learner.step == 0 for learner in wanted.learners):
+            env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
+        # 2. Play the episodes.
+        rows = wanted.rows(part)
+        member_ids, temperature, chosen = rows.member_ids.numpy(), rows.temperature.numpy(), rows.chosen.numpy()
+        noise = AgentActionNoise(
+            self.settings.seed, wanted.purpose, streams=wanted.streams, rows=wanted.counts, width_of=self._width_of
+        )
+        played: Episodes = env.open("train", starts).play(
+            self.policies,
+            self.mapping,
+            rows.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=lambda agents, own, t: noise(agents, chosen[own], t),
+            temperature=temperature,
+            stop=wanted.stop,
+        )
+        # 3. Build one batch per policy.
+        experience: dict[str, Batch] = {}
+        seen: dict[str, ObservationStatistics] = {}
+        for name, episodes in played.episodes.items():
+            policy = self.policies[name]
+            shown, summary = policy.normalised(episodes, member_ids[episodes.rows])
+            experience[name] = episode_batch(self.settings, episodes, shown, member_ids, temperature)
+            if summary is not None:
+                seen[name] = summary
+            self.masked |= self._single and episodes.action_masks is not None
+        steps = np.bincount(member_ids, weights=played.actions, minlength=self.banks.size)
+        return RolloutBatch(
+            experience=experience,
+            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
+            member_ids=rows.member_ids,
+            start_ids=rows.start_ids,
+            truncated=torch.from_numpy(played.truncated),
+            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
+            observed=(seen,) if seen else (),
+        )
+
+    def evaluate(self, env: Any, asked: EvaluationRequest) -> EvaluationResult:
+        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score."""
+        self.check(env)
+        noise = AgentActionNoise(
+            self.settings.seed,
+            HELD_OUT,
+            streams=asked.streams,
+            rows=[asked.each] * len(asked.questions),
+            width_of=self._width_of,
+        )
+        greedy = asked.answers is None
+        played: Episodes = env.open(asked.split, asked.questions).play(
+            self.policies,
+            self.mapping,
+            asked.start_ids.tolist(),
+            asked.member_ids.tolist(),
+            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % asked.per_slot, t),
+            temperature=None if greedy else asked.temperature.numpy(),
+            base=asked.base,
+            stop=asked.stop,
+        )
+        steps = played.actions.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
+        return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))
+
+    def _width_of(self, agent: str) -> int:
+        """Return the number of uniforms per action of an agent."""
+        return self.policies[self.mapping.policy_of(agent)].bank.uniforms_per_action
+
+    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
+        """Add the observations of a learning step to each policy's running statistics."""
+        for by_policy in observed:
+            for name, summary in by_policy.items():
+                self.policies[name].update_statistics(summary)
+
+    # ---- in a caller's own loop
+
+    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> Any:
+        """Choose actions; see `GRPO.get_action` and `MultiAgentGRPO.get_action`."""
+        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
+        if not self._single:
+            return self._choose_for_team(learner, seen, rng, action_mask or {})
+        actions, batched = self._choose(learner, seen, rng, action_mask)
+        if isinstance(self.action_space, spaces.Discrete | spaces.MultiDiscrete):
+            actions = actions + self.action_space.start  # numbered as the space does
+        return actions if batched else actions[0]
+
+    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
+        """Choose actions in the environment's format; see `GRPO.predict`."""
+        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
+        if not self._single:
+            return self._choose_for_team(learner, observation, rng, action_masks or {})
+        actions, batched = self._choose(learner, observation, rng, action_masks)
+        assert self.action_space is not None
+        actions = to_environment(self.action_space, actions)
+        return actions if batched else actions[0]  # a scalar for Discrete: some environments look it up
+
+    def _choose(
+        self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
+    ) -> tuple[NDArray[Any], bool]:
+        """Return a single agent's actions for one observation or a batch, and True if it was a batch."""
+        arrays, count = check_observations(self.mapping.specs[DEFAULT_POLICY].observation_space, seen)
+        masks: list[Any] = [None] * (count or 1)
+        if action_mask is not None:
+            masks = [action_mask] if count is None else _rows_of(action_mask, count)
+        elif self.masked and not self._warned:
+            self._warned = True
+            warn(
+                "This agent was trained with action masks. Without action_masks=info['action_mask'] it may choose "
+                "illegal actions.",
+                rank_zero_only=False,
+            )
+        return self._actions(DEFAULT_POLICY, learner, arrays, rng, masks), count is not None
+
+    def _choose_for_team(
+        self, learner: Learner, seen: Mapping[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]
+    ) -> dict[Any, Any]:
+        """Return the actions of all active agents, in the environment's format."""
+        own: dict[str, list[Any]] = {}
+        for agent in seen:
+            own.setdefault(self.mapping.policy_of(str(agent)), []).append(agent)
+        chosen: dict[Any, Any] = {}
+        for policy, agents in own.items():
+            spec = self.mapping.specs[policy]
+            own_masks = [spec.mask(seen[agent]) for agent in agents]
+            given = [masks.get(agent) if mask is None else mask for agent, mask in zip(agents, own_masks, strict=True)]
+            leaves = spec.stack([seen[agent] for agent in agents], [str(agent) for agent in agents])
+            actions = self._actions(policy, learner, unflatten(spec.observation_space, leaves), rng, given)
+            chosen |= dict(zip(agents, to_environment(spec.action_space, actions), strict=True))
+        return chosen
+
+    def _actions(
+        self, name: str, learner: Learner, observations: Any, rng: np.random.Generator | None, masks: list[Any]
+    ) -> NDArray[Any]:
+        """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
+        policy, m = self.policies[name], len(masks)
+        acted = policy.act(
+            observations,
+            np.full(m, learner.slot),
+            uniforms=None if rng is None else rng.random((m, policy.bank.uniforms_per_action), dtype=np.float32),
+            temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
+            action_mask=legal_actions(policy.action_space, masks),
+        )
+        return acted.actions
+
+    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Raise ValueError: small networks have no text."""
+        raise ValueError("generate is for language models. Use predict for small networks.")
+
+    def experience(self, learner: Learner, experiences: Any) -> Experience:
+        """Return the experience of `collect` unchanged, or read that of a user's own loop; see `as_step_batch`.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        if isinstance(experiences, Mapping) and all(isinstance(each, Batch) for each in experiences.values()):
+            return experiences
+        if not self._single:
+            raise ValueError(f"learn needs the experience of collect(...), got {type(experiences).__name__}.")
+        return {DEFAULT_POLICY: as_step_batch(experiences, learner, self.policies[DEFAULT_POLICY])}
+
+    # ---- the networks
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a member's policy as a module, or those of a team by name; see `StackedPolicy.module`."""
+        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
+        return modules[DEFAULT_POLICY] if self._single else _Modules(modules)
+
+    def recompile(self) -> None:
+        """Reset torch.compile."""
+        torch.compiler.reset()
+
+    def unwrap(self) -> None:
+        """Do nothing: small networks compute in float32."""
+
+    @property
+    def evolves(self) -> bool:
+        """True if mutation changes architectures."""
+        return self.settings.evolve_network is not None
+
+    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw a change of the architecture of one of a member's policies; None = no change."""
+        name = list(self.policies)[int(rng.integers(len(self.policies)))]
+        change = self.policies[name].propose_architecture(slot, rng)
+        if change is None or self._single:
+            return change
+        return ArchitectureChange(
+            architecture={name: change.architecture}, old=f"{name}: {change.old}", new=f"{name}: {change.new}"
+        )
+
+    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Change the architecture of one policy, given by name in a team, and keep what it has learnt."""
+        ((name, own),) = ((DEFAULT_POLICY, architecture),) if self._single else architecture.items()
+        self.policies[name].change_architecture(slot, own, rng)
+
+    # ---- checkpoints
+
+    def record(self) -> dict[str, Any]:
+        """Return the spaces, as pairs because the order of agents is that of policies, and the user's module."""
+        module = self._module
+        pairs = {
+            name: [[agent, space_to_json(space)] for agent, space in getattr(self.mapping, name).items()]
+            for name in ("observation_spaces", "action_spaces")
+        }
+        return {**pairs, "module": None if module is None else type(module).__qualname__, "masked": self.masked}
+
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
+        """Raise CheckpointError for other agents or spaces, another module, or other normalisation."""
+        own, name = self.record(), "normalise_observations"
+        pairs = {each: (record[each], own[each]) for each in ("observation_spaces", "action_spaces", "module")}
+        pairs[name] = record["settings"][name], getattr(self.settings, name)
+        for each, (stored, present) in pairs.items():
+            if stored != present:
+                raise CheckpointError(
+                    f"{where} holds an agent with {each} {stored}, but this one has {present}. Load it with "
+                    f"{'GRPO' if self._single else 'MultiAgentGRPO'}.load."
+                )
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Return the initial weights and buffers of the user's module, by name."""
+        module = self._module
+        return {} if module is None else {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+        """Return nothing: the train state is complete."""
+        if include_base and self._module is not None:
+            raise ValueError("The code of a custom module cannot be saved. Leave out include_base.")
+        return {}
+
+    @classmethod
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: object,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        actor_network: nn.Module | None,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the policy set that a checkpoint's record describes.
+
+        Raises:
+            ValueError: If the user's own module is needed and missing.
+        """
+        if record["module"] is not None and actor_network is None:
+            raise ValueError(
+                f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
+            )
+        seen, done = (
+            {agent: space_from_json(space) for agent, space in record[name]}
+            for name in ("observation_spaces", "action_spaces")
+        )
+        if record["kind"] == "joint":
+            if accelerator is not None or actor_network is not None:
+                raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
+            settings: NetworkSettings = JointSettings.from_json(record["settings"])
+            assert isinstance(settings, JointSettings)
+            mapping = map_policies(seen, done, settings.policies, agent_ids=settings.agent_ids)
+        else:
+            settings = NetworkSettings.from_json(record["settings"])
+            mapping = single_agent(*seen.values(), *done.values())
+        device = choose_device(accelerator, device) or "cpu"
+        members = cls(mapping, size, settings, hp_config, module=actor_network, device=device)
+        members.masked = bool(record["masked"])
+        return members
+
+
+class _Modules(nn.Module):
+    """Modules by any name; `nn.ModuleDict` does not accept dots or names of its attributes."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(modules)
+        self._parts = nn.ModuleList(modules.values())
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self._parts[self._names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _rows_of(action_mask: Any, count: int) -> list[Any]:
+    """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
+    if isinstance(action_mask, tuple):
+        return list(zip(*action_mask, strict=True))
+    rows = list(np.asarray(action_mask))
+    if len(rows) != count:
+        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}")
+    return rows
+
+
+# ---- spaces in checkpoints
 
 
 def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
@@ -102,318 +726,3 @@ def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]
     if isinstance(values, list):
         return np.array([float(value) if isinstance(value, str) else value for value in values], dtype).reshape(shape)
     return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
-
-
-class NetworkPolicySet:
-    """Small networks in a Gymnasium environment; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
-
-    Args:
-        networks: The policy of all members.
-        hp_config: The search space; None = nothing evolves.
-
-    Attributes:
-        networks: As given.
-        hp_config: As given.
-        settings: Settings that do not evolve.
-        policies: The one policy.
-        banks: Its bank.
-        masked: True if members have learnt with action masks.
-    """
-
-    kind: ClassVar[str] = "networks"
-    agent_class: ClassVar[str] = "GRPO"
-
-    def __init__(self, networks: StackedPolicy, hp_config: HyperparameterConfig | None = None) -> None:
-        self.networks, self.hp_config, self.settings = networks, hp_config, networks.settings
-        self.policies = {DEFAULT: networks}
-        self.banks = Banks({DEFAULT: networks.bank})
-        self.observation_space, self.action_space = networks.observation_space, networks.action_space
-        self.weights = networks.weights
-        self.masked = self._said_masked = False
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the networks."""
-        return self.networks.bank.device
-
-    def new_member(self, *, wrap: bool = True) -> "NetworkPolicySet":
-        """Return a policy set of one fresh member; `wrap` has no effect."""
-        spaces_ = self.observation_space, self.action_space
-        policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
-        alone = NetworkPolicySet(policy, self.hp_config)
-        alone.masked = self.masked
-        return alone
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not in the settings, or differ from them."""
-        module = self.networks.custom
-        own = {
-            "actor_network": module,
-            "device": self.device,
-            "observation_space": self.observation_space,
-            "action_space": self.action_space,
-        }
-        return own if module is None else {**own, "network": None}
-
-    # ---- in environments
-
-    def sample_with(self, sampler: Sampler) -> None:
-        """Raise ValueError: samplers are for language models."""
-        raise ValueError("sample_with is for language models. Small networks act in the environment directly.")
-
-    def check(self, env: Any) -> None:
-        """Raise ValueError if the environment has other spaces."""
-        for name in ("observation_space", "action_space"):
-            own, given = getattr(self, name), getattr(env, name, None)
-            if given != own:
-                raise ValueError(
-                    f"The members' {name} is {own}, but that of {type(env).__name__} is {given}. Create agents with "
-                    "the environment's spaces, or with a language model for prompts. Wrap Gymnasium environments as "
-                    "evogrpo.GymnasiumGroups(...)."
-                )
-
-    def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
-    ) -> RolloutBatch:
-        """Play one episode for each requested row."""
-        self.check(env)
-        bank, rows = self.networks.bank, wanted.rows(part)
-        draws = ActionNoise(
-            self.settings.seed,
-            wanted.purpose,
-            streams=wanted.streams,
-            rows=wanted.counts,
-            width=bank.uniforms_per_action,
-        )
-        chosen, member_ids = rows.chosen.numpy(), rows.member_ids
-        played = env.open("train", starts).play(
-            bank,
-            rows.start_ids.tolist(),
-            member_ids.tolist(),
-            uniforms=lambda own, t: draws(chosen[own], t),
-            temperature=rows.temperature.numpy(),
-            statistics=self.networks.statistics,
-            stop=wanted.stop,
-        )
-        steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
-        return RolloutBatch(
-            experience={DEFAULT: self._batch(played, rows)},
-            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
-            member_ids=member_ids,
-            start_ids=rows.start_ids,
-            truncated=torch.from_numpy(played.truncated),
-            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
-            observed=() if played.observed is None else ({DEFAULT: played.observed},),
-        )
-
-    def _batch(self, played: Episodes, rows: RequestedRows) -> Batch:
-        present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
-        self.masked = self.masked or played.action_masks is not None
-        return Batch(
-            inputs=ObservationInputs(
-                observations=to_tensors(played.observations),
-                temperature=rows.temperature,
-                action_masks=None if played.action_masks is None else torch.from_numpy(played.action_masks),
-            ),
-            actions=torch.from_numpy(played.actions),
-            present=present,
-            action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
-            rewards=torch.from_numpy(played.rewards).float(),
-            group_ids=rows.group_ids,
-            member_ids=rows.member_ids,
-            sampler_log_probs=torch.from_numpy(played.log_probs),
-            step_rewards=torch.from_numpy(played.step_rewards).float(),
-            truncated=truncated,
-        )
-
-    def evaluate(self, env: GroupEnvironment, asked: EvaluationRequest) -> EvaluationResult:
-        """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns."""
-        self.check(env)
-        bank = self.networks.bank
-        played: Episodes = env.open(asked.split, asked.questions).play(
-            bank,
-            asked.start_ids.tolist(),
-            asked.member_ids.tolist(),
-            uniforms=None if asked.answers is None else self._held_out_draws(asked, bank.uniforms_per_action),
-            temperature=None if asked.answers is None else asked.temperature.numpy(),
-            statistics=self.networks.statistics,
-            base=asked.base,
-            stop=asked.stop,
-        )
-        steps = played.lengths.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
-        return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))
-
-    def _held_out_draws(self, asked: EvaluationRequest, width: int) -> StepUniforms:
-        draws = ActionNoise(
-            self.settings.seed, HELD_OUT, streams=asked.streams, rows=[asked.each] * len(asked.questions), width=width
-        )
-        return lambda rows, t: draws(rows % asked.per_slot, t)
-
-    def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
-        """Add the observations of a learning step to the running statistics."""
-        for each in observed:
-            self.networks.update_statistics(each[DEFAULT])
-
-    # ---- in a caller's own loop
-
-    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> NDArray[Any]:
-        """Choose actions for one observation or a batch; see `GRPO.get_action`."""
-        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
-        acted, single = self._choose(learner, seen, rng, action_mask)
-        space, actions = self.action_space, acted.actions
-        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-            actions = actions + space.start  # numbered as the space does
-        return actions[0] if single else actions
-
-    def predict(
-        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
-    ) -> NDArray[Any]:
-        """Choose actions in the environment's format; see `GRPO.predict`."""
-        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
-        acted, single = self._choose(learner, observation, rng, action_masks)
-        actions = to_environment(self.action_space, acted.actions)
-        chosen: NDArray[Any] = actions[0] if single else actions  # a scalar for Discrete: some environments look it up
-        return chosen
-
-    def _choose(
-        self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
-    ) -> tuple[SampledActions, bool]:
-        """Return actions for one observation or a batch, and True if it was a single one."""
-        arrays, count = check_observations(self.observation_space, seen)
-        m = count or 1
-        masks = None
-        if action_mask is not None:
-            masks = [action_mask] if count is None else _rows_of(action_mask, m)
-        elif self.masked and not self._said_masked:
-            self._said_masked = True
-            warn(
-                "This agent was trained with action masks. Without action_masks=info['action_mask'] it may choose "
-                "illegal actions.",
-                rank_zero_only=False,
-            )
-        acted = self.networks.act(
-            arrays,
-            np.full(m, learner.slot),
-            uniforms=None if rng is None else rng.random((m, self.networks.bank.uniforms_per_action), dtype=np.float32),
-            temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
-            action_mask=None if masks is None else legal_actions(self.action_space, masks),
-        )
-        return acted, count is None
-
-    def generate(self, learner: Learner, prompts: Sequence[Any], **options: Any) -> list[str]:
-        """Raise ValueError: small networks have no text."""
-        raise ValueError("generate is for language models. Use predict for small networks.")
-
-    def experience(self, learner: Learner, experiences: StepExperiences) -> Experience:
-        """Read `(observations, actions, action_masks, rewards)`; see `as_step_batch`."""
-        return {DEFAULT: as_step_batch(experiences, learner, self.networks)}
-
-    # ---- the network
-
-    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return the policy as a module; see `StackedPolicy.module`."""
-        return self.networks.module(slot, base=base)
-
-    def recompile(self) -> None:
-        """Reset torch.compile."""
-        torch.compiler.reset()
-
-    def unwrap(self) -> None:
-        """Do nothing: small networks compute in float32."""
-
-    @property
-    def evolves(self) -> bool:
-        """True if mutation changes architectures."""
-        return self.settings.evolve_network is not None
-
-    def propose_architecture(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
-        """Draw whether and how a member's architecture changes; None = no change."""
-        return self.networks.propose_architecture(slot, rng)
-
-    def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
-        """Change a member's architecture and keep what it has learnt."""
-        self.networks.change_architecture(slot, architecture, rng)
-
-    # ---- checkpoints
-
-    def record(self) -> dict[str, Any]:
-        """Return the spaces and the name of the user's module."""
-        module = self.networks.custom
-        return {
-            "observation_space": space_to_json(self.observation_space),
-            "action_space": space_to_json(self.action_space),
-            "module": None if module is None else type(module).__qualname__,
-            "masked": self.masked,
-        }
-
-    def check_record(self, record: Mapping[str, Any], where: object) -> None:
-        """Raise CheckpointError for other spaces or another module."""
-        own = self.record()
-        for name in ("observation_space", "action_space", "module"):
-            if record[name] != own[name]:
-                raise CheckpointError(
-                    f"{where} holds an agent with {name} {record[name]}, but this one has {own[name]}"
-                )
-        name = "normalise_observations"
-        if record["settings"][name] != getattr(self.settings, name):
-            raise CheckpointError(
-                f"{where} holds an agent with {name} {record['settings'][name]}, but this one has "
-                f"{getattr(self.settings, name)}. Load it with GRPO.load."
-            )
-
-    def shared_tensors(self) -> dict[str, Tensor]:
-        """Return the initial weights and buffers of the user's module, by name."""
-        if self.networks.custom is None:
-            return {}
-        return {name: value.detach().cpu().clone() for name, value in self.networks.custom.state_dict().items()}
-
-    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
-        """Return nothing: the train state is complete."""
-        if include_base and self.networks.custom is not None:
-            raise ValueError("The code of a custom module cannot be saved. Leave out include_base.")
-        return {}
-
-    @classmethod
-    def from_record(
-        cls,
-        record: Mapping[str, Any],
-        size: int,
-        where: object,
-        hp_config: HyperparameterConfig | None,
-        *,
-        constants: Mapping[str, Tensor],
-        actor_network: nn.Module | None,
-        device: torch.device | str | None,
-        accelerator: Accelerator | None,
-    ) -> Self:
-        """Build the policy set that a checkpoint's record describes.
-
-        Raises:
-            ValueError: If the user's own module is needed and missing.
-        """
-        if record["module"] is not None and actor_network is None:
-            raise ValueError(
-                f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
-            )
-        observed, acted = (space_from_json(record[name]) for name in ("observation_space", "action_space"))
-        networks = StackedPolicy(
-            observed,
-            acted,
-            size,
-            NetworkSettings.from_json(record["settings"]),
-            module=actor_network,
-            device=choose_device(accelerator, device) or "cpu",
-        )
-        members = cls(networks, hp_config)
-        members.masked = bool(record["masked"])
-        return members
-
-
-def _rows_of(action_mask: Any, count: int) -> list[Any]:
-    """Return one mask per row of a batch; a tuple has the components of a MultiDiscrete space."""
-    if isinstance(action_mask, tuple):
-        return list(zip(*action_mask, strict=True))
-    rows = list(np.asarray(action_mask))
-    if len(rows) != count:
-        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}")
-    return rows

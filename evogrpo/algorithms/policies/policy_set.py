@@ -1,7 +1,7 @@
 """PolicySet protocol: the policies of all members of a population."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -70,15 +70,13 @@ class PolicySet(Protocol):
 
     Attributes:
         kind: Name of the implementation in checkpoints.
-        agent_class: Name of the agents' class.
         settings: Settings that do not evolve.
         hp_config: The search space; None = nothing evolves.
         policies: The policies by name; "default" if each member has a single policy.
         banks: Weights and optimizers of all policies.
     """
 
-    kind: ClassVar[str]
-    agent_class: ClassVar[str]
+    kind: str
     hp_config: HyperparameterConfig | None
     banks: Banks
 

@@ -1,6 +1,6 @@
 """Environments for `GRPO.test`: group environments, or a single Gymnasium environment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,13 +10,12 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.algorithms.rollout.collect import check_groups
 from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
-from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
-from evogrpo.envs.control.gymnasium_groups import StartBatch
 from evogrpo.envs.control.making import declared_limit, time_limit
-from evogrpo.envs.control.rendering import explain_window_errors
-from evogrpo.envs.control.rollout import EpisodeRequest, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE
-from evogrpo.envs.control.vector_env import DEFAULT_POLICY, SerialVectorEnv
+from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.rendering import RENDER_MODE, explain_window_errors
+from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS
+from evogrpo.envs.control.vector_env import SerialVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 
 
@@ -56,17 +55,17 @@ class SingleEnvironment:
         """Open starts, which are reset seeds."""
         return StartBatch(env=self, seeds=tuple(starts))
 
-    def play_request(self, actor: Actor, wanted: EpisodeRequest) -> Episodes:
+    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
         """Play one episode after the other; see `StartBatch.play`."""
-        space, action_space = self.observation_space, self.action_space
-        lanes = SerialVectorEnv(
-            lambda: self._env, recreate_env=False, reseed=False, observation_space=space, action_space=action_space
+        vector_env = SerialVectorEnv(
+            lambda: self._env,
+            recreate_env=False,
+            reseed=False,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
         )
-        record = EpisodeRecorder(space, wanted.member_ids, wanted.statistics)
         with explain_window_errors() if self._drawn else nullcontext():
-            return play_episodes(
-                lanes, 1, {DEFAULT_POLICY: (space, action_space)}, {DEFAULT_POLICY: actor}, record, wanted
-            )
+            return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
 
 
 class _KeepOpen(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -1,6 +1,6 @@
 """Actions: random numbers to sample them with, conversion to the environment's form, and legal-action masks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ Array = NDArray[Any]
 StepUniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
 
-AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same arguments always."""
+AgentUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same
+for the same entry at every call."""
 
 _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 _USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
@@ -65,12 +66,15 @@ class ActionNoise:
 class AgentActionNoise:
     """Uniform random numbers in [0, 1) for every agent, row and step: one `ActionNoise` per agent.
 
+    The purpose of agent a is "purpose for a", so its numbers do not depend on other agents. That of the single agent of
+    a Gymnasium environment is the plain purpose.
+
     Args:
         seed: Root seed of the run.
-        purpose: Purpose of the random stream.
+        purpose: Purpose of the random streams.
         streams: Numbers that name the stream of each member, e.g. (learning step, index).
-        rows: Number of joint episodes of each stream. They are numbered stream after stream.
-        width_of: Returns the numbers per action of an agent.
+        rows: Number of episodes of each stream. They are numbered stream after stream.
+        width_of: Returns the numbers per action of an agent; its name is "" if it is a single agent.
     """
 
     def __init__(
@@ -78,25 +82,30 @@ class AgentActionNoise:
         seed: int,
         purpose: str,
         *,
-        streams: "list[tuple[int, ...]]",
-        rows: "list[int]",
+        streams: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
         width_of: Callable[[str], int],
     ) -> None:
         self._seed, self._purpose, self._streams, self._rows = seed, purpose, streams, rows
         self._width_of = width_of
         self._agents: dict[str, ActionNoise] = {}
 
-    def __call__(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the numbers `[m, width]` of an agent in the joint episodes `rows` `[m]` at their steps `t` `[m]`."""
-        if agent not in self._agents:
-            self._agents[agent] = ActionNoise(
-                self._seed,
-                f"{self._purpose} for {agent}",
-                streams=self._streams,
-                rows=self._rows,
-                width=self._width_of(agent),
-            )
-        return self._agents[agent](rows, t)
+    def __call__(self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
+        names = sorted(set(agents)) or [""]
+        for name in names:
+            if name not in self._agents:
+                purpose = f"{self._purpose} for {name}" if name else self._purpose
+                self._agents[name] = ActionNoise(
+                    self._seed, purpose, streams=self._streams, rows=self._rows, width=self._width_of(name)
+                )
+        if len(names) == 1:
+            return self._agents[names[0]](rows, t)
+        result = np.empty((len(rows), self._width_of(names[0])), dtype=np.float32)
+        for name in names:
+            own = np.array(agents) == name
+            result[own] = self._agents[name](rows[own], t[own])
+        return result
 
 
 def check_action_space(space: spaces.Space[Any]) -> None:
@@ -185,17 +194,6 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
         case spaces.MultiDiscrete():
             return tuple(int(count) for count in space.nvec.ravel())
     return ()
-
-
-def mask_from_info(info: object) -> Any:
-    """Return the action mask in an environment's info; None if it has none.
-
-    Raises:
-        ValueError: If the info is not a dict.
-    """
-    if not isinstance(info, Mapping):
-        raise ValueError(f"info must be a dict, got {type(info).__name__}")
-    return info.get("action_mask")
 
 
 def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:

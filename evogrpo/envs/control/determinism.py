@@ -12,10 +12,11 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.actions import random_action, to_environment
 from evogrpo.envs.control.making import api_error
-from evogrpo.envs.control.rollout import check_finite, not_finite_error
-from evogrpo.envs.control.vector_env import DEFAULT_POLICY, PolicyInput, SerialVectorEnv, SingleAgentVectorEnv
+from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
+from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, SingleAgentVectorEnv
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn
 
@@ -160,14 +161,13 @@ def _replay(
     for seed in seeds:
         rng = generator(0, "actions of replays", seed)
         env.add([seed], [0])
-        inputs, steps, over = env.inputs()[DEFAULT_POLICY], 0, False
+        inputs, steps, over = env.latest, 0, False
         yield Moment(seed, steps, _values(inputs, seed, steps))
         while left and steps < steps_each and not over:
             action = random_action(action_space, inputs.action_masks, rng)
             step = env.step({DEFAULT_POLICY: to_environment(action_space, action)})
-            for _, _, reward in step.non_finite_rewards():
-                raise not_finite_error("reward", reward, "", seed, steps)
-            inputs, steps, left, over = step.inputs, steps + 1, left - 1, bool(step.ended[0])
+            check_finite_rewards(step, np.array([seed]), np.array([steps]))
+            inputs, steps, left, over = env.latest, steps + 1, left - 1, bool(env.finished()[0])
             parts = {"reward": step.rewards, "terminated": step.terminated, "truncated": step.truncated}
             # No action depends on the last observation.
             yield Moment(seed, steps, parts if over else {**parts, **_values(inputs, seed, steps)})

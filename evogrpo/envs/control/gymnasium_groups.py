@@ -2,20 +2,18 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any, Literal
 
 import gymnasium
 from numpy.typing import ArrayLike
 
 from evogrpo.config.checks import names_unknown
-from evogrpo.data import Actor
+from evogrpo.data import DEFAULT_POLICY, Actor
 from evogrpo.envs.control.actions import StepUniforms, check_action_space
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.determinism import check_determinism
-from evogrpo.envs.control.episodes import EpisodeRecorder, Episodes
 from evogrpo.envs.control.making import (
     DistinctEnvs,
     EnvFactory,
@@ -26,98 +24,19 @@ from evogrpo.envs.control.making import (
     time_limit,
     wrapper_identity,
 )
-from evogrpo.envs.control.observations import ObservationStatistics, leaf_spaces
-from evogrpo.envs.control.rendering import check_renderable, explain_window_errors
-from evogrpo.envs.control.rollout import EpisodeRequest, episode_request, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, SeededGroups
-from evogrpo.envs.control.vector_env import (
-    DEFAULT_POLICY,
-    NativeVectorEnv,
-    ProcessVectorEnv,
-    SerialVectorEnv,
-    SingleAgentVectorEnv,
-)
+from evogrpo.envs.control.observations import leaf_spaces
+from evogrpo.envs.control.policy_mapping import single_agent
+from evogrpo.envs.control.rendering import RENDER_MODE, check_renderable
+from evogrpo.envs.control.rollout import PolicyEpisodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
+from evogrpo.envs.control.vector_env import NativeVectorEnv, ProcessVectorEnv, SerialVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.interruption import NEVER, Stop
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
 _NATIVE_ENVS = 4096
 _SERIAL_ENVS = 64
-
-
-class PlaysRequests(Protocol):
-    """An environment that plays whole episodes."""
-
-    @property
-    def max_episode_steps(self) -> int:
-        """Steps after which an episode is truncated."""
-
-    def play_request(self, actor: Actor, request: EpisodeRequest) -> Episodes:
-        """Play one episode per row of the request."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StartBatch:
-    """Opened starts, from each of which any number of episodes can be played.
-
-    Attributes:
-        env: The environment.
-        seeds: Reset seed of each opened start.
-    """
-
-    env: PlaysRequests
-    seeds: tuple[int, ...]
-
-    def play(
-        self,
-        actor: Actor,
-        start_of_row: Sequence[int],
-        member_ids: Sequence[int],
-        *,
-        uniforms: StepUniforms | None = None,
-        temperature: ArrayLike | None = None,
-        statistics: ObservationStatistics | None = None,
-        base: bool = False,
-        stop: Stop = NEVER,
-    ) -> Episodes:
-        """Play one whole episode per row; the actor acts for all running rows at once.
-
-        An episode depends on its start, its position in its group (which names its noise) and its random numbers
-        alone, not on other rows or the number of environments. Rows of one member with one start are a group, in
-        this order.
-
-        Args:
-            actor: Policies of all members.
-            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
-            member_ids: For each row, the slot of the member that acts, at least 0.
-            uniforms: Random numbers to sample actions with, by row and step (`ActionNoise`); None = greedy actions.
-            temperature: `[n]` sampling temperatures; None = 1.
-            statistics: Normalise observations with these, one row per slot. They are not changed; merge the result's
-                `observed` into them afterwards. None = raw observations.
-            base: Use the untrained base policy.
-            stop: Checked before each step.
-
-        Returns:
-            The episodes, in the order of the rows.
-
-        Raises:
-            ValueError: If the arguments do not fit each other, actions or masks do not fit the action space, a reward
-                or an observation is not finite, or an episode does not end.
-        """
-        request = episode_request(
-            self.seeds,
-            start_of_row,
-            member_ids,
-            uniforms=None if uniforms is None else lambda _, rows, t: uniforms(rows, t),
-            temperature=temperature,
-            statistics=statistics,
-            base=base,
-            max_episode_steps=self.env.max_episode_steps,
-            stop=stop,
-        )
-        return self.env.play_request(actor, request)
 
 
 class GymnasiumGroups(SeededGroups):
@@ -253,7 +172,7 @@ class GymnasiumGroups(SeededGroups):
             self._make = replace(self._make, noise_seed=seed)
         default = _NATIVE_ENVS if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_ENVS
         self._num_envs = default if num_envs is None else num_envs
-        self._vector_env: SingleAgentVectorEnv | None = None
+        self._default_limit = self.max_episode_steps if self.uses_default_limit else None
 
     def rendered(self) -> "GymnasiumGroups":
         """Return the same starts in a single environment that renders in a window.
@@ -269,20 +188,6 @@ class GymnasiumGroups(SeededGroups):
         shown._distinct, shown._in_window = DistinctEnvs(), True
         return shown
 
-    def close(self) -> None:
-        """Close all environments and processes; the next `play` creates new ones."""
-        env, self._vector_env = self._vector_env, None
-        if env is not None:
-            env.close()
-
-    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
-        """Open starts of a split, each in [0, size(split)); starts may be repeated.
-
-        Raises:
-            ValueError: If the split or a start does not exist.
-        """
-        return StartBatch(env=self, seeds=self._reset_seeds(split, starts))
-
     def play(
         self,
         actor: Actor,
@@ -293,31 +198,19 @@ class GymnasiumGroups(SeededGroups):
         split: Split = "train",
         uniforms: StepUniforms | None = None,
         temperature: ArrayLike | None = None,
-        statistics: ObservationStatistics | None = None,
         base: bool = False,
-    ) -> Episodes:
-        """Open starts of a split and play one episode per row; see `StartBatch.play`."""
-        return self.open(split, starts).play(
-            actor,
+    ) -> PolicyEpisodes:
+        """Open starts of a split and play one episode per row with one policy; see `StartBatch.play`."""
+        played = self.open(split, starts).play(
+            {DEFAULT_POLICY: actor},
+            single_agent(self.observation_space, self.action_space),
             start_of_row,
             member_ids,
-            uniforms=uniforms,
+            uniforms=None if uniforms is None else lambda _, rows, t: uniforms(rows, t),
             temperature=temperature,
-            statistics=statistics,
             base=base,
         )
-
-    def play_request(self, actor: Actor, request: EpisodeRequest) -> Episodes:
-        """Play one episode per row of the request; see `StartBatch.play`."""
-        if self._vector_env is None:
-            self._vector_env = self._create_vector_env()
-        spaces = {DEFAULT_POLICY: (self.observation_space, self.action_space)}
-        recorder = EpisodeRecorder(self.observation_space, request.member_ids, request.statistics)
-        with self._close_on_error(), explain_window_errors() if self._in_window else nullcontext():
-            played = play_episodes(self._vector_env, self._num_envs, spaces, {DEFAULT_POLICY: actor}, recorder, request)
-        if self.uses_default_limit and (played.truncated & (played.lengths == self.max_episode_steps)).any():
-            self._warn_truncated(self.max_episode_steps)
-        return played
+        return played.episodes[DEFAULT_POLICY]
 
     def _identity(self) -> dict[str, str]:
         make = self._make
@@ -335,7 +228,7 @@ class GymnasiumGroups(SeededGroups):
     def _create(self) -> "gymnasium.Env[Any, Any]":
         return self._distinct.check(self._make())
 
-    def _create_vector_env(self) -> SingleAgentVectorEnv:
+    def _create_vector_env(self) -> VectorEnv:
         if self._native is not None:
             return NativeVectorEnv(self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs))
         options: dict[str, Any] = {

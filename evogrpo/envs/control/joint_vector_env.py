@@ -1,20 +1,19 @@
 """Vector environments of several agents: episodes of a parallel PettingZoo environment."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import scalars
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.vector_env import PolicyInput
+from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep, close_all
 
 AgentValues = Mapping[Any, Any]
 """One value per agent."""
@@ -89,24 +88,6 @@ class JointStep:
         if isinstance(mask, tuple | list):
             return any(np.any(part) for part in mask)
         return mask is None or bool(np.any(mask))
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointVectorStep:
-    """Result of one step of all joint environments.
-
-    Attributes:
-        steps: One per environment.
-    """
-
-    steps: Sequence[JointStep]
-
-    def non_finite_rewards(self) -> Iterable[tuple[int, str, float]]:
-        """See `StepResult`."""
-        for position, step in enumerate(self.steps):
-            for agent, reward in step.rewards.items():
-                if not abs(reward) <= FLOAT32_LIMIT:
-                    yield position, agent, reward
 
 
 class JointEnv:
@@ -213,35 +194,23 @@ def plain_action(action: Any) -> Any:
     return action.item() if np.ndim(action) == 0 else action.copy()
 
 
-class _Entry(NamedTuple):
-    position: int
-    agent: str
-    observation: Any
-    mask: Any
-
-
-class JointVectorEnv:
-    """Vector environment of several agents, stepped one environment after another in this process; see `VectorEnv`.
+class JointVectorEnv(VectorEnv):
+    """Vector environment of several agents, stepped one environment after another in this process.
 
     Args:
-        pool: Environments created so far; new ones are appended.
         make: Creates one environment.
-        mapping: Maps agents to policies.
     """
 
-    def __init__(self, pool: list[JointEnv], make: Callable[[], JointEnv], mapping: PolicyMapping) -> None:
-        self._pool, self._make, self._mapping = pool, make, mapping
-        self._free = list(pool)
+    def __init__(self, make: Callable[[], JointEnv]) -> None:
+        self._make = make
+        self._free: list[JointEnv] = []
         self._running: list[tuple[JointEnv, JointStep]] = []
-        self._entries: dict[str, list[_Entry]] = {}
+        self._acting: dict[str, list[tuple[int, str]]] = {}  # position and agent of each input
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`. Replicas are not used: these environments get no noise of their own."""
         for seed in seeds:
-            if not self._free:
-                self._free.append(self._make())
-                self._pool.append(self._free[-1])
-            env = self._free.pop()
+            env = self._free.pop() if self._free else self._make()
             self._running.append((env, env.reset(seed)))
 
     def select(self, positions: NDArray[np.int64]) -> None:
@@ -255,37 +224,51 @@ class JointVectorEnv:
         """See `VectorEnv`; an episode has ended when no agent is active."""
         return np.array([not latest.observations for _, latest in self._running], dtype=np.bool_)
 
-    def inputs(self) -> dict[str, PolicyInput]:
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`."""
-        self._entries = {}
+        self._acting = {}
         for position, (_, latest) in enumerate(self._running):
-            for agent, observation in latest.observations.items():
+            for agent in latest.observations:
                 if latest.can_act(agent):
-                    entry = _Entry(position, agent, observation, latest.mask(agent))
-                    self._entries.setdefault(self._mapping.policy_of(agent), []).append(entry)
+                    self._acting.setdefault(mapping.policy_of(agent), []).append((position, agent))
         result = {}
-        for policy, entries in self._entries.items():
-            spec, agents = self._mapping.specs[policy], tuple(entry.agent for entry in entries)
+        for policy, acting in self._acting.items():
+            spec, agents = mapping.specs[policy], tuple(agent for _, agent in acting)
+            steps = [self._running[position][1] for position, _ in acting]
+            own = list(zip(steps, agents, strict=True))
             result[policy] = PolicyInput(
-                observations=spec.stack([entry.observation for entry in entries], agents),
-                action_masks=legal_actions(spec.action_space, [entry.mask for entry in entries]),
-                positions=np.array([entry.position for entry in entries], dtype=np.int64),
+                observations=spec.stack([latest.observations[agent] for latest, agent in own], agents),
+                action_masks=legal_actions(spec.action_space, [latest.mask(agent) for latest, agent in own]),
+                positions=np.array([position for position, _ in acting], dtype=np.int64),
                 agents=agents,
             )
         return result
 
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> JointVectorStep:
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
         chosen: dict[tuple[int, str], Any] = {}
         for policy, own in actions.items():
-            for entry, action in zip(self._entries[policy], own, strict=True):
-                chosen[entry.position, entry.agent] = plain_action(action)
-        steps = []
+            chosen |= zip(self._acting[policy], map(plain_action, own), strict=True)
+        stepped = []
         for position, (env, latest) in enumerate(self._running):
             joint = {
                 agent: chosen[position, agent] if (position, agent) in chosen else env.no_action(agent)
                 for agent in latest.observations
             }
-            steps.append(env.step(joint))
-        self._running = [(env, step) for (env, _), step in zip(self._running, steps, strict=True)]
-        return JointVectorStep(steps=steps)
+            stepped.append((env, env.step(joint)))
+        self._running, steps = stepped, [step for _, step in stepped]
+        entries = [(position, agent) for position, step in enumerate(steps) for agent in step.rewards]
+        return VectorStep(
+            rewards=np.array([reward for step in steps for reward in step.rewards.values()], dtype=np.float64),
+            terminated=np.array([agent in steps[position].terminated for position, agent in entries], dtype=np.bool_),
+            truncated=np.array([agent in steps[position].truncated for position, agent in entries], dtype=np.bool_),
+            positions=np.array([position for position, _ in entries], dtype=np.int64),
+            agents=[agent for _, agent in entries],
+            totals=np.array([sum(step.rewards.values()) for step in steps], dtype=np.float64),
+        )
+
+    def close(self) -> None:
+        """Close all environments."""
+        envs = [*self._free, *(env for env, _ in self._running)]
+        self._free, self._running = [], []
+        close_all(envs)

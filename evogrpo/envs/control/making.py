@@ -17,8 +17,6 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.config.checks import unknown_name_error
-from evogrpo.envs.control.actions import mask_from_info
-from evogrpo.envs.control.observations import flatten, leaf_spaces, scalars, stack, unflatten
 from evogrpo.envs.fingerprint import canonical, code_hash
 from evogrpo.randomness import generator
 
@@ -27,7 +25,7 @@ MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 """A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
 
-_SEED_BITS = 31
+SEED_BITS = 31
 
 
 # ---- checks
@@ -340,65 +338,8 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Reset with the lower 31 bits of the seed; None = a random start."""
         if seed is None:
             return self.env.reset(seed=None, options=options)
-        replica, start = divmod(seed, 1 << _SEED_BITS)
+        replica, start = divmod(seed, 1 << SEED_BITS)
         result = self.env.reset(seed=start, options=options)
         noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
         self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect
         return result
-
-
-def seeds_with_replicas(seeds: Sequence[int], replicas: Sequence[int], reseed: bool) -> list[int]:
-    """Return reset seeds as Python integers, with the replica in the upper bits if `reseed` is set."""
-    pairs = zip(seeds, replicas, strict=True)
-    return [int(seed) + (int(replica) << _SEED_BITS) * reseed for seed, replica in pairs]
-
-
-class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ignores steps between the end of an episode and the next reset.
-
-    A vector environment steps all its environments; here one without an episode returns at once, with a blank
-    observation and no reward. Observations and rewards are checked against the spaces, because vector environments
-    flatten, cast and join other values silently. Infos contain only the action mask.
-
-    Args:
-        make: Creates the environment.
-        recreate_env: Create a new environment for every episode.
-    """
-
-    def __init__(self, make: MakeEnv, *, recreate_env: bool = False) -> None:
-        super().__init__(make())
-        self._make, self._recreate_env, self._used = make, recreate_env, False
-        self._paused = True
-        space = self.env.observation_space
-        self._parts = leaf_spaces(space)
-        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in self._parts])
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode. The empty options of a masked reset are passed on as None."""
-        if self._recreate_env and self._used:
-            self.env.close()
-            self.env = self._make()
-        self._paused, self._used = False, True
-        observation, info = self.env.reset(seed=seed, options=options or None)
-        return self._checked(observation), self._mask_only(info)
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the episode, if one is running."""
-        if self._paused:
-            return self._blank, 0.0, False, False, {}
-        observation, reward, *ends, info = self.env.step(action)
-        names = ("terminated", "truncated")
-        flags = [bool(scalars([end], np.bool_, name)[0]) for end, name in zip(ends, names, strict=True)]
-        self._paused = any(flags)
-        reward = scalars([reward], np.float64, "reward")[0]
-        return self._checked(observation), reward, flags[0], flags[1], self._mask_only(info)
-
-    def _checked(self, observation: Any) -> Any:
-        space = self.env.observation_space
-        leaves = stack(self._parts, [flatten(space, observation)])
-        return unflatten(space, [leaf[0] for leaf in leaves])
-
-    @staticmethod
-    def _mask_only(info: object) -> dict[str, Any]:
-        mask = mask_from_info(info)
-        return {} if mask is None else {"action_mask": mask}

@@ -1,31 +1,29 @@
 """PettingZooGroups: groups of joint episodes of a parallel PettingZoo environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.data import Actor
-from evogrpo.envs.control.actions import AgentUniforms
-from evogrpo.envs.control.episodes import JointEpisodes, JointRecorder
 from evogrpo.envs.control.joint_checks import STARTS, check_joint_determinism, find_opposed_agent
 from evogrpo.envs.control.joint_vector_env import JointEnv, JointVectorEnv, reset_env
 from evogrpo.envs.control.making import DistinctEnvs, declared_limit
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
-from evogrpo.envs.control.rendering import JointGymEnv, check_renderable, explain_window_errors
-from evogrpo.envs.control.rollout import EpisodeRequest, episode_request, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, SeededGroups
+from evogrpo.envs.control.rendering import RENDER_MODE, JointGymEnv, check_renderable
+from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
+from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.interruption import NEVER, Stop
 
 ScoreFunction = Callable[[Mapping[str, float]], float]
 """(return of each agent in a joint episode) -> fitness of the episode."""
@@ -110,86 +108,6 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
     return Scoring(function=total, label=f"returns of {chosen}", identity=f"returns of {chosen}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JointStartBatch:
-    """Opened starts, from each of which any number of joint episodes can be played.
-
-    Attributes:
-        env: The environment.
-        seeds: Joint reset seed of each opened start.
-    """
-
-    env: "PettingZooGroups"
-    seeds: tuple[int, ...]
-
-    def play(
-        self,
-        actors: Mapping[str, Actor],
-        mapping: PolicyMapping,
-        start_of_row: Sequence[int],
-        member_ids: Sequence[int],
-        *,
-        uniforms: AgentUniforms | None = None,
-        temperature: ArrayLike | None = None,
-        base: bool = False,
-        stop: Stop = NEVER,
-    ) -> JointEpisodes:
-        """Play one whole joint episode per row; each policy acts for all its active agents at once.
-
-        An episode depends on its start and its random numbers alone, not on other rows or the number of environments.
-        Rows of one member with one start are a group.
-
-        Args:
-            actors: Policies of all members, by name.
-            mapping: Maps agents to policies.
-            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
-            member_ids: For each row, the slot of the member whose policies act, at least 0.
-            uniforms: Random numbers to sample actions with, by agent, row and step (`AgentActionNoise`); None = greedy
-                actions.
-            temperature: `[n]` sampling temperatures; None = 1.
-            base: Use the untrained base policy.
-            stop: Checked before each step.
-
-        Returns:
-            The agents' episodes by policy.
-
-        Raises:
-            ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
-                action space, a reward or an observation is not finite, or an episode does not end.
-        """
-        missing = sorted(set(mapping.specs) - set(actors))
-        if missing:
-            raise ValueError(f"actors must contain all policies, got none for {missing}")
-        request = episode_request(
-            self.seeds,
-            start_of_row,
-            member_ids,
-            uniforms=None if uniforms is None else partial(_entry_uniforms, uniforms),
-            temperature=temperature,
-            statistics=None,
-            base=base,
-            max_episode_steps=self.env.max_episode_steps,
-            stop=stop,
-        )
-        groups = list(zip(request.member_ids.tolist(), map(int, start_of_row), strict=True))
-        return self.env.play_request(actors, request, JointRecorder(groups, mapping), mapping)
-
-
-def _entry_uniforms(
-    uniforms: AgentUniforms, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Return the random numbers `[m, width]` of agents `[m]` of one policy, in rows `[m]` at their steps `[m]`."""
-    names, number = np.unique(np.array(agents), return_inverse=True)
-    parts = [
-        (number == each, uniforms(str(name), rows[number == each], t[number == each]))
-        for each, name in enumerate(names)
-    ]
-    result = np.empty((len(agents), parts[0][1].shape[1]), dtype=np.float32)
-    for own, values in parts:
-        result[own] = values
-    return result
-
-
 class PettingZooGroups(SeededGroups):
     """Groups of joint episodes of a parallel PettingZoo environment. A group starts from one joint reset seed.
 
@@ -256,7 +174,6 @@ class PettingZooGroups(SeededGroups):
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
-        self._pool: list[JointEnv] = []
         self._distinct = DistinctEnvs()
 
         # 1. Create an example for the agents, their spaces and the step limit.
@@ -268,6 +185,7 @@ class PettingZooGroups(SeededGroups):
         # A limit that an environment declares is enforced only beyond the default limit.
         least = DEFAULT_MAX_EPISODE_STEPS if max_episode_steps is None else 0
         self._enforced_limit = max(least, self.max_episode_steps)
+        self._default_limit = self._enforced_limit if max_episode_steps is None else None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
@@ -291,13 +209,6 @@ class PettingZooGroups(SeededGroups):
         if message is not None:
             self._warn_once(f"{self.name} {message}")
 
-    def close(self) -> None:
-        """Close all environments; the next `play` creates new ones."""
-        pool, self._pool = self._pool, []
-        with ExitStack() as stack:  # closes every one, even if closing one of them raises
-            for env in pool:
-                stack.callback(env.close)
-
     def rendered(self) -> "PettingZooGroups":
         """Return the same starts in a single environment that renders in a window.
 
@@ -308,7 +219,7 @@ class PettingZooGroups(SeededGroups):
         check_renderable(self._create, self.name)
         shown = copy(self)
         shown._kwargs = {**self._kwargs, "render_mode": RENDER_MODE}
-        shown._pool, shown._num_envs, shown._distinct, shown._in_window = [], 1, DistinctEnvs(), True
+        shown._vector_env, shown._num_envs, shown._distinct, shown._in_window = None, 1, DistinctEnvs(), True
         return shown
 
     @property
@@ -321,27 +232,12 @@ class PettingZooGroups(SeededGroups):
         """Action spaces of all agents, by name."""
         return gymnasium.spaces.Dict(self.action_spaces)
 
-    def open(self, split: Split, starts: Sequence[int]) -> JointStartBatch:
-        """Open starts of a split, each in [0, size(split)); starts may be repeated.
+    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+        """Play one joint episode per row of the request; their rewards are the score."""
+        played = super().play_request(actors, mapping, request)
+        return replace(played, rewards=self.scores(played))
 
-        Raises:
-            ValueError: If the split or a start does not exist.
-        """
-        return JointStartBatch(env=self, seeds=self._reset_seeds(split, starts))
-
-    def play_request(
-        self, actors: Mapping[str, Actor], request: EpisodeRequest, recorder: JointRecorder, mapping: PolicyMapping
-    ) -> JointEpisodes:
-        """Play one joint episode per row of the request; see `JointStartBatch.play`."""
-        vector_env = JointVectorEnv(self._pool, partial(self._create_joint, self.recreate_env), mapping)
-        spaces = {name: (spec.observation_space, spec.action_space) for name, spec in mapping.specs.items()}
-        with self._close_on_error(), explain_window_errors() if self._in_window else nullcontext():
-            played = play_episodes(vector_env, self._num_envs, spaces, actors, recorder, request)
-        if self._set_limit is None and (played.lengths >= self._enforced_limit).any():
-            self._warn_truncated(self._enforced_limit)
-        return played
-
-    def scores(self, played: JointEpisodes) -> NDArray[np.float64]:
+    def scores(self, played: Episodes) -> NDArray[np.float64]:
         """Return the fitness `[n]` of n joint episodes.
 
         Raises:
@@ -388,6 +284,9 @@ class PettingZooGroups(SeededGroups):
             "score": self.scoring.identity,
             "spaces": short_hash(*spaces),
         }
+
+    def _create_vector_env(self) -> VectorEnv:
+        return JointVectorEnv(partial(self._create_joint, self.recreate_env))
 
     def _create_joint(self, recreate_env: bool) -> JointEnv:
         return JointEnv(self._create, self._enforced_limit, recreate_env=recreate_env)

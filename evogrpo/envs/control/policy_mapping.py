@@ -9,11 +9,14 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, stack
 
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"
+AGENT = "agent"
+"""Name of a single agent."""
 
 AgentSpaces = Mapping[str, spaces.Space[Any]]
 """One space per agent."""
@@ -27,6 +30,7 @@ class PolicySpec:
         name: Name of the policy.
         agents: Agents of the policy, as far as they are known in advance.
         env_space: Observation space of one agent in the environment, action mask included.
+        agent_space: The same without the action mask of PettingZoo's convention.
         action_space: Action space of one agent.
         agent_ids: Append a one-hot code of the agent to its observation.
     """
@@ -34,15 +38,9 @@ class PolicySpec:
     name: str
     agents: tuple[str, ...]
     env_space: spaces.Space[Any]
+    agent_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
     agent_ids: bool
-
-    @cached_property
-    def agent_space(self) -> spaces.Space[Any]:
-        """Observation space of one agent without the action mask of PettingZoo's convention."""
-        if isinstance(self.env_space, spaces.Dict) and set(self.env_space.spaces) == {"observation", "action_mask"}:
-            return self.env_space.spaces["observation"]
-        return self.env_space
 
     @cached_property
     def leaf_spaces(self) -> list[spaces.Space[Any]]:
@@ -96,12 +94,16 @@ class PolicyMapping:
 
     Attributes:
         policies: "shared": one policy for all agents; "prefix": one for all agents with the same name up to the last
-            underscore; "independent": one for each agent.
+            underscore; "independent": one for each agent. None = a single agent, whose policy is "default".
         specs: Policies by name.
+        observation_spaces: Observation space of each agent in the environment.
+        action_spaces: Action space of each agent.
     """
 
-    policies: Policies
+    policies: Policies | None
     specs: Mapping[str, PolicySpec]
+    observation_spaces: AgentSpaces
+    action_spaces: AgentSpaces
 
     def policy_of(self, agent: str) -> str:
         """Return the policy of an agent.
@@ -169,18 +171,44 @@ def map_policies(
                     f"and {action_spaces[agent]}. Set policies={finer!r}, or use a wrapper that makes them equal."
                 )
         check_action_space(action_spaces[first])
+        space = agent_space = observation_spaces[first]
+        if isinstance(space, spaces.Dict) and set(space.spaces) == {"observation", "action_mask"}:
+            agent_space = space["observation"]
         specs[name] = PolicySpec(
             name=name,
             agents=tuple(agents),
-            env_space=observation_spaces[first],
+            env_space=space,
+            agent_space=agent_space,
             action_space=action_spaces[first],
             agent_ids=agent_ids and len(agents) > 1,
         )
         assert specs[name].leaf_spaces  # raises for spaces that are not supported
-    return PolicyMapping(policies=policies, specs=specs)
+    return PolicyMapping(
+        policies=policies, specs=specs, observation_spaces=dict(observation_spaces), action_spaces=dict(action_spaces)
+    )
 
 
-def _policy_name(policies: Policies, agent: str) -> str:
+def single_agent(observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> PolicyMapping:
+    """Return the mapping of a single agent."""
+    spec = PolicySpec(
+        name=DEFAULT_POLICY,
+        agents=(AGENT,),
+        env_space=observation_space,
+        agent_space=observation_space,
+        action_space=action_space,
+        agent_ids=False,
+    )
+    return PolicyMapping(
+        policies=None,
+        specs={DEFAULT_POLICY: spec},
+        observation_spaces={AGENT: observation_space},
+        action_spaces={AGENT: action_space},
+    )
+
+
+def _policy_name(policies: Policies | None, agent: str) -> str:
+    if policies is None:
+        return DEFAULT_POLICY
     if policies == "shared":
         return SHARED
     return agent if policies == "independent" else prefix_of(agent)

@@ -9,9 +9,10 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.control.joint_vector_env import JointEnv, JointStep
-from evogrpo.envs.control.seeded_groups import RENDER_MODE
 from evogrpo.text import extra_command
 
+RENDER_MODE = "human"
+"""Render mode of environments that open a window and run at their own speed."""
 AGENT_REWARDS = "rewards of agents"
 """Key of the rewards of all agents in the infos of `JointGymEnv`."""
 

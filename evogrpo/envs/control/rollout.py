@@ -1,64 +1,302 @@
 """Rollout: play whole episodes in a vector environment; each policy acts for all of its active agents at once."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
-import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
-from evogrpo.envs.control.actions import policy_action_shape, to_environment
-from evogrpo.envs.control.observations import ObservationStatistics, fits_float32, normalised_leaves, unflatten
-from evogrpo.envs.control.vector_env import PolicyInput, StepResult, VectorEnv
+from evogrpo.envs.control.actions import AgentUniforms, policy_action_shape, to_environment
+from evogrpo.envs.control.observations import fits_float32, unflatten
+from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
+from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.progress import ProgressCounter
-
-EntryUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same
-for the same entry at every call."""
+from evogrpo.text import short_repr
 
 MOST_STEPS = 100_000
 """Steps after which an episode without a limit raises an error."""
 
-Step = TypeVar("Step", bound=StepResult)
-Step_contra = TypeVar("Step_contra", contravariant=True)
-Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
+_STEPS_AT_ONCE = 64
 
 
-class PolicyActions(NamedTuple):
-    """Actions of one policy in one step of the vector environment.
+# ---- episodes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyEpisodes:
+    """Episodes of the agents of one policy, one row per episode and agent, padded with zeros to the longest.
+
+    An agent that acts in one episode of a group has a row in each episode of the group, so that its rewards can be
+    compared; nothing is present where it never acted. Steps are those of the episode: an action is not present before
+    its agent's birth, after its end, and while its action mask allows no action. Rewards of such steps are credited to
+    the agent's previous action; rewards before its first action are dropped. A single agent acts at every step.
 
     Attributes:
-        rows: `[m]` rows (episodes).
-        t: `[m]` step within the episode.
-        inputs: Raw observations that the actions were chosen on.
-        actions: `[m, ...]` in the policy's form.
-        log_probs: `[m]` in nats.
+        rows: `[n]` number of the episode.
+        agents: Agent of each row.
+        group_ids: `[n]` rows with the same member, start and agent have the same number.
+        observations: `[n, t, ...]` observation of each action, as the environment gave it; dicts and tuples of such
+            arrays for composite spaces.
+        actions: `[n, t, ...]` in the policy's form: boxes not clipped, discrete values counted from 0.
+        action_masks: `[n, t, k]` legal actions, True in the padding; None if the environment has no masks.
+        log_probs: `[n, t]` of the behaviour policy, in nats.
+        present: `[n, t]` True where an action was taken.
+        own_rewards: `[n, t]` reward of the agent, float64.
+        team_rewards: `[n, t]` sum of the rewards of all agents, float64.
+        terminated: `[n]` True if the agent reached a terminal state.
+        truncated: `[n]` True if it was truncated without reaching a terminal state.
     """
 
     rows: NDArray[np.int64]
-    t: NDArray[np.int64]
-    inputs: PolicyInput
+    agents: tuple[str, ...]
+    group_ids: NDArray[np.int64]
+    observations: Any
     actions: NDArray[Any]
+    action_masks: NDArray[np.bool_] | None
     log_probs: NDArray[np.float32]
+    present: NDArray[np.bool_]
+    own_rewards: NDArray[np.float64]
+    team_rewards: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+    __repr__ = short_repr
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """Undiscounted returns `[n]` of the agents' own rewards."""
+        return _total(self.own_rewards)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Numbers of actions `[n]`."""
+        steps: NDArray[np.int64] = self.present.sum(axis=1)
+        return steps
 
 
-class Recorder(Protocol[Step_contra, Result_co]):
-    """Records episodes step by step."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episodes:
+    """Whole episodes of all policies.
 
-    def record_actions(self, policy: str, taken: PolicyActions) -> None:
-        """Record the actions of one policy."""
+    Attributes:
+        episodes: Episodes of each policy; policies whose agents never acted are omitted.
+        returns: Return of each agent, for each of the n episodes, in the order of their first rewards.
+        rewards: `[n]` fitness of each episode: by default the sum of all agents' returns.
+        lengths: `[n]` steps.
+    """
 
-    def record_step(self, rows: NDArray[np.int64], step: Step_contra) -> None:
-        """Record the rewards and ends of the episodes `rows` `[m]`."""
+    episodes: Mapping[str, PolicyEpisodes]
+    returns: tuple[Mapping[str, float], ...]
+    rewards: NDArray[np.float64]
+    lengths: NDArray[np.int64]
 
-    def finish(self) -> Result_co:
+    __repr__ = short_repr
+
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """`[n]` True if an agent was truncated."""
+        result = np.zeros(len(self.lengths), dtype=np.bool_)
+        for own in self.episodes.values():
+            result[own.rows[own.truncated]] = True
+        return result
+
+    @property
+    def actions(self) -> NDArray[np.int64]:
+        """`[n]` number of actions of all agents."""
+        result = np.zeros(len(self.lengths), dtype=np.int64)
+        for own in self.episodes.values():
+            np.add.at(result, own.rows, own.lengths)
+        return result
+
+
+def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum `[n, t]` step by step: a pairwise sum would depend on the padding, and so on the longest episode."""
+    total: NDArray[np.float64] = rewards.cumsum(axis=1)[:, -1]
+    return total
+
+
+class _Columns:
+    """Values of one policy, recorded step by step and scattered to arrays `[n, t, ...]` at the end."""
+
+    def __init__(self) -> None:
+        self.entries: list[NDArray[np.int64]] = []
+        self.t: list[NDArray[np.int64]] = []
+        self._columns: dict[str, list[Any]] = {}
+
+    def add(self, name: str, values: NDArray[Any] | None) -> None:
+        self._columns.setdefault(name, []).append(values)
+
+    def array(self, name: str, shape: tuple[int, int], cells: NDArray[np.int64], fill: float = 0) -> NDArray[Any]:
+        """Return one column as an array `[n, t, ...]`, releasing its parts on the way."""
+        parts, first = self._columns.pop(name), 0
+        array = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+        # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
+        for number in range(0, len(parts), _STEPS_AT_ONCE):
+            values = np.concatenate(parts[number : number + _STEPS_AT_ONCE])
+            array[cells[first : first + len(values)]] = values
+            first += len(values)
+            parts[number : number + _STEPS_AT_ONCE] = [None] * len(parts[number : number + _STEPS_AT_ONCE])
+        return array.reshape(*shape, *array.shape[1:])
+
+    def leaves(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> list[NDArray[Any]]:
+        return [self.array(name, shape, cells) for name in [*self._columns] if name.startswith("leaf ")]
+
+    def masks(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        masks = self._columns["masks"]
+        known = next((mask for mask in masks if mask is not None), None)
+        if known is None:
+            return None
+        for number, (mask, entries) in enumerate(zip(masks, self.entries, strict=True)):
+            if mask is None:
+                masks[number] = np.ones((len(entries), known.shape[1]), dtype=np.bool_)
+        return self.array("masks", shape, cells, fill=True)
+
+
+class EpisodeRecorder:
+    """Records n episodes step by step.
+
+    Entry `a * n + r` is agent number a in episode r.
+
+    Args:
+        mapping: Maps agents to policies.
+        groups: `[n]` number of each episode's group.
+    """
+
+    def __init__(self, mapping: PolicyMapping, groups: NDArray[np.int64]) -> None:
+        self._mapping, self._groups = mapping, groups
+        self._agents: dict[str, int] = {}
+        self._columns: dict[str, _Columns] = {}
+        self._earned: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._terminated: list[NDArray[np.int64]] = []
+        self._truncated: list[NDArray[np.int64]] = []
+        self._returns: list[dict[str, float]] = [{} for _ in groups]
+        self._lengths = np.zeros(len(groups), dtype=np.int64)
+
+    def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
+        if not agents:
+            return rows
+        numbers = [self._agents.setdefault(agent, len(self._agents)) for agent in agents]
+        return np.array(numbers, dtype=np.int64) * len(self._groups) + rows
+
+    def record_actions(
+        self,
+        policy: str,
+        rows: NDArray[np.int64],
+        t: NDArray[np.int64],
+        inputs: PolicyInput,
+        actions: NDArray[Any],
+        log_probs: NDArray[np.float32],
+    ) -> None:
+        """Record the actions of one policy, in episodes `rows` `[m]` at their steps `t` `[m]`."""
+        columns = self._columns.setdefault(policy, _Columns())
+        columns.entries.append(self._entries(rows, inputs.agents))
+        columns.t.append(t)
+        columns.add("actions", actions)
+        columns.add("log_probs", log_probs)
+        columns.add("masks", inputs.action_masks)
+        for number, leaf in enumerate(inputs.observations):
+            columns.add(f"leaf {number}", leaf)
+
+    def record_step(self, rows: NDArray[np.int64], t: NDArray[np.int64], step: VectorStep) -> None:
+        """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`."""
+        self._lengths[rows] = t + 1
+        if step.positions is not None and step.totals is not None:
+            self._totals.append((rows, t, step.totals))
+            rows, t = rows[step.positions], t[step.positions]
+            for row, agent, reward in zip(rows.tolist(), step.agents, step.rewards.tolist(), strict=True):
+                returns = self._returns[row]
+                returns[agent] = returns.get(agent, 0.0) + reward
+        entries = self._entries(rows, step.agents)
+        self._earned.append((entries, t, step.rewards))
+        self._terminated.append(entries[step.terminated])
+        self._truncated.append(entries[step.truncated & ~step.terminated])
+
+    def finish(self) -> Episodes:
         """Return the episodes once all have ended; empties the recorder."""
+        agents, n, steps = list(self._agents) or [AGENT], len(self._groups), max(1, int(self._lengths.max()))
+        earned = _scatter(self._earned, (len(agents) * n, steps))
+        totals = _scatter(self._totals, (n, steps)) if self._agents else earned
+        rewards = _total(totals)
+        returns = self._returns if self._agents else [{AGENT: reward} for reward in rewards.tolist()]
+        policies = [policy for policy in self._mapping.specs if policy in self._columns]
+        return Episodes(
+            episodes={policy: self._episodes(policy, agents, earned, totals) for policy in policies},
+            returns=tuple(returns),
+            rewards=rewards,
+            lengths=self._lengths,
+        )
+
+    def _episodes(
+        self, policy: str, agents: Sequence[str], earned: NDArray[np.float64], totals: NDArray[np.float64]
+    ) -> PolicyEpisodes:
+        columns, n = self._columns.pop(policy), len(self._groups)
+        entries, t = np.concatenate(columns.entries), np.concatenate(columns.t)
+        # 1. One row per episode and agent that acts in the episode's group: by episode, then in the order of agents.
+        acted = np.zeros(len(agents) * n, dtype=np.bool_)
+        acted[entries] = True
+        acting = acted.reshape(len(agents), n)
+        numbers = np.flatnonzero(acting.any(1)).tolist()
+        own = np.array(sorted(numbers, key=lambda number: self._mapping.place(agents[number])))
+        appears = np.zeros((1 + self._groups.max(), len(own)), dtype=np.bool_)
+        np.logical_or.at(appears, self._groups, acting[own].T)
+        rows, places = np.nonzero(appears[self._groups])
+        chosen = own[places] * n + rows
+        # 2. Scatter the recorded values to arrays.
+        shape = len(rows), 1 + int(t.max())
+        row_of_entry = np.empty(len(acted), dtype=np.int64)
+        row_of_entry[chosen] = np.arange(len(rows))
+        cells = row_of_entry[entries] * shape[1] + t
+        present = np.zeros(shape, dtype=np.bool_)
+        present.reshape(-1)[cells] = True
+        own_rewards = _credited(earned[chosen], present)
+        ends = [np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)]
+        return PolicyEpisodes(
+            rows=rows,
+            agents=tuple(agents[number] for number in own[places].tolist()),
+            group_ids=self._groups[rows] * len(own) + places,
+            observations=unflatten(self._mapping.specs[policy].observation_space, columns.leaves(shape, cells)),
+            actions=columns.array("actions", shape, cells),
+            action_masks=columns.masks(shape, cells),
+            log_probs=columns.array("log_probs", shape, cells),
+            present=present,
+            own_rewards=own_rewards,
+            team_rewards=own_rewards if totals is earned else _credited(totals[rows], present),
+            terminated=ends[0],
+            truncated=ends[1],
+        )
+
+
+def _scatter(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]], shape: tuple[int, int]
+) -> NDArray[np.float64]:
+    """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
+    result = np.zeros(shape)
+    if parts:
+        rows, t, rewards = (np.concatenate(column) for column in zip(*parts, strict=True))
+        result[rows, t] = rewards
+    return result
+
+
+def _credited(earned: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Add the rewards `[n, steps]` of steps without an action to the action before, and return them as `[n, t]`."""
+    t = present.shape[1]
+    if not np.where(present, 0.0, earned[:, :t]).any() and not earned[:, t:].any():
+        return earned[:, :t]
+    latest = np.maximum.accumulate(np.where(present, np.arange(t), -1), axis=1)
+    latest = np.pad(latest, ((0, 0), (0, earned.shape[1] - t)), mode="edge")
+    result = np.zeros(present.shape)
+    row, step = np.nonzero(latest >= 0)
+    np.add.at(result, (row, latest[row, step]), earned[row, step])
+    return result
+
+
+# ---- playing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,93 +306,119 @@ class EpisodeRequest:
     Attributes:
         seeds: `[n]` reset seeds.
         member_ids: `[n]` slots.
+        groups: `[n]` number of the group: rows of one member with one start.
         replicas: `[n]` position within the group, which names the noise of the environment.
         uniforms: Random numbers to sample actions with; None = greedy actions.
         temperature: `[n]` sampling temperatures; None = 1.
-        statistics: Normalises observations, one row per slot; None = raw observations.
         base: Use the untrained base policy.
-        max_episode_steps: Limit that the environment enforces; None = unknown.
         stop: Checked before each step of all environments.
     """
 
     seeds: NDArray[np.int64]
     member_ids: NDArray[np.int64]
+    groups: NDArray[np.int64]
     replicas: NDArray[np.int64]
-    uniforms: EntryUniforms | None
+    uniforms: AgentUniforms | None
     temperature: NDArray[np.float32] | None
-    statistics: ObservationStatistics | None
     base: bool
-    max_episode_steps: int | None
-    stop: Stop = NEVER
+    stop: Stop
 
 
-def episode_request(
-    seeds: Sequence[int],
-    start_of_row: Sequence[int],
-    member_ids: Sequence[int],
-    *,
-    uniforms: EntryUniforms | None,
-    temperature: ArrayLike | None,
-    statistics: ObservationStatistics | None,
-    base: bool,
-    max_episode_steps: int | None,
-    stop: Stop,
-) -> EpisodeRequest:
-    """Check the arguments of a `play` method and return them as an `EpisodeRequest`.
+class PlaysEpisodes(Protocol):
+    """An environment that plays whole episodes."""
 
-    Args:
+    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+        """Play one episode per row of the request."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StartBatch:
+    """Opened starts, from each of which any number of episodes can be played.
+
+    Attributes:
+        env: The environment.
         seeds: Reset seed of each opened start.
-        start_of_row: For each of the n rows, its position in `seeds`.
-        member_ids: For each row, a slot.
-        uniforms: See `EpisodeRequest`, as all further arguments.
-        temperature: As above.
-        statistics: As above.
-        base: As above.
-        max_episode_steps: As above.
-        stop: As above.
-
-    Raises:
-        ValueError: If the arguments do not fit each other.
     """
-    if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
-        raise ValueError(f"member_ids must have one entry per row, got {len(member_ids)} for {len(start_of_row)} rows")
-    if not all(0 <= start < len(seeds) for start in start_of_row):
-        raise ValueError(
-            f"start_of_row must lie in [0, {len(seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
+
+    env: PlaysEpisodes
+    seeds: tuple[int, ...]
+
+    def play(
+        self,
+        actors: Mapping[str, Actor],
+        mapping: PolicyMapping,
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        uniforms: AgentUniforms | None = None,
+        temperature: ArrayLike | None = None,
+        base: bool = False,
+        stop: Stop = NEVER,
+    ) -> Episodes:
+        """Play one whole episode per row; each policy acts for all its active agents at once.
+
+        An episode depends on its start, its position in its group (which names its noise) and its random numbers
+        alone, not on other rows or the number of environments. Rows of one member with one start are a group, in
+        this order.
+
+        Args:
+            actors: Policies of all members, by name.
+            mapping: Maps agents to policies.
+            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
+            member_ids: For each row, the slot of the member whose policies act, at least 0.
+            uniforms: Random numbers to sample actions with, by agent, row and step (`AgentActionNoise`); None = greedy
+                actions.
+            temperature: `[n]` sampling temperatures; None = 1.
+            base: Use the untrained base policy.
+            stop: Checked before each step.
+
+        Returns:
+            The episodes, in the order of the rows.
+
+        Raises:
+            ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
+                action space, a reward or an observation is not finite, or an episode does not end.
+        """
+        missing = sorted(set(mapping.specs) - set(actors))
+        if missing:
+            raise ValueError(f"actors must contain all policies, got none for {missing}.")
+        n, members = len(start_of_row), np.asarray(member_ids, dtype=np.int64)
+        if len(members) != n or n == 0:
+            raise ValueError(f"member_ids must have one entry per row, got {len(members)} for {n} rows.")
+        starts = np.asarray(start_of_row, dtype=np.int64)
+        if starts.min() < 0 or starts.max() >= len(self.seeds):
+            raise ValueError(f"start_of_row must lie in [0, {len(self.seeds) - 1}], got {np.unique(starts).tolist()}.")
+        if members.min() < 0:
+            raise ValueError(f"member_ids must be at least 0, got {members.min()}.")
+        temperatures = None if temperature is None else np.asarray(temperature, dtype=np.float32)
+        if temperatures is not None and temperatures.shape != members.shape:
+            raise ValueError(f"temperature must have shape {members.shape}, got {temperatures.shape}.")
+        _, groups = np.unique(members * len(self.seeds) + starts, return_inverse=True)
+        # Position of each row among the rows of its group.
+        order = np.argsort(groups, kind="stable")
+        replicas = np.empty(n, dtype=np.int64)
+        replicas[order] = np.arange(n) - np.searchsorted(groups[order], groups[order])
+        request = EpisodeRequest(
+            seeds=np.array(self.seeds, dtype=np.int64)[starts],
+            member_ids=members,
+            groups=groups,
+            replicas=replicas,
+            uniforms=uniforms,
+            temperature=temperatures,
+            base=base,
+            stop=stop,
         )
-    members = np.asarray(member_ids, dtype=np.int64)
-    slots = np.inf if statistics is None else len(statistics.count)
-    if members.min() < 0 or members.max() >= slots:
-        raise ValueError(f"member_ids must lie in [0, {slots}), got {sorted(set(members.tolist()))}")
-    temperatures = None if temperature is None else np.asarray(temperature, dtype=np.float32)
-    if temperatures is not None and temperatures.shape != members.shape:
-        raise ValueError(f"temperature must have shape {members.shape}, got {temperatures.shape}")
-    counts: dict[tuple[int, int], int] = {}
-    replicas = []
-    for group in zip(member_ids, start_of_row, strict=True):
-        replicas.append(counts.get(group, 0))
-        counts[group] = replicas[-1] + 1
-    return EpisodeRequest(
-        seeds=np.array([seeds[start] for start in start_of_row], dtype=np.int64),
-        member_ids=members,
-        replicas=np.array(replicas, dtype=np.int64),
-        uniforms=uniforms,
-        temperature=temperatures,
-        statistics=statistics,
-        base=base,
-        max_episode_steps=max_episode_steps,
-        stop=stop,
-    )
+        return self.env.play_request(actors, mapping, request)
 
 
 def play_episodes(
-    env: VectorEnv[Step],
+    env: VectorEnv,
     num_envs: int,
-    spaces: "Mapping[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]",
     actors: Mapping[str, Actor],
-    recorder: Recorder[Step, Result],
+    mapping: PolicyMapping,
     request: EpisodeRequest,
-) -> Result:
+    max_episode_steps: int | None,
+) -> Episodes:
     """Play one episode per row, at most `num_envs` in parallel, and return them in the order of the rows.
 
     A row depends on its seed, its replica, its random numbers and its actions alone.
@@ -162,17 +426,18 @@ def play_episodes(
     Args:
         env: Vector environment without running episodes.
         num_envs: Maximum number of parallel episodes.
-        spaces: Observation and action space of each policy.
         actors: Policies by name.
-        recorder: Records the episodes.
+        mapping: Maps agents to policies.
         request: Episodes to play.
+        max_episode_steps: Limit that the environment enforces; None = unknown.
 
     Raises:
         ValueError: If a reward or an observation is not finite, or an episode does not end.
     """
+    recorder = EpisodeRecorder(mapping, request.groups)
     queue = _queue(request.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
-    total, limit = len(queue), request.max_episode_steps
+    total, limit = len(queue), max_episode_steps
     progress = ProgressCounter("playing", total, "episodes")
     while True:
         # 1. Remove finished episodes.
@@ -199,16 +464,32 @@ def play_episodes(
         if t.max() >= most:
             raise ValueError(f"An episode has not ended after {most} steps. Set max_episode_steps.")
         # 3. Each policy acts for its agents.
-        actions = {}
-        for policy, inputs in env.inputs().items():
-            taken = _act(actors[policy], spaces[policy], inputs, rows, t, request)
-            recorder.record_actions(policy, taken)
-            actions[policy] = to_environment(spaces[policy][1], taken.actions)
+        chosen = {}
+        for policy, inputs in env.inputs(mapping).items():
+            own, own_t = (rows, t) if inputs.positions is None else (rows[inputs.positions], t[inputs.positions])
+            check_finite(inputs, request.seeds[own], own_t)
+            space, action_space = mapping.specs[policy].observation_space, mapping.specs[policy].action_space
+            acted = actors[policy].act(
+                unflatten(space, inputs.observations),
+                request.member_ids[own],
+                uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, own, own_t),
+                temperature=None if request.temperature is None else request.temperature[own],
+                action_mask=inputs.action_masks,
+                base=request.base,
+            )
+            expected = (len(own), *policy_action_shape(action_space))
+            if np.shape(acted.actions) != expected:
+                raise ValueError(
+                    f"actions must have shape {expected} for {action_space}, got {np.shape(acted.actions)}."
+                )
+            actions = np.asarray(acted.actions, dtype=action_space.dtype)
+            log_probs = np.asarray(acted.log_probs, dtype=np.float32)
+            recorder.record_actions(policy, own, own_t, inputs, actions, log_probs)
+            chosen[policy] = to_environment(action_space, actions)
         # 4. Step all environments.
-        step = env.step(actions)
-        for position, agent, reward in step.non_finite_rewards():
-            raise not_finite_error("reward", reward, agent, request.seeds[rows[position]], t[position])
-        recorder.record_step(rows, step)
+        step = env.step(chosen)
+        check_finite_rewards(step, request.seeds[rows], t)
+        recorder.record_step(rows, t, step)
         t = t + 1
 
 
@@ -221,52 +502,26 @@ def _queue(member_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.lexsort((member_ids, turns))
 
 
-def _act(
-    actor: Actor,
-    spaces: "tuple[gymnasium.Space[Any], gymnasium.Space[Any]]",
-    inputs: PolicyInput,
-    rows: NDArray[np.int64],
-    t: NDArray[np.int64],
-    request: EpisodeRequest,
-) -> PolicyActions:
-    space, action_space = spaces
-    if inputs.positions is not None:
-        rows, t = rows[inputs.positions], t[inputs.positions]
-    check_finite(inputs, request.seeds[rows], t)
-    members, leaves = request.member_ids[rows], inputs.observations
-    if request.statistics is not None:
-        leaves = request.statistics.normalise(leaves, normalised_leaves(space), members)
-    acted = actor.act(
-        unflatten(space, leaves),
-        members,
-        uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, rows, t),
-        temperature=None if request.temperature is None else request.temperature[rows],
-        action_mask=inputs.action_masks,
-        base=request.base,
-    )
-    expected = (len(rows), *policy_action_shape(action_space))
-    if np.shape(acted.actions) != expected:
-        raise ValueError(f"actions must have shape {expected} for {action_space}, got {np.shape(acted.actions)}")
-    return PolicyActions(
-        rows=rows,
-        t=t,
-        inputs=inputs,
-        actions=np.asarray(acted.actions, dtype=action_space.dtype),
-        log_probs=np.asarray(acted.log_probs, dtype=np.float32),
-    )
-
-
 def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
     """Raise ValueError for the first observation that is not finite, of episodes with these seeds at these steps."""
     for leaf in inputs.observations:
         if leaf.dtype.kind == "f" and not fits_float32(leaf).all():
             place = int(np.argwhere(~fits_float32(leaf))[0][0])
             agent = inputs.agents[place] if inputs.agents else ""
-            raise not_finite_error("observation", leaf[place].tolist(), agent, seeds[place], t[place])
+            raise _not_finite("observation", leaf[place].tolist(), agent, seeds[place], t[place])
 
 
-def not_finite_error(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
-    """Return the error for a reward or an observation that is not finite."""
+def check_finite_rewards(step: VectorStep, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+    """Raise ValueError for the first reward that is not finite, of episodes with these seeds at these steps."""
+    finite = np.abs(step.rewards) <= FLOAT32_LIMIT
+    if not finite.all():
+        place = int(np.argmin(finite))
+        position = place if step.positions is None else step.positions[place]
+        agent = step.agents[place] if step.agents else ""
+        raise _not_finite("reward", float(step.rewards[place]), agent, seeds[position], t[position])
+
+
+def _not_finite(kind: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
     return ValueError(
         f"{kind}{f' of {agent}' if agent else ''} must be finite and at most {FLOAT32_LIMIT:g} in size, "
         f"got {value} after {t} steps from reset(seed={seed})"

@@ -1,11 +1,16 @@
 """Reset seeds of train, validation and test starts, and the base class of environments that use them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, Self
 
 from evogrpo.config.checks import whole_between, whole_number
+from evogrpo.data import Actor
+from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.rendering import RENDER_MODE, explain_window_errors
+from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
+from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn
@@ -13,8 +18,6 @@ from evogrpo.warnings import warn
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
-RENDER_MODE = "human"
-"""Render mode of environments that open a window and run at their own speed."""
 
 
 class SeededGroups(ABC):
@@ -34,6 +37,8 @@ class SeededGroups(ABC):
 
     name: str
     max_episode_steps: int
+    _num_envs: int
+    _default_limit: int | None = None  # a truncation after this many steps causes a warning
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class SeededGroups(ABC):
         if self.render_tests:
             del self._kwargs["render_mode"]
         self._issued: set[str] = set()
+        self._vector_env: VectorEnv | None = None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
@@ -65,9 +71,15 @@ class SeededGroups(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
-        """Close all environments; the next `play` creates new ones."""
+        """Close all environments and processes; the next `play` creates new ones."""
+        env, self._vector_env = self._vector_env, None
+        if env is not None:
+            env.close()
+
+    @abstractmethod
+    def _create_vector_env(self) -> VectorEnv:
+        """Return a vector environment without episodes."""
 
     @abstractmethod
     def _identity(self) -> dict[str, str]:
@@ -97,6 +109,37 @@ class SeededGroups(ABC):
         base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
 
+    def open(self, split: Split, starts: Sequence[int]) -> StartBatch:
+        """Open starts of a split, each in [0, size(split)); starts may be repeated.
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        return StartBatch(env=self, seeds=self._reset_seeds(split, starts))
+
+    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
+        """Play one episode per row of the request; see `StartBatch.play`."""
+        if self._vector_env is None:
+            self._vector_env = self._create_vector_env()
+        try:
+            with explain_window_errors() if self._in_window else nullcontext():
+                played = play_episodes(
+                    self._vector_env, self._num_envs, actors, mapping, request, self.max_episode_steps
+                )
+        except BaseException:
+            # The next call must not see unfinished episodes.
+            with suppress(Exception):  # the first error is the one to report
+                self.close()
+            raise
+        limit = self._default_limit
+        if limit is not None and (played.truncated & (played.lengths >= limit)).any():
+            self._warn_once(
+                f"An episode of {self.name} was truncated after {limit:,} steps, the default limit. Set "
+                "max_episode_steps.",
+                rank_zero_only=False,
+            )
+        return played
+
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
         return deal_starts(self.seed, self.size("train"), step, count, block)
@@ -106,23 +149,7 @@ class SeededGroups(ABC):
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
         return {**sizes, "seed": str(self.seed), **self._identity()}
 
-    @contextmanager
-    def _close_on_error(self) -> Iterator[None]:
-        """Close all environments on an error, so that the next call does not see unfinished episodes."""
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # the first error is the one to report
-                self.close()
-            raise
-
     def _warn_once(self, message: str, *, rank_zero_only: bool = True) -> None:
         if message not in self._issued:
             self._issued.add(message)
             warn(message, rank_zero_only=rank_zero_only)
-
-    def _warn_truncated(self, steps: int) -> None:
-        self._warn_once(
-            f"An episode of {self.name} was truncated after {steps:,} steps, the default limit. Set max_episode_steps.",
-            rank_zero_only=False,
-        )

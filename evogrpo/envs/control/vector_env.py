@@ -1,25 +1,23 @@
-"""Vector environments: many episodes of a single agent in parallel."""
+"""Vector environments: many episodes in parallel."""
 
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import FLOAT32_LIMIT
-from evogrpo.envs.control.actions import legal_actions, mask_from_info, policy_action_shape
+from evogrpo.data import DEFAULT_POLICY
+from evogrpo.envs.control.actions import legal_actions, policy_action_shape
 from evogrpo.envs.control.classic import ClassicControl
-from evogrpo.envs.control.making import MakeEnv, PauseAtEnd, seeds_with_replicas
-from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack
-
-DEFAULT_POLICY = "default"
-"""Name of the policy of single-agent environments."""
+from evogrpo.envs.control.making import SEED_BITS, MakeEnv
+from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack, unflatten
+from evogrpo.envs.control.policy_mapping import PolicyMapping
 
 
 class PolicyInput(NamedTuple):
@@ -40,84 +38,86 @@ class PolicyInput(NamedTuple):
     agents: Sequence[str] = ()
 
 
-class StepResult(Protocol):
-    """Result of one step of all environments."""
-
-    def non_finite_rewards(self) -> Iterable[tuple[int, str, float]]:
-        """Return (position, agent or "", reward) of rewards that float32 cannot represent."""
-
-
 class VectorStep(NamedTuple):
-    """Result of one step of all single-agent environments.
+    """Result of one step of all environments: one entry for each reward of an agent.
 
     Attributes:
-        inputs: Next inputs of the policy.
-        rewards: `[m]` float64.
-        terminated: `[m]` True where the episode has reached a terminal state.
-        truncated: `[m]` True where it has been truncated; both may be True.
+        rewards: `[k]` float64.
+        terminated: `[k]` True where the agent has reached a terminal state.
+        truncated: `[k]` True where it has been truncated; both may be True.
+        positions: `[k]` position of each entry's environment; None = one entry per environment.
+        agents: `[k]` agent of each entry; empty for single-agent environments.
+        totals: `[m]` sum of the rewards of each environment; None = `rewards`.
     """
 
-    inputs: PolicyInput
     rewards: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-
-    @property
-    def ended(self) -> NDArray[np.bool_]:
-        """`[m]` True where the episode has ended."""
-        return self.terminated | self.truncated
-
-    def non_finite_rewards(self) -> Iterable[tuple[int, str, float]]:
-        """See `StepResult`."""
-        finite = np.abs(self.rewards) <= FLOAT32_LIMIT
-        if finite.all():
-            return ()
-        return [(position, "", float(self.rewards[position])) for position in np.flatnonzero(~finite).tolist()]
+    positions: NDArray[np.int64] | None = None
+    agents: Sequence[str] = ()
+    totals: NDArray[np.float64] | None = None
 
 
-Step_co = TypeVar("Step_co", covariant=True)
-
-
-class VectorEnv(Protocol[Step_co]):
+class VectorEnv(ABC):
     """Parallel episodes, addressed by position. Positions change with `add` and `select` only."""
 
+    @abstractmethod
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """Append one episode per reset seed; replicas name the noise of the environment."""
 
+    @abstractmethod
     def select(self, positions: NDArray[np.int64]) -> None:
         """Keep the episodes at these positions, in this order, and drop the others."""
 
+    @abstractmethod
     def finished(self) -> NDArray[np.bool_]:
         """Return `[m]` True where the episode has ended; such episodes must not be stepped again."""
 
-    def inputs(self) -> Mapping[str, PolicyInput]:
+    @abstractmethod
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """Return the inputs of each policy; policies without active agents are omitted."""
 
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> Step_co:
+    @abstractmethod
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """Step all environments with actions `[m, ...]` in their own form, one per entry of `inputs`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Close all environments and processes."""
 
-class SingleAgentVectorEnv(ABC):
-    """Base class of single-agent vector environments; subclasses start, keep and step episodes."""
 
-    def __init__(self) -> None:
-        self._inputs: PolicyInput | None = None
+class SingleAgentVectorEnv(VectorEnv):
+    """Base class of single-agent vector environments; subclasses start, keep and step episodes.
+
+    Args:
+        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
+
+    Attributes:
+        latest: Inputs of the policy.
+    """
+
+    latest: PolicyInput
+
+    def __init__(self, *, reseed: bool = False) -> None:
+        self._reseed = reseed
         self._finished = np.zeros(0, dtype=np.bool_)
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`."""
-        before, new = self._inputs, self._open(seeds, replicas)
-        count = len(self._finished)
+        if self._reseed:
+            seeds = [seed + (replica << SEED_BITS) for seed, replica in zip(seeds, replicas, strict=True)]
+        new, count = self._open(seeds), len(self._finished)
         self._finished = np.concatenate([self._finished, np.zeros(len(seeds), dtype=np.bool_)])
-        if before is None or not count:
-            self._inputs = new
+        if not count:
+            self.latest = new
             return
+        before = self.latest
         masks = [before.action_masks, new.action_masks]
         present = next((mask for mask in masks if mask is not None), None)
         if present is not None:  # environments without a mask allow every action
             everything = [np.ones((number, present.shape[1]), np.bool_) for number in (count, len(seeds))]
             masks = [full if mask is None else mask for mask, full in zip(masks, everything, strict=True)]
-        self._inputs = PolicyInput(
+        self.latest = PolicyInput(
             observations=[np.concatenate(pair) for pair in zip(before.observations, new.observations, strict=True)],
             action_masks=None if present is None else np.concatenate([mask for mask in masks if mask is not None]),
         )
@@ -125,10 +125,9 @@ class SingleAgentVectorEnv(ABC):
     def select(self, positions: NDArray[np.int64]) -> None:
         """See `VectorEnv`."""
         self._keep(positions)
-        assert self._inputs is not None
-        masks = self._inputs.action_masks
-        self._inputs = PolicyInput(
-            observations=[leaf[positions] for leaf in self._inputs.observations],
+        masks = self.latest.action_masks
+        self.latest = PolicyInput(
+            observations=[leaf[positions] for leaf in self.latest.observations],
             action_masks=None if masks is None else masks[positions],
         )
         self._finished = self._finished[positions]
@@ -137,23 +136,18 @@ class SingleAgentVectorEnv(ABC):
         """See `VectorEnv`."""
         return self._finished
 
-    def inputs(self) -> Mapping[str, PolicyInput]:
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
         """See `VectorEnv`."""
-        assert self._inputs is not None
-        return {DEFAULT_POLICY: self._inputs}
+        return {DEFAULT_POLICY: self.latest}
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
-        result = self._step(actions[DEFAULT_POLICY])
-        self._inputs, self._finished = result.inputs, result.ended
-        return result
+        self.latest, step = self._step(actions[DEFAULT_POLICY])
+        self._finished = step.terminated | step.truncated
+        return step
 
     @abstractmethod
-    def close(self) -> None:
-        """Close all environments and processes."""
-
-    @abstractmethod
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
+    def _open(self, seeds: Sequence[int]) -> PolicyInput:
         """Append episodes and return their first inputs."""
 
     @abstractmethod
@@ -161,8 +155,8 @@ class SingleAgentVectorEnv(ABC):
         """Keep the episodes at these positions, in this order."""
 
     @abstractmethod
-    def _step(self, actions: NDArray[Any]) -> VectorStep:
-        """Step all environments."""
+    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
+        """Step all environments; return the next inputs and the result."""
 
 
 class NativeVectorEnv(SingleAgentVectorEnv):
@@ -172,16 +166,16 @@ class NativeVectorEnv(SingleAgentVectorEnv):
         super().__init__()
         self._env = env
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
+    def _open(self, seeds: Sequence[int]) -> PolicyInput:
         return PolicyInput(observations=[self._env.add(seeds)], action_masks=None)
 
     def _keep(self, positions: NDArray[np.int64]) -> None:
         self._env.select(positions)
 
-    def _step(self, actions: NDArray[Any]) -> VectorStep:
+    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
         observations, rewards, terminated, truncated = self._env.step(actions)
         inputs = PolicyInput(observations=[observations], action_masks=None)
-        return VectorStep(inputs, rewards, terminated, truncated)
+        return inputs, VectorStep(rewards, terminated, truncated)
 
     def close(self) -> None:
         """Do nothing."""
@@ -207,20 +201,20 @@ class SerialVectorEnv(SingleAgentVectorEnv):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        super().__init__()
-        self._make, self._recreate_env, self._reseed = make, recreate_env, reseed
+        super().__init__(reseed=reseed)
+        self._make, self._recreate_env = make, recreate_env
         self._space, self._action_space = observation_space, action_space
         self._parts = leaf_spaces(observation_space)
         self._running: list[gymnasium.Env[Any, Any]] = []
         self._idle: list[gymnasium.Env[Any, Any]] = []
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
+    def _open(self, seeds: Sequence[int]) -> PolicyInput:
         opened = []
-        for seed in seeds_with_replicas(seeds, replicas, self._reseed):
+        for seed in seeds:
             env = self._idle.pop() if self._idle else self._make()
             self._running.append(env)
             opened.append(env.reset(seed=seed))
-        return self._input([observation for observation, _ in opened], [mask_from_info(info) for _, info in opened])
+        return self._input([observation for observation, _ in opened], [_mask_from_info(info) for _, info in opened])
 
     def _keep(self, positions: NDArray[np.int64]) -> None:
         kept = positions.tolist()
@@ -228,16 +222,15 @@ class SerialVectorEnv(SingleAgentVectorEnv):
         free = [self._running[position] for position in dropped]
         self._running = [self._running[position] for position in kept]
         if self._recreate_env:
-            _close_all(free)
+            close_all(free)
         else:
             self._idle += free
 
-    def _step(self, actions: NDArray[Any]) -> VectorStep:
+    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
         steps = [env.step(action) for env, action in zip(self._running, actions, strict=True)]
-        masks = [mask_from_info(step[4]) for step in steps]
+        masks = [_mask_from_info(step[4]) for step in steps]
         acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
-        return VectorStep(
-            inputs=self._input([step[0] for step in steps], acting),
+        return self._input([step[0] for step in steps], acting), VectorStep(
             rewards=scalars([step[1] for step in steps], np.float64, "reward"),
             terminated=scalars([step[2] for step in steps], np.bool_, "terminated"),
             truncated=scalars([step[3] for step in steps], np.bool_, "truncated"),
@@ -247,7 +240,7 @@ class SerialVectorEnv(SingleAgentVectorEnv):
         """Close all environments."""
         envs = [*self._running, *self._idle]
         self._running, self._idle = [], []
-        _close_all(envs)
+        close_all(envs)
 
     def _input(self, observations: list[Any], masks: list[Any]) -> PolicyInput:
         return PolicyInput(
@@ -278,7 +271,7 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        super().__init__()
+        super().__init__(reseed=reseed)
         parent = os.getpid()
 
         def make_pausing() -> PauseAtEnd:
@@ -289,15 +282,15 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
             return PauseAtEnd(make, recreate_env=recreate_env)
 
         self._vector = AsyncVectorEnv([make_pausing] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-        self._count, self._reseed = count, reseed
+        self._count = count
         self._space, self._action_space = observation_space, action_space
         self._actions = np.zeros((count, *policy_action_shape(action_space)), dtype=action_space.dtype)
         self._running: list[int] = []
 
-    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> PolicyInput:
+    def _open(self, seeds: Sequence[int]) -> PolicyInput:
         workers = [worker for worker in range(self._count) if worker not in set(self._running)][: len(seeds)]
         worker_seeds: list[int | None] = [None] * self._count
-        for worker, seed in zip(workers, seeds_with_replicas(seeds, replicas, self._reseed), strict=True):
+        for worker, seed in zip(workers, seeds, strict=True):
             worker_seeds[worker] = seed
         chosen = np.isin(np.arange(self._count), workers)
         with _explain_dead_worker():
@@ -308,13 +301,13 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
     def _keep(self, positions: NDArray[np.int64]) -> None:
         self._running = [self._running[position] for position in positions.tolist()]
 
-    def _step(self, actions: NDArray[Any]) -> VectorStep:
+    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
         own = self._running
         self._actions[own] = actions
         with _explain_dead_worker():
             observations, rewards, terminated, truncated, infos = self._vector.step(self._actions)
         inputs = self._input(observations, infos, own, (terminated | truncated)[own])
-        return VectorStep(inputs, rewards[own], terminated[own], truncated[own])
+        return inputs, VectorStep(rewards[own], terminated[own], truncated[own])
 
     def close(self) -> None:
         """Close all environments and end their processes."""
@@ -341,6 +334,64 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
         )
 
 
+class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Ignores steps between the end of an episode and the next reset.
+
+    A vector environment steps all its environments; here one without an episode returns at once, with a blank
+    observation and no reward. Observations and rewards are checked against the spaces, because vector environments
+    flatten, cast and join other values silently. Infos contain only the action mask.
+
+    Args:
+        make: Creates the environment.
+        recreate_env: Create a new environment for every episode.
+    """
+
+    def __init__(self, make: MakeEnv, *, recreate_env: bool = False) -> None:
+        super().__init__(make())
+        self._make, self._recreate_env, self._used = make, recreate_env, False
+        self._paused = True
+        space = self.env.observation_space
+        self._parts = leaf_spaces(space)
+        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in self._parts])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode. The empty options of a masked reset are passed on as None."""
+        if self._recreate_env and self._used:
+            self.env.close()
+            self.env = self._make()
+        self._paused, self._used = False, True
+        observation, info = self.env.reset(seed=seed, options=options or None)
+        return self._checked(observation), self._mask_only(info)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the episode, if one is running."""
+        if self._paused:
+            return self._blank, 0.0, False, False, {}
+        observation, reward, *ends, info = self.env.step(action)
+        names = ("terminated", "truncated")
+        flags = [bool(scalars([end], np.bool_, name)[0]) for end, name in zip(ends, names, strict=True)]
+        self._paused = any(flags)
+        reward = scalars([reward], np.float64, "reward")[0]
+        return self._checked(observation), reward, flags[0], flags[1], self._mask_only(info)
+
+    def _checked(self, observation: Any) -> Any:
+        space = self.env.observation_space
+        leaves = stack(self._parts, [flatten(space, observation)])
+        return unflatten(space, [leaf[0] for leaf in leaves])
+
+    @staticmethod
+    def _mask_only(info: object) -> dict[str, Any]:
+        mask = _mask_from_info(info)
+        return {} if mask is None else {"action_mask": mask}
+
+
+def _mask_from_info(info: object) -> Any:
+    """Return the action mask in an environment's info; None if it has none."""
+    if not isinstance(info, Mapping):
+        raise ValueError(f"info must be a dict, got {type(info).__name__}")
+    return info.get("action_mask")
+
+
 @contextmanager
 def _explain_dead_worker() -> Iterator[None]:
     try:
@@ -352,7 +403,7 @@ def _explain_dead_worker() -> Iterator[None]:
         ) from error
 
 
-def _close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+def close_all(envs: Sequence[Any]) -> None:
     """Close every environment, even if closing one of them raises."""
     with ExitStack() as closing:
         for env in envs:

@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.policies.networks import PolicyDescription, StackedPolicy
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.algorithms.policies.stacked_policy import PolicyDescription, StackedPolicy
 from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.distributed import processes
