@@ -123,7 +123,7 @@ class GroupEnvironment(Protocol):
 
         Returns:
             A `PromptBatch`, or for classic control an object with a `play` method, such as
-            `evogrpo.envs.control.gymnasium_groups.StartBatch`.
+            `evogrpo.envs.control.rollout.StartBatch`.
         """
 
 

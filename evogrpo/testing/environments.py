@@ -1,8 +1,7 @@
 """Conformance suites of `GroupEnvironment`, one for each kind of batch that it opens.
 
-`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`, `SoloEnvironmentTestCase` for those whose
-batches return `Episodes`, and `JointEnvironmentTestCase` for those whose batches return `JointEpisodes`. Other
-environments that are played step by step subclass `PlayedEnvironmentTestCase`.
+`PromptEnvironmentTestCase` is for environments that open a `PromptBatch`, `PlayedEnvironmentTestCase` for those that
+open a `StartBatch`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,9 +16,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import Conversation, SampledActions
-from evogrpo.envs.control.actions import ActionNoise, AgentActionNoise, mask_sizes
+from evogrpo.envs.control.actions import AgentActionNoise, mask_sizes
 from evogrpo.envs.control.observations import flatten
-from evogrpo.envs.control.policy_mapping import map_policies
+from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
 
@@ -349,9 +348,17 @@ class PlayedRow:
 
 
 class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """Tests of environments that are played: an episode depends on its start, random numbers and actions only."""
+    """Tests of environments that open a `StartBatch`, for a single agent or several. Implement `make_env`.
 
-    @abstractmethod
+    An episode depends on its start, random numbers and actions only.
+    """
+
+    def mapping(self, env: Any) -> PolicyMapping:
+        """Return the mapping from agents to policies: one policy for each agent."""
+        if hasattr(env, "observation_spaces"):
+            return map_policies(env.observation_spaces, env.action_spaces, "independent")
+        return single_agent(env.observation_space, env.action_space)
+
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
     ) -> list[PlayedRow]:
@@ -364,6 +371,45 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
             members: Member of each row. Its row r uses the random numbers of (member, r), regardless of other members.
             greedy: Take the most likely actions instead of sampling.
         """
+        names = list(dict.fromkeys(members))
+        counts = [members.count(name) for name in names]
+        noise = AgentActionNoise(
+            0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
+        )
+        mapping = self.mapping(env)
+        actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
+        played = env.open("train", starts).play(
+            actors, mapping, start_of_row, members, uniforms=None if greedy else noise
+        )
+        parts: list[list[Any]] = [[] for _ in members]
+        first_of: list[list[Any]] = [[] for _ in members]
+        legal_rows = [True] * len(members)
+        for policy, own in played.episodes.items():
+            spec = mapping.specs[policy]
+            leaves = flatten(spec.observation_space, own.observations)
+            for number, row in enumerate(own.rows.tolist()):
+                here = own.present[number]
+                if not here.any():
+                    continue
+                masks = None if own.action_masks is None else own.action_masks[number][here]
+                columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
+                parts[row].append(
+                    (
+                        own.agents[number],
+                        tuple(np.flatnonzero(here).tolist()),
+                        *(column[number][here].tobytes() for column in columns),
+                        bool(own.terminated[number]),
+                        bool(own.truncated[number]),
+                    )
+                )
+                if here[0]:
+                    first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
+                legal_rows[row] &= legal(spec.action_space, own.actions[number][here], masks)
+        earned = [tuple(sorted(returns.items())) for returns in played.returns]
+        return [
+            PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]), legal=legal_rows[row])
+            for row in range(len(members))
+        ]
 
     def identities(self, batch: Any) -> list[Hashable]:
         """Return the reset seeds."""
@@ -405,87 +451,6 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_illegal_actions_are_never_taken(self, env: Any) -> None:
         assert all(row.legal for row in self.groups(env, (0, 1)))
-
-
-class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Tests of environments that open a `StartBatch` of `GymnasiumGroups`. Implement `make_env`."""
-
-    def play(
-        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
-    ) -> list[PlayedRow]:
-        """See `PlayedEnvironmentTestCase`."""
-        names = list(dict.fromkeys(members))
-        counts = [members.count(name) for name in names]
-        noise = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
-        played = env.open("train", starts).play(
-            PseudoRandomActor(env.action_space), start_of_row, members, uniforms=None if greedy else noise
-        )
-        leaves = flatten(env.observation_space, played.observations)
-        rows = []
-        for row, length in enumerate(played.lengths.tolist()):
-            masks = None if played.action_masks is None else played.action_masks[row, :length]
-            columns = (*leaves, played.actions, played.log_probs, played.step_rewards)
-            rows.append(
-                PlayedRow(
-                    first=tuple(leaf[row, 0].tobytes() for leaf in leaves),
-                    steps=(
-                        *(column[row, :length].tobytes() for column in columns),
-                        None if masks is None else masks.tobytes(),
-                        bool(played.terminated[row]),
-                        bool(played.truncated[row]),
-                    ),
-                    legal=legal(env.action_space, played.actions[row, :length], masks),
-                )
-            )
-        return rows
-
-
-class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Tests of environments that open a `JointStartBatch` of `PettingZooGroups`. Implement `make_env`."""
-
-    def play(
-        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
-    ) -> list[PlayedRow]:
-        """See `PlayedEnvironmentTestCase`."""
-        names = list(dict.fromkeys(members))
-        counts = [members.count(name) for name in names]
-        noise = AgentActionNoise(
-            0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
-        )
-        mapping = map_policies(env.observation_spaces, env.action_spaces, "independent")
-        actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
-        played = env.open("train", starts).play(
-            actors, mapping, start_of_row, members, uniforms=None if greedy else noise
-        )
-        parts: list[list[Any]] = [[] for _ in members]
-        first_of: list[list[Any]] = [[] for _ in members]
-        legal_rows = [True] * len(members)
-        for policy, own in played.episodes.items():
-            spec = mapping.specs[policy]
-            leaves = flatten(spec.observation_space, own.observations)
-            for number, row in enumerate(own.rows.tolist()):
-                here = own.present[number]
-                if not here.any():
-                    continue
-                masks = None if own.action_masks is None else own.action_masks[number][here]
-                columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
-                parts[row].append(
-                    (
-                        own.agents[number],
-                        tuple(np.flatnonzero(here).tolist()),
-                        *(column[number][here].tobytes() for column in columns),
-                        bool(own.terminated[number]),
-                        bool(own.truncated[number]),
-                    )
-                )
-                if here[0]:
-                    first_of[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
-                legal_rows[row] &= legal(spec.action_space, own.actions[number][here], masks)
-        earned = [tuple(sorted(returns.items())) for returns in played.returns]
-        return [
-            PlayedRow(first=tuple(first_of[row]), steps=(*parts[row], earned[row]), legal=legal_rows[row])
-            for row in range(len(members))
-        ]
 
 
 def legal(space: gymnasium.Space[Any], actions: np.ndarray, masks: np.ndarray | None) -> bool:

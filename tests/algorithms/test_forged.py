@@ -163,15 +163,15 @@ def sized(kind, *place):
 
 
 SIZES = [
-    (sized("networks", "observation_space", "shape"), lambda n: [n]),
-    (sized("networks", "observation_space", "shape"), lambda n: [n, n]),
-    (sized("networks", "action_space", "n"), lambda n: n),
+    (sized("networks", "observation_spaces", 0, 1, "shape"), lambda n: [n]),
+    (sized("networks", "observation_spaces", 0, 1, "shape"), lambda n: [n, n]),
+    (sized("networks", "action_spaces", 0, 1, "n"), lambda n: n),
     (sized("networks", "settings", "network", "hidden"), lambda n: [n, n]),
     (sized("networks", "settings", "network", "hidden"), lambda n: [min(n, 65_536)] * 8),
-    (sized("mixed", "observation_space", "parts", 0, 1, "n"), lambda n: n),
-    (sized("mixed", "observation_space", "parts", 1, 1, "nvec"), lambda n: [n, n]),
-    (sized("mixed", "observation_space", "parts", 2, 1, "shape"), lambda n: [n, n, 3]),
-    (sized("mixed", "action_space", "nvec"), lambda n: [n, n]),
+    (sized("mixed", "observation_spaces", 0, 1, "parts", 0, 1, "n"), lambda n: n),
+    (sized("mixed", "observation_spaces", 0, 1, "parts", 1, 1, "nvec"), lambda n: [n, n]),
+    (sized("mixed", "observation_spaces", 0, 1, "parts", 2, 1, "shape"), lambda n: [n, n, 3]),
+    (sized("mixed", "action_spaces", 0, 1, "nvec"), lambda n: [n, n]),
     (sized("mixed", "settings", "network", "convolutions"), lambda n: [[n, 3, 1], [n, 3, 1]]),
     (sized("language", "lora_config", "r"), lambda n: n),
     *(

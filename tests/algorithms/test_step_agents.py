@@ -214,7 +214,9 @@ def test_learning_by_hand_equals_learning_from_the_environments_own_rows():
     twin = agent.clone()
     experiences = played(agent, steps=12)
     twin.steps = agent.steps
-    shown = agent.members.networks.shown(experiences[0].reshape(-1, 4), np.zeros(96, np.int64)).reshape(8, 12, 4)
+    shown = (
+        agent.members.policies["default"].shown(experiences[0].reshape(-1, 4), np.zeros(96, np.int64)).reshape(8, 12, 4)
+    )
     batch = agent.members.experience(agent.learner(), experiences)["default"]
     assert np.allclose(batch.inputs.observations.numpy(), shown)
     assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()

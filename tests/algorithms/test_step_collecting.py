@@ -88,7 +88,7 @@ def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():
     assert collected.questions == ()
     lengths = batch.present.sum(1)
     assert batch.rewards.tolist() == lengths.tolist()  # CartPole pays 1 a step
-    assert batch.step_rewards.tolist() == batch.present.float().tolist()
+    assert batch.step_rewards.nan_to_num(nan=0.0).tolist() == batch.present.float().tolist()
     assert batch.truncated.tolist() == (lengths == 40).tolist()
     assert collected.tokens == {0: int(lengths.sum())}
     firsts = batch.inputs.observations[:, 0]
@@ -141,7 +141,7 @@ def test_statistics_are_those_of_all_observations_and_still_within_a_step():
     agent, blind = step_agent(env, normalise_observations=True), step_agent(env)
     seen, shown = [], []
     for step in range(2):
-        before = agent.members.networks.statistics
+        before = agent.members.policies["default"].statistics
         batch = collect(agent.members, [agent.learner(step)], env, samples_per_step=8, block=2).experience["default"]
         shown.append(batch.inputs.observations[batch.present].numpy())
         if step:  # what was collected since is not part of how it was shown
@@ -151,7 +151,7 @@ def test_statistics_are_those_of_all_observations_and_still_within_a_step():
             raw = collect(blind.members, [blind.learner(0)], env, samples_per_step=8, block=2).experience["default"]
             seen.append(raw.inputs.observations[raw.present].numpy())
             assert np.array_equal(shown[0], seen[0])  # nothing known yet
-    statistics, everything = agent.members.networks.statistics, np.concatenate(seen)
+    statistics, everything = agent.members.policies["default"].statistics, np.concatenate(seen)
     assert statistics.count.tolist() == [len(everything)]
     clipped = (np.abs(shown[1]) >= 10).any()
     assert not clipped
@@ -163,7 +163,7 @@ def test_statistics_are_inherited_and_part_of_the_policy():
     env = cart_pole()
     population = step_population(2, env, normalise_observations=True)
     population.collect(env, step=0, samples_per_step=8, block=2)
-    bank, body = population.members.banks["default"], population.members.networks
+    bank, body = population.members.banks["default"], population.members.policies["default"]
     bank.extra_stats[1] = bank.extra_stats[0] + 1
     bank.inherit([1, None])
     assert bank.extra_stats[0, 0] == body.statistics.count[0] > 1

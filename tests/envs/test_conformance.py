@@ -7,9 +7,8 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.text.tasks import two_digit_sums
 from evogrpo.testing.environments import (
-    JointEnvironmentTestCase,
+    PlayedEnvironmentTestCase,
     PromptEnvironmentTestCase,
-    SoloEnvironmentTestCase,
 )
 from tests.envs import joint_probes, probes
 from tests.envs.conftest import CHAT, build
@@ -89,41 +88,41 @@ class TestTwoTurns(ArithmeticPrompts):
         return GuessTwice(tokenizer=TOKENIZER, seed=seed)
 
 
-class TestNative(SoloEnvironmentTestCase):
+class TestNative(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups("CartPole-v1", seed=seed)
 
 
-class TestFewNativeLanes(SoloEnvironmentTestCase):
+class TestFewNativeLanes(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups("Pendulum-v1", num_envs=5, max_episode_steps=30, seed=seed)
 
 
-class TestSerial(SoloEnvironmentTestCase):
+class TestSerial(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups("CartPole-v1", vectorization="serial", num_envs=5, max_episode_steps=40, seed=seed)
 
 
-class TestProcesses(SoloEnvironmentTestCase):
+class TestProcesses(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups("CartPole-v1", vectorization="processes", num_envs=2, max_episode_steps=15, seed=seed)
 
 
-class TestMasked(SoloEnvironmentTestCase):
+class TestMasked(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups(probes.Masked, seed=seed)
 
 
-class TestNoise(SoloEnvironmentTestCase):
+class TestNoise(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, recreate_env=True, num_envs=7, seed=seed)
 
 
-class TestBirthsAndEnds(JointEnvironmentTestCase):
+class TestBirthsAndEnds(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return PettingZooGroups(joint_probes.Lives, num_envs=5, seed=seed)
 
 
-class TestJointMasks(JointEnvironmentTestCase):
+class TestJointMasks(PlayedEnvironmentTestCase):
     def make_env(self, seed=0):
         return PettingZooGroups(joint_probes.Masked, seed=seed)

@@ -3,10 +3,10 @@
 import gymnasium
 import numpy as np
 import pytest
-from evogrpo.envs.control.episodes import Episodes
 
 from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.rollout import PolicyEpisodes
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
@@ -25,9 +25,9 @@ def leaves(tree):
     return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple) else [tree]
 
 
-def episodes(played: Episodes):
+def episodes(played: PolicyEpisodes):
     """Return each row's episode as bytes and numbers, without padding."""
-    columns = [*leaves(played.observations), played.actions, played.log_probs, played.step_rewards]
+    columns = [*leaves(played.observations), played.actions, played.log_probs, played.own_rewards]
     if played.action_masks is not None:
         columns.append(played.action_masks)
     lengths = played.present.sum(1)
@@ -115,7 +115,7 @@ def test_episodes_equal_gymnasiums_for_the_same_seed():
     for t in range(int(played.lengths[0])):
         assert np.array_equal(played.observations[0, t], seen)
         seen, reward, terminated, truncated, _ = env.step(int(played.actions[0, t]))
-        assert played.step_rewards[0, t] == reward
+        assert played.own_rewards[0, t] == reward
     assert (terminated, truncated) == (played.terminated[0], played.truncated[0]) == (True, False)
     assert played.rewards[0] == played.lengths[0]
 

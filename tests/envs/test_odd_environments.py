@@ -153,7 +153,7 @@ def test_limits_beyond_the_default_are_played_to_their_end(monkeypatch, steps):
 def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, ends):
     played = play(GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, num_envs=2))
     assert played.rewards.tolist() == [3.0] * 4
-    assert played.step_rewards.shape == (4, 3)
+    assert played.own_rewards.shape == (4, 3)
     assert not played.truncated.any()
 
 

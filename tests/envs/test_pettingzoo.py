@@ -92,9 +92,10 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
 def test_action_noise_is_named_by_agent_row_and_step():
     one, other = draws([3, 2], streams=[(0,), (1,)]), draws([2], streams=[(1,)])
     rows, steps = np.array([3, 4, 3]), np.array([0, 70, 1])
-    assert np.array_equal(one("a", rows, steps), other("a", rows - 3, steps))  # independent of other rows
-    assert np.array_equal(one("a", rows[::-1], steps[::-1]), other("a", rows - 3, steps)[::-1])
-    both = np.concatenate([one("a", rows, steps), one("b", rows, steps)])
+    assert np.array_equal(one(["a"] * 3, rows, steps), other(["a"] * 3, rows - 3, steps))  # whoever else draws
+    assert np.array_equal(one(["a"] * 3, rows[::-1], steps[::-1]), other(["a"] * 3, rows - 3, steps)[::-1])
+    both = one(["a", "b"] * 3, rows.repeat(2), steps.repeat(2))
+    assert np.array_equal(both[::2], one(["a"] * 3, rows, steps))
     assert len(np.unique(both)) == 6
     assert ((both >= 0) & (both < 1)).all()
 
@@ -490,7 +491,7 @@ def test_invalid_arguments_are_refused():
     for starts, members, options, message in (
         ([0], [0, 0], {}, "member_ids"),
         ([1], [0], {}, "start_of_row"),
-        ([0], [-1], {}, r"member_ids must lie in \[0, inf\), got \[-1\]"),
+        ([0], [-1], {}, "member_ids"),
         ([0], [0], {"temperature": [1.0, 1.0]}, "temperature"),
     ):
         with pytest.raises(ValueError, match=message):

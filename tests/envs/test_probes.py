@@ -8,7 +8,8 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
 
-from evogrpo.envs.control.making import PauseAtEnd, ReseededNoise
+from evogrpo.envs.control.making import ReseededNoise
+from evogrpo.envs.control.vector_env import PauseAtEnd
 from tests.envs import probes
 
 CHANCE = [probe for probe in probes.PROBES if getattr(probe, "chance", None) is not None]

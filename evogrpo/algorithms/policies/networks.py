@@ -351,7 +351,7 @@ class NetworkPolicySet:
             given = getattr(env, name, None)
             if given != own:
                 raise ValueError(
-                    f"The members' {name} must be those of the environment, got {own}, but {type(env).__name__} has "
+                    f"The members' {name} {'is' if self._single else 'are'} {own}, but {type(env).__name__} has "
                     f"{given}. Create agents with the environment's spaces, or with a language model for prompts. Wrap "
                     f"{wrapper}."
                 )

@@ -210,6 +210,7 @@ class JointVectorEnv(VectorEnv):
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`. Replicas are not used: these environments get no noise of their own."""
         for seed in seeds:
+            self.stop.check()
             env = self._free.pop() if self._free else self._make()
             self._running.append((env, env.reset(seed)))
 
@@ -255,6 +256,7 @@ class JointVectorEnv(VectorEnv):
                 agent: chosen[position, agent] if (position, agent) in chosen else env.no_action(agent)
                 for agent in latest.observations
             }
+            self.stop.check()
             stepped.append((env, env.step(joint)))
         self._running, steps = stepped, [step for _, step in stepped]
         entries = [(position, agent) for position, step in enumerate(steps) for agent in step.rewards]

@@ -435,6 +435,7 @@ def play_episodes(
         ValueError: If a reward or an observation is not finite, or an episode does not end.
     """
     recorder = EpisodeRecorder(mapping, request.groups)
+    env.stop = request.stop
     queue = _queue(request.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), max_episode_steps

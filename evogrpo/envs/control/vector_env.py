@@ -18,6 +18,7 @@ from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.making import SEED_BITS, MakeEnv
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack, unflatten
 from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.interruption import NEVER, Stop
 
 
 class PolicyInput(NamedTuple):
@@ -59,7 +60,13 @@ class VectorStep(NamedTuple):
 
 
 class VectorEnv(ABC):
-    """Parallel episodes, addressed by position. Positions change with `add` and `select` only."""
+    """Parallel episodes, addressed by position. Positions change with `add` and `select` only.
+
+    Attributes:
+        stop: Checked before each reset or step of an environment, as those of all together may take long.
+    """
+
+    stop: Stop = NEVER
 
     @abstractmethod
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
@@ -211,6 +218,7 @@ class SerialVectorEnv(SingleAgentVectorEnv):
     def _open(self, seeds: Sequence[int]) -> PolicyInput:
         opened = []
         for seed in seeds:
+            self.stop.check()
             env = self._idle.pop() if self._idle else self._make()
             self._running.append(env)
             opened.append(env.reset(seed=seed))
@@ -227,7 +235,10 @@ class SerialVectorEnv(SingleAgentVectorEnv):
             self._idle += free
 
     def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
-        steps = [env.step(action) for env, action in zip(self._running, actions, strict=True)]
+        steps = []
+        for env, action in zip(self._running, actions, strict=True):
+            self.stop.check()
+            steps.append(env.step(action))
         masks = [_mask_from_info(step[4]) for step in steps]
         acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
         return self._input([step[0] for step in steps], acting), VectorStep(
