@@ -35,7 +35,7 @@ from safetensors import deserialize
 
 HERE = Path(__file__).resolve().parent
 INPUTS = "inputs"
-CLOCK = ("time", "seconds", "step_time")
+CLOCK = ("time", "seconds", "step_time", "phases", "waiting")
 ASIDE = (*CLOCK, "version", "run_id", "digest")
 """Keys that are not compared: clock readings, and what the checkout calls itself."""
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}

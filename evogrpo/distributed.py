@@ -183,6 +183,7 @@ class Processes:
         program: As given, or self.
         ranks: As given.
         interruptible: The work under way may be abandoned on this rank alone; `run_section` tells the others.
+        waiting_seconds: Time spent in exchanges, mostly waiting for other ranks.
         in_section: The work under way is inside `run_section`, so the other ranks take part in collectives.
     """
 
@@ -201,6 +202,7 @@ class Processes:
         self._errands: dict[int, Errands] = {}
         self._squads: dict[tuple[Sequence[int], ...], Processes] = {}
         self._agreed: BaseException | None = None
+        self.waiting_seconds = 0.0
 
     @property
     def is_rank_zero(self) -> bool:
@@ -408,8 +410,10 @@ class Processes:
 
     def _wait(self, exchange: Callable[[], object]) -> None:
         """Run a blocking exchange; raise ProcessError if the connection was lost."""
+        began = time.monotonic()
         try:
             exchange()
+            self.program.waiting_seconds += time.monotonic() - began
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
                 f"Process {self.program.rank} of {self.program.size} lost the connection: another process ended (see "

@@ -217,7 +217,7 @@ def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: 
 
 def without_times(value: Any) -> Any:
     """Return a journal event without times."""
-    clock = ("time", "seconds", "step_time")
+    clock = ("time", "seconds", "step_time", "phases", "waiting")
     if isinstance(value, Mapping):
         return {key: without_times(item) for key, item in value.items() if key not in clock}
     return [without_times(item) for item in value] if isinstance(value, list) else value

@@ -19,7 +19,7 @@ from evogrpo.reporting.records import GenerationReport, MemberReport
 from evogrpo.reporting.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
 from evogrpo.reporting.step_records import Estimate, Example
-from evogrpo.reporting.summary import MEASURES, Decision, RunSummary
+from evogrpo.reporting.summary import MEASURES, PHASES, Decision, RunSummary
 from evogrpo.text import (
     changes_text,
     count_text,
@@ -290,8 +290,14 @@ def costs(summary: RunSummary) -> str:
             picture = bar([(before, before + share, kind)], label=label)
             rows.append(("", [unit if place == 0 else "", work, text, percent_text(share), picture]))
             before += share
-    has_evaluations = any(cost.name == "evaluations" for cost in summary.costs)
-    lead = "" if has_evaluations else "The journal has no cost of evaluations."
+    seconds = math.fsum(cost.seconds for cost in summary.costs if cost.name in PHASES)
+    lead = (
+        f"{count_text(summary.generations[-1].tokens / seconds)} tokens per second of learning steps."
+        if seconds
+        else ""
+    )
+    if summary.waiting:
+        lead += f" Ranks waited for others {', '.join(map(percent_text, summary.waiting))} of that time."
     return section("Costs", lead, table(["", "work", "amount", "share", ""], rows))
 
 

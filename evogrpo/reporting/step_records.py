@@ -274,6 +274,8 @@ class StepReport:
         generation: The generation it belongs to, from 1.
         learned: Each member's step, by slot.
         seconds: Its wall-clock time.
+        phases: Seconds of it by phase: "sampling", "scoring" (reward functions) and "learning".
+        waiting: Seconds that each rank waited for others; empty for one process.
         tokens: Tokens processed by all members, including updates.
         examples: One completion of each member.
     """
@@ -284,6 +286,8 @@ class StepReport:
     generation: int
     learned: Mapping[int, MemberStep]
     seconds: float
+    phases: Mapping[str, float]
+    waiting: tuple[float, ...] = ()
     tokens: int
     examples: tuple[Example, ...] = ()
 
@@ -297,6 +301,9 @@ class StepReport:
             "step": self.step,
             "generation": self.generation,
             "seconds": self.seconds,
+            "phases": dict(self.phases),
+            "waiting": list(self.waiting),
+            "tokens": self.tokens,
             "members": [
                 {"slot": slot, "index": member.index, **member.metrics} for slot, member in self.learned.items()
             ],

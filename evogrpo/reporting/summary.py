@@ -153,6 +153,10 @@ def latest_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields
     return latest
 
 
+PHASES = ("sampling", "scoring", "learning")
+"""Phases of a learning step in the journal."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Cost of one kind of work.
@@ -183,7 +187,8 @@ def run_costs(
         test: Test, if any.
 
     Returns:
-        Learning, evaluations, the rest of the time, finalists and test; empty before the first generation.
+        Phases of learning steps, evaluations, the rest of the time, finalists and test; empty before the first
+        generation.
 
     Raises:
         ValueError: If a value is invalid.
@@ -192,11 +197,13 @@ def run_costs(
         return ()
     last = generations[-1]
     steps = latest_steps(events).values()
-    timed = [each.number("seconds") for each in steps if each.whole("step") < last.step]
+    timed = [each.inner("phases").numbers() for each in steps if each.whole("step") < last.step]
+    phases = {name: math.fsum(each.get(name) or 0.0 for each in timed) for name in PHASES}
     # Environment steps, where counted, are comparable with those of evaluations; tokens include updates.
     played = last.tokens if last.timesteps is None else last.timesteps
     costs = [
-        Cost(name="learning", tokens=played, seconds=math.fsum(timed)),
+        *(Cost(name=name, tokens=None, seconds=phases[name]) for name in PHASES[:-1] if phases[name]),
+        Cost(name=PHASES[-1], tokens=played, seconds=phases[PHASES[-1]]),
         _of("evaluations", last.evaluation),
     ]
     rest = last.seconds - math.fsum(each.seconds for each in costs)
@@ -207,6 +214,15 @@ def run_costs(
     if test is not None:
         costs.append(_of("test", test.cost))
     return tuple(costs)
+
+
+def rank_waiting(events: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Return the share of the learning steps' time that each rank waited; empty for one process."""
+    steps = latest_steps(events).values()
+    seconds = math.fsum(each.number("seconds") for each in steps)
+    waited = [each.each_number("waiting") for each in steps]
+    ranks = max(map(len, waited), default=0)  # a resumed run may have another number of ranks
+    return tuple(math.fsum(each[rank] for each in waited if rank < len(each)) / (seconds or 1) for rank in range(ranks))
 
 
 def _of(name: str, cost: EvaluationCost) -> Cost:
@@ -229,6 +245,7 @@ class RunSummary:
         curves: Curves of learning steps, by metric.
         decisions: Evolution plans, oldest first.
         costs: Cost of each kind of work.
+        waiting: Share of the learning steps' time that each rank waited for others; empty for one process.
         finalists: Finalists on a second set of questions, or None.
     """
 
@@ -243,6 +260,7 @@ class RunSummary:
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     costs: tuple[Cost, ...] = ()
+    waiting: tuple[float, ...] = ()
     finalists: FinalistsReport | None = None
 
     @property
@@ -329,6 +347,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         curves=read_curves(events),
         decisions=read_decisions(events),
         costs=run_costs(events, generations, finalists, test),
+        waiting=rank_waiting(events),
         finalists=finalists,
     )
 

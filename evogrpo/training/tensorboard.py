@@ -8,6 +8,7 @@ logged under the number of that step, so a resumed run continues the curves.
 from collections.abc import Collection, Mapping, Sequence
 
 from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.step_records import StepReport
 
 EARNED = ("fitness", "reward")
 """Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""
@@ -20,6 +21,14 @@ CURVES: Mapping[str, str] = {
     "evaluation_cost": "tokens (small networks: steps) that the member's evaluation took",
 }
 """Scalars logged once per generation beside the hyperparameters, with their meaning."""
+
+
+def step_curves(report: StepReport) -> dict[str, float]:
+    """Return scalars of a learning step by tag: metrics by slot, tokens per second, seconds by phase and rank."""
+    speed = {"tokens_per_second": report.tokens / report.seconds} if report.seconds else {}
+    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
+    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
+    return {**scalars({slot: each.metrics for slot, each in report.learned.items()}), **speed, **seconds, **waiting}
 
 
 def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:

@@ -66,6 +66,7 @@ rows = [
 from tests.envs.verifier_functions import batched as verify
 grade = float
 """,
+    "docs/howto/callbacks.md": LANGUAGE,
     "docs/howto/resume.md": f"""{LANGUAGE}
 evolve(members(), env, generations=1, run_dir="runs/products", {SHORT}).finish()
 """,

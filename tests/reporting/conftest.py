@@ -102,7 +102,16 @@ def write_fake_run(
         journal.append("baseline", split="validation", fitness=base, standard_error=base_error, questions=128,
                        measure="greedy", cost=COST)  # fmt: skip
         for generation in range(1, generations + 1):
-            journal.append("step", step=5 * generation, generation=generation, seconds=40.0, members=[])
+            phases = {"sampling": 10.0, "scoring": 0.0, "learning": 30.0}
+            journal.append(
+                "step",
+                step=5 * generation,
+                generation=generation,
+                seconds=40.0,
+                phases=phases,
+                waiting=[],
+                members=[],
+            )
             results = []
             for member in members:
                 rate = 0.16 * math.exp(-(math.log10(member["hyperparameters"].get("lr", 3e-4) / 3e-4) ** 2) / 0.8)

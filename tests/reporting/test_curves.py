@@ -14,8 +14,18 @@ from tests.reporting.journals import generation, member
 RUN = {"event": "run", "evolvable": {}}
 
 
+TIMES = {"phases": {"learning": 1.0}, "waiting": []}
+
+
 def step(number, *members, generation=1):
-    return {"event": "step", "step": number, "generation": generation, "seconds": 1.0, "members": list(members)}
+    return {
+        "event": "step",
+        "step": number,
+        "generation": generation,
+        "seconds": 1.0,
+        **TIMES,
+        "members": list(members),
+    }
 
 
 def measured(slot, index, **metrics):

@@ -19,6 +19,8 @@ STEP = {
     "step": 0,
     "generation": 1,
     "seconds": 1.0,
+    "phases": {"learning": 1.0},
+    "waiting": [],
     "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}],
 }
 

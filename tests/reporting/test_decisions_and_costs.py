@@ -67,15 +67,27 @@ def test_invalid_values_are_refused_with_their_place(made, words):
 
 
 def step(number, seconds):
-    return {"event": "step", "step": number, "generation": 1, "seconds": seconds, "members": []}
+    phases = {"sampling": 0.5, "scoring": 0.0, "learning": seconds - 0.5}
+    return {
+        "event": "step",
+        "step": number,
+        "generation": 1,
+        "seconds": seconds,
+        "phases": phases,
+        "waiting": [0.3, 0.6],
+        "members": [],
+    }
 
 
 def test_evaluations_and_the_test_are_counted():
     cost = {"tokens": 50, "seconds": 2.5}
     # The step after the generation's end belongs to a generation without costs yet.
     events = [RUN, *(step(number, 1.5) for number in range(5)), generation(1, member(0, 0), evaluation=cost)]
-    assert summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}]).costs == (
-        Cost(name="learning", tokens=800, seconds=6.0),
+    summary = summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}])
+    assert summary.waiting == pytest.approx((0.2, 0.4))
+    assert summary.costs == (
+        Cost(name="sampling", tokens=None, seconds=2.0),
+        Cost(name="learning", tokens=800, seconds=4.0),
         Cost(name="evaluations", tokens=50, seconds=2.5),
         Cost(name="everything else", tokens=None, seconds=0.5),
         Cost(name="test", tokens=7, seconds=1.0),
@@ -92,4 +104,4 @@ def test_repeated_steps_cost_once_and_a_new_run_costs_nothing():
     events = [RUN, step(0, 1.0), step(1, 1.0), {"event": "resumed", "generation": 0, "step": 0}, step(0, 2.0)]
     assert summarise(events).costs == ()
     told = summarise([*events, generation(1, member(0, 0), step=2)]).costs
-    assert told[0].seconds == 2.0
+    assert [each.seconds for each in told[:2]] == [0.5, 1.5]

@@ -1,5 +1,6 @@
 """LanguagePolicySet: language models with one frozen base and one LoRA adapter per member."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -233,7 +234,9 @@ class LanguagePolicySet:
         rows, rollout = self._generate(
             prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms, stop=request.stop
         )
+        began = time.monotonic()
         scores = self._score(prompts, rollout, request.stop)
+        scoring_seconds = time.monotonic() - began
         batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return RolloutBatch(
             experience={DEFAULT_POLICY: batch},
@@ -243,6 +246,7 @@ class LanguagePolicySet:
             truncated=rollout.rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(prompts.questions),
+            scoring_seconds=scoring_seconds,
         )
 
     def evaluate(self, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:

@@ -261,6 +261,7 @@ def combine_rows(one: RolloutBatch, other: RolloutBatch, order: Tensor) -> Rollo
         questions=longer.questions,
         tokens={slot: one.tokens.get(slot, 0) + other.tokens.get(slot, 0) for slot in slots},
         observed=one.observed + other.observed,
+        scoring_seconds=one.scoring_seconds + other.scoring_seconds,
     )
 
 
@@ -307,6 +308,7 @@ def merge_ranks(parts: Sequence[RolloutBatch]) -> RolloutBatch:
         starts=longest.starts,
         questions=longest.questions,
         earned={slot: groups for part in parts for slot, groups in part.earned.items()},
+        scoring_seconds=max(part.scoring_seconds for part in parts),
     )
 
 

@@ -113,6 +113,7 @@ class RolloutBatch:
         observed: Observation statistics to add to the running ones; one entry per sampling.
         earned: By slot and position of the start, the mean raw reward of each group that has rewards, before dynamic
             sampling.
+        scoring_seconds: Time that reward functions took; 0 for environments that are played.
     """
 
     experience: Experience
@@ -125,6 +126,7 @@ class RolloutBatch:
     questions: tuple[str, ...] = ()
     observed: tuple[ObservedStatistics, ...] = field(default=())
     earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    scoring_seconds: float = 0.0
 
     __repr__ = short_repr
 

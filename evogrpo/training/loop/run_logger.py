@@ -12,7 +12,7 @@ from evogrpo.reporting.step_records import Example, StepReport
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tensorboard import generation_curves, scalars
+from evogrpo.training.tensorboard import generation_curves, step_curves
 
 
 class RunLogger:
@@ -68,8 +68,7 @@ class RunLogger:
         self.event(report.event, **report.to_json())
         if self.run_dir is not None:
             self.run_dir.completions.write(report.step, completions)
-            metrics = {slot: member.metrics for slot, member in report.learned.items()}
-            self.run_dir.log_scalars(report.step, scalars(metrics))
+            self.run_dir.log_scalars(report.step, step_curves(report))
 
     def generation(self, report: GenerationReport) -> None:
         """Write a generation: event and scalars."""

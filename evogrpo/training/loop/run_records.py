@@ -22,7 +22,8 @@ def step_report(
     run_state: RunState,
     collected: RolloutBatch,
     learned: Mapping[int, LearnReport],
-    seconds: float,
+    phases: Mapping[str, float],
+    waiting: Sequence[float],
     completions: int,
 ) -> tuple[StepReport, Sequence[Example]]:
     """Count a learning step in the run state; return its report and its completions table.
@@ -32,11 +33,12 @@ def step_report(
         run_state: State of the run before the step; updated.
         collected: The training batch.
         learned: Reports of the learning step, by slot.
-        seconds: Wall-clock time of both.
+        phases: Seconds by phase; see `StepReport`.
+        waiting: Seconds that each rank waited.
         completions: Number of completions in the table.
     """
     # 1. Pick completions to show, the first one of each member among them.
-    step, generation = run_state.step, run_state.generation + 1
+    step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
     indices = {slot: population.agents[slot].index for slot in learned}
     table = _select_examples(collected, indices, learned, step=step, most=completions)
     first: dict[int, Example] = {}
@@ -68,6 +70,8 @@ def step_report(
         generation=generation,
         learned=reports,
         seconds=seconds,
+        phases=phases,
+        waiting=tuple(waiting),
         tokens=sum(tokens.values()),
         examples=run_state.examples,
     ), table

@@ -196,6 +196,7 @@ class Trainer:
                                 samples=state.samples,
                                 stop=stop,
                             )
+                            collected_at = clock.now()
                             # 3. Learn: one learning step of every member.
                             learned = population.learn(
                                 collected.experience,
@@ -211,7 +212,12 @@ class Trainer:
                             logger.save(f"{type(error).__name__} in learning step {state.step}")
                         raise
                     # 4. Log.
-                    step = self._record_step(collected, learned, clock.now() - began)
+                    phases = {
+                        "sampling": collected_at - began - collected.scoring_seconds,
+                        "scoring": collected.scoring_seconds,
+                        "learning": clock.now() - collected_at,
+                    }
+                    step = self._record_step(collected, learned, phases)
                     with clock.paused():
                         yield step
                     every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
@@ -328,12 +334,17 @@ class Trainer:
         clock.expire()
         return False
 
-    def _record_step(self, collected: RolloutBatch, learned: Mapping[int, LearnReport], seconds: float) -> StepReport:
+    def _record_step(
+        self, collected: RolloutBatch, learned: Mapping[int, LearnReport], phases: Mapping[str, float]
+    ) -> StepReport:
         """Count a learning step and record it."""
         self.clock.tick()
-        self.clock.longest_step = max(self.clock.longest_step, seconds)
+        self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
+        processes = self.population.executor.processes
+        waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
+        processes.waiting_seconds = 0.0
         report, completions = step_report(
-            self.population, self.run_state, collected, learned, seconds, self._logger.completions
+            self.population, self.run_state, collected, learned, phases, waiting, self._logger.completions
         )
         if report.step == 0 and not self.fitness.uses_validation:
             self.run_state.baseline = first_step_fitness(self.run_state)

@@ -1,0 +1,98 @@
+"""Callbacks: order of hooks, stops and errors from a hook, and the documented fields of events."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from evogrpo import Callback, evolve, resume
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.loop.run import Run
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_training import QUICK, tiny_env, tiny_population
+
+ROOT = Path(__file__).parents[2]
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_run_start(self, trainer):
+        self.trainer = trainer
+        self.calls.append("start")
+
+    def on_step(self, report):
+        self.calls.append(f"step {report.step}")
+
+    def on_generation(self, report):
+        self.calls.append(f"generation {report.generation}")
+
+    def on_test(self, report):
+        self.calls.append("test")
+
+    def on_run_end(self, result):
+        self.calls.append(f"end {result.complete}")
+
+
+def test_hooks_are_called_in_order_also_of_a_resumed_run(tmp_path):
+    first, again, env = Recorder(), Recorder(), cart_pole()
+    schedule = {**QUICK, "generations": 1, "run_dir": tmp_path / "run"}
+    list(evolve(step_population(2), env, callbacks=[first], **schedule))
+    assert first.calls == ["start", "step 0", "step 1", "generation 1", "test", "end True"]
+    list(resume(tmp_path / "run", env, generations=2, callbacks=[again]))
+    assert again.calls == ["start", "step 2", "step 3", "generation 2", "test", "end True"]
+
+
+def test_a_run_that_learns_further_keeps_its_callbacks():
+    recorder = Recorder()
+    run = evolve(step_population(2), cart_pole(), callbacks=[recorder], **QUICK | {"generations": 1}).finish()
+    recorder.calls.clear()
+    assert isinstance(run.learn(total_timesteps=1), Run)
+    assert recorder.calls == ["start", "step 2", "generation 2", "test", "end True"]
+
+
+def test_a_hook_stops_the_run():
+    class Stopper(Recorder):
+        def on_step(self, report):
+            super().on_step(report)
+            self.trainer.stop("enough")
+
+    stopper = Stopper()
+    run = evolve(step_population(2), cart_pole(), callbacks=[stopper], **QUICK).finish()
+    assert stopper.calls == ["start", "step 0", "end False"]
+    assert run.result.reason == "enough"
+
+
+def test_an_error_in_a_hook_ends_a_run_that_can_be_resumed(tmp_path):
+    class Broken(Callback):
+        def on_generation(self, report):
+            raise LookupError
+
+    env = cart_pole()
+    with pytest.raises(LookupError):
+        list(evolve(step_population(2), env, callbacks=[Broken()], run_dir=tmp_path / "run", **QUICK))
+    assert [report.generation for report in resume(tmp_path / "run", env, generations=2)] == [2]
+
+
+def test_every_field_of_an_event_is_documented(tmp_path):
+    schedule = {**QUICK, "generations": 1, "run_dir": tmp_path / "run"}
+    list(evolve(tiny_population(2), tiny_env(), **schedule))
+    table = (ROOT / "docs" / "howto" / "callbacks.md").read_text(encoding="utf-8").split("## Events")[1]
+    fields = {
+        row.split("`")[1]: set(re.findall(r"`(\w+)`", row)) for row in table.splitlines() if row.startswith("| `")
+    }
+    for event in read_journal(tmp_path / "run" / "journal.jsonl"):
+        missing = event.keys() - fields[event["event"]] - {"event", "time"}
+        assert missing <= {"micro_batch_tokens", "task"}, event["event"]
+
+
+def test_a_step_takes_as_long_as_its_phases():
+    reports = [
+        each for each in evolve(tiny_population(2), tiny_env(), **QUICK).trainer.reports() if hasattr(each, "phases")
+    ]
+    for report in reports:
+        assert set(report.phases) == {"sampling", "scoring", "learning"}
+        assert min(report.phases.values()) > 0
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
+        assert report.waiting == ()
