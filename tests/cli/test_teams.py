@@ -62,7 +62,7 @@ def test_output_of_a_run_uses_the_terms_of_teams(finished):
         "transitions",
         "Test: 20 starts that neither training nor selection saw",
         "best member team/best",
-        "evogrpo.MultiAgentGRPO.load('team/best').get_action(observations, training=False)",
+        "evogrpo.MultiAgentGRPO.load('team/best').predict(observations)",
         " resume team --generations 4",
     ):
         assert text in output, text
@@ -145,7 +145,7 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
             [
                 "at most 6,400 joint steps a learning step, all members, for episodes of 25",  # 4 members × 64 × 25
                 "19,200 actions of single agents",
-                "at most 30 of shared per member and learning step",  # 6 ceil(64·25·3 / 1024)
+                "at most 30 steps of shared per member and learning step",  # 6 ceil(64·25·3 / 1024)
                 "5,696 joint episodes from held-out starts",  # 64 (1 + 4 × 20) + 2 × 256
                 "fitness lowest return of an agent",
             ],
@@ -185,7 +185,7 @@ def test_the_forecast_is_an_upper_bound():
     }
     prepared = prepare(parse_config(values))
     bound = prepared.forecast()
-    assert (bound.joint_steps, bound.transitions) == (16, 48)  # 2 × 8 × 1, three agents
+    assert (bound.environment_steps, bound.actions) == (16, 48)  # 2 × 8 × 1, three agents
     assert bound.optimizer_steps == {"red": 12, "blue": 6}  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
     schedule, strategy = prepared.config.schedule, prepared.config.strategy
     run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)

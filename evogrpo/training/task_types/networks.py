@@ -1,9 +1,9 @@
-"""Task type of small networks in a Gymnasium environment."""
+"""Task types of small networks: a single agent in a Gymnasium environment, or several in a PettingZoo environment."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,19 +12,24 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.policies.networks import PolicyDescription, StackedPolicy
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.policies.networks import PolicyDescription
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
+from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
+from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import leaf_spaces
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask
-from evogrpo.training.configuration.sections import AnyConfig, Config
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
+from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.forecast import (
     Need,
     Rounds,
@@ -94,14 +99,6 @@ def network_memory(
     )
 
 
-def memory_row(need: Need) -> str:
-    """Return the row of the plan."""
-    return (
-        f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the observations of a "
-        "learning step or an evaluation; Python and its libraries come on top"
-    )
-
-
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which one thread is used. A second one gains, for 8 members, 9 % at 4,500 parameters,
 5 % at 17,000 and 25 % at 67,000."""
@@ -115,7 +112,8 @@ class NetworkForecast:
         rounds: Numbers of groups, steps and evaluations.
         episode_steps: Most steps of an episode.
         environment_steps: Most environment steps of one learning step, all members.
-        optimizer_steps: Most optimizer steps per learning step and member.
+        actions: Most actions of single agents in one learning step, all members.
+        optimizer_steps: Most optimizer steps per learning step and member, by policy.
         parameters: Parameters of one founder.
         need: Peak memory.
     """
@@ -123,45 +121,60 @@ class NetworkForecast:
     rounds: Rounds
     episode_steps: int
     environment_steps: int
-    optimizer_steps: int
+    actions: int
+    optimizer_steps: Mapping[str, int]
     parameters: int
     need: Need
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the rows of the plan."""
-        longest, steps, most = self.episode_steps, self.environment_steps, self.optimizer_steps
+        steps, longest = count_text(self.environment_steps), self.episode_steps
+        joint = networks = by_agent = ""
+        optimizer = {policy: f"at most {pluralize(most, 'step')}" for policy, most in self.optimizer_steps.items()}
+        if DEFAULT_POLICY not in optimizer:
+            joint, networks, by_agent = "joint ", "s", f": {count_text(self.actions)} actions of single agents"
+            optimizer = {policy: f"{most} of {policy}" for policy, most in optimizer.items()}
         return {
-            "samples": samples_row(config, "episodes"),
+            "samples": samples_row(config, f"{joint}episodes"),
             "groups": self.rounds.groups_row(),
-            "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}",
-            "optimizer": f"at most {pluralize(most, 'step')} per member and learning step",
-            "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
-            "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
-            "memory": memory_row(self.need),
+            "environment": f"at most {steps} {joint}steps a learning step, all members, for episodes of "
+            f"{longest}{by_agent}",
+            "optimizer": f"{', '.join(optimizer.values())} per member and learning step",
+            "steps": self.rounds.steps_row(config, f"{joint}episodes from held-out starts"),
+            "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
+            "memory": f"at most {gigabytes(self.need.size)} (an estimate, for episodes of full length): copies of the "
+            "observations of a learning step or an evaluation; Python and its libraries come on top",
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedPolicies:
+class PreparedNetworks:
     """Prepared run of small networks, for one agent or several.
 
     Attributes:
         config: The configuration.
+        env: The environment.
+        mapping: Maps agents to policies.
         device: Device of the members.
         parameters: Parameters of one founder.
         words: Description of its networks.
+        sizes: Text on sizes that were chosen; None if the configuration gives all.
     """
 
     loads_weights: ClassVar[bool] = False
 
     config: AnyConfig
+    env: GymnasiumGroups | PettingZooGroups
+    mapping: PolicyMapping
     device: str
     parameters: int
     words: PolicyDescription
+    sizes: str | None
 
-    def small(self, observations: Iterable[spaces.Space[Any]]) -> bool:
-        """Return True if the networks are so small that one thread is fastest."""
-        images = any(ObservationEncoder(space).images for space in observations)
+    @property
+    def one_thread(self) -> bool:
+        """True if the networks are so small that one thread is fastest."""
+        images = any(ObservationEncoder(spec.observation_space).images for spec in self.mapping.specs.values())
         return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD and not images
 
     @property
@@ -173,77 +186,90 @@ class PreparedPolicies:
         """Restore the members of a stored run."""
         return saved.restore(device=self.device)
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedNetworks(PreparedPolicies):
-    """Prepared run of small networks in a Gymnasium environment.
-
-    Attributes:
-        env: The environment.
-        sizes: Text on sizes that were chosen; None if the configuration gives all.
-    """
-
-    env: GymnasiumGroups
-    sizes: str | None
-
-    @property
-    def one_thread(self) -> bool:
-        """True if one thread is faster than several."""
-        return self.small([self.env.observation_space])
-
     def facts(self) -> dict[str, str]:
-        """Return facts about environment and members."""
-        config, env = self.config, self.env
-        each = "episode" if env.recreate_env else "parallel episode"
-        native = "vectorised natively" if env.native else f"one environment per {each}"
-        noise = {"noise": "random after reset: every place in a group gets its own"} if env.reseed_noise else {}
-        cut = ""
+        """Return facts about environment, agents, policies and members."""
+        config, env, task, specs = self.config, self.env, self.config.task, self.mapping.specs
+        cut, in_all = "", ""
         if env.uses_default_limit:
             cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps "
             cut += "(task.max_episode_steps)"
+        if isinstance(env, PettingZooGroups):
+            env.warn_opposed_rewards(team_credit=task.credit == "team")
+            in_all = " in all"
+            facts = {
+                "environment": f"{task.label}: {sizes_text(env)} starts{cut}",
+                "fitness": env.scoring.label,
+                "agents": f"{len(env.agents)}, each learning from what "
+                f"{'all agents earn' if task.credit == 'team' else 'it earns itself'}"
+                f"{', told who it is' if task.agent_ids else ''}",
+                "policies": "; ".join(
+                    f"{policy} for {', '.join(spec.agents)} "
+                    f"(sees {_space(spec.observation_space)}, acts in {_space(spec.action_space)})"
+                    for policy, spec in specs.items()
+                ),
+            }
+        else:
+            each = "episode" if env.recreate_env else "parallel episode"
+            native = "vectorised natively" if env.native else f"one environment per {each}"
+            facts = {"environment": f"{task.label}, {native}: {sizes_text(env)} starts{cut}"}
+            if env.reseed_noise:
+                facts["noise"] = "random after reset: every place in a group gets its own"
+        networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
         return {
-            "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut}",
-            **noise,
-            "population": f"{pluralize(config.population.size, 'member')}, each a network "
-            f"({self.words.network}, {count_text(self.parameters)} parameters) on {self.device}",
-            "observations": f"{self.words.observations}{normalised_text(config.agent)}",
+            **facts,
+            "population": f"{pluralize(config.population.size, 'member')}, each {networks} "
+            f"({self.words.network}, {count_text(self.parameters)} parameters{in_all}) on {self.device}",
+            "observations": f"{self.words.observations}{', normalised' if config.agent.normalise_observations else ''}",
             "actions": self.words.actions,
             **({} if self.sizes is None else {"sizes": self.sizes}),
         }
 
     def forecast(self) -> NetworkForecast:
-        """Compute the costs of the run."""
-        config, longest = self.config, self.env.max_episode_steps
+        """Compute the costs of the run for the agents that are known in advance."""
+        config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
         steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
-        rounds = Rounds.of(config, self.env)
+        need = _need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
         return NetworkForecast(
-            rounds=rounds,
+            rounds=Rounds.of(config, self.env),
             episode_steps=longest,
-            environment_steps=steps * config.population.size,
-            optimizer_steps=epochs * math.ceil(steps / smallest),
+            environment_steps=steps * members,
+            actions=steps * members * len(self.mapping.observation_spaces),
+            optimizer_steps={
+                policy: epochs * math.ceil(steps * len(spec.agents) / smallest)
+                for policy, spec in self.mapping.specs.items()
+            },
             parameters=self.parameters,
-            need=_need(config.schedule, self.env, config.population.size, self.parameters, config.experience).with_kept(
-                kept_size(config.strategy, config.population.size, state_size(self.parameters))
-            ),
+            need=need.with_kept(kept_size(config.strategy, members, state_size(self.parameters))),
         )
 
     def population(self) -> Population:
         """Make the founders."""
-        return _members(self.config, self.env, self.config.population.size, self.device)
+        return _population(self.config, self.env, self.config.population.size, self.device)
 
 
-class PolicyTask:
-    """Common part of the task types of small networks."""
+@dataclass(kw_only=True)
+class NetworkTask:
+    """Task type of small networks; see `TaskType`.
 
+    Attributes:
+        word: See `TaskType`.
+        tasks: See `TaskType`.
+        algorithm: Class of the agents.
+        chooses_sizes: See `TaskType`.
+    """
+
+    word: str
+    tasks: Sequence[type[EnvironmentTask | ParallelTask]]
+    algorithm: type[GRPO]
+    chooses_sizes: bool
     agent: type[NetworkAgent] = NetworkAgent
     model: str | None = None
-    objective = STEPWISE
-    hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
-    ranges: Mapping[str, RLParameter] = NETWORK_RANGES
-    rows_are_samples = False
-    completions = 0
-    algorithm: ClassVar[Any]
+    objective: Objective = STEPWISE
+    hyperparameters: Mapping[str, Any] = field(default_factory=lambda: NETWORK_DEFAULTS)
+    ranges: Mapping[str, RLParameter] = field(default_factory=lambda: NETWORK_RANGES)
+    rows_are_samples: bool = False
+    completions: int = 0
 
     def check(self, config: AnyConfig) -> None:
         """Raise ValueError for settings of language models."""
@@ -257,6 +283,16 @@ class PolicyTask:
         if config.logging.completions:
             raise ValueError(f"logging.completions must be 0 {key}, got {config.logging.completions}")
 
+    def prepare(self, config: AnyConfig) -> PreparedNetworks:
+        """Check a configuration against the environment and the device."""
+        return prepare_in(config, config.task.environment(seed=config.task_seed))
+
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
+        """Estimate from the environment's spaces and its longest episode."""
+        members: Any = population.executor.members
+        parameters = _parameters(members.banks.state(0))
+        return _need(members.mapping, env, schedule, len(population), parameters, experience)
+
     def record(self, config: AnyConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
@@ -264,65 +300,62 @@ class PolicyTask:
             agent = self.algorithm.load(best)
             return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
 
+    def uses(self, best: Path) -> dict[str, str]:
+        """Return the expression by which the best member acts."""
+        seen = "observation" if self.algorithm is GRPO else "observations"
+        return {"use it": f"evogrpo.{self.algorithm.__name__}.load({str(best)!r}).predict({seen})"}
+
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
         """Return the command that shows the best member."""
         return {"watch it": ("video", run_dir)}
 
 
-class NetworkTask(PolicyTask):
-    """Task type of small networks in a Gymnasium environment; see `TaskType`."""
-
-    word = "networks"
-    tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
-    chooses_sizes = True
-    algorithm = GRPO
-
-    def prepare(self, config: Config[EnvironmentTask, NetworkAgent]) -> PreparedNetworks:
-        """Check a configuration against the environment and the device."""
-        return prepare_in(config, config.task.environment(seed=config.task_seed))
-
-    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
-        """Estimate from the environment's spaces and its longest episode."""
-        return _need(
-            schedule, env, len(population), parameters_of(population.executor.members.banks.state(0)), experience
-        )
-
-    def uses(self, best: Path) -> dict[str, str]:
-        """Return the expression by which the best member acts."""
-        return {"use it": f"evogrpo.GRPO.load({str(best)!r}).predict(observation)"}
-
-
-def prepare_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
+def prepare_in(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups) -> PreparedNetworks:
     """Check a configuration against the device and an environment, and choose the sizes it leaves open.
 
     Raises:
         ValueError: If something does not fit.
     """
-    device = device_of(config)
-    example: Any = _members(config, env, processes().size, "cpu").executor.members  # one per rank
-    parameters = parameters_of(example.banks.state(0))
+    device = "cpu" if config.device is None else choose_device(config.device)
+    example: Any = _population(config, env, processes().size, "cpu").executor.members  # one per rank
+    parameters, mapping = _parameters(example.banks.state(0)), example.mapping
     sized, sizes = choose_sizes(
         config,
         env,
         longest=None if env.uses_default_limit else env.max_episode_steps,
-        members=lambda sized: _members(sized, env, sized.population.size, device),
-        need=lambda sized: _need(sized.schedule, env, sized.population.size, parameters, sized.experience),
+        members=lambda sized: _population(sized, env, sized.population.size, device),
+        need=lambda sized: _need(mapping, env, sized.schedule, sized.population.size, parameters, sized.experience),
     )
+    # Descriptions once if all policies are alike, else by policy.
+    own = {name: policy.words for name, policy in example.policies.items()}
+    words = {}
+    for part in ("observations", "network", "actions"):
+        texts = {name: getattr(each, part) for name, each in own.items()}
+        alike = len(set(texts.values())) == 1
+        words[part] = (
+            next(iter(texts.values())) if alike else "; ".join(f"{name}: {text}" for name, text in texts.items())
+        )
     return PreparedNetworks(
         config=sized,
         env=env,
+        mapping=mapping,
         device=device,
         parameters=parameters,
-        words=words_of_policies(example.policies),
+        words=PolicyDescription(**words),
         sizes=sizes,
     )
 
 
 def _need(
-    schedule: Schedule, env: GymnasiumGroups, members: int, parameters: int, experience: SharedExperience | None
+    mapping: PolicyMapping,
+    env: GymnasiumGroups | PettingZooGroups,
+    schedule: Schedule,
+    members: int,
+    parameters: int,
+    experience: SharedExperience | None,
 ) -> Need:
     return network_memory(
-        [env.observation_space],
+        mapping.observation_spaces.values(),
         longest=env.max_episode_steps,
         members=members,
         samples=schedule.samples_per_step,
@@ -332,39 +365,18 @@ def _need(
     )
 
 
-def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups, size: int, device: str) -> Population:
-    return GRPO.population(
-        size,
-        env.observation_space,
-        env.action_space,
-        device=device,
-        **config.agent.settings(),
-        **founder_options(config),
-    )
+def _population(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
+    options = {"device": device, **config.agent.settings(), **founder_options(config)}
+    if isinstance(env, GymnasiumGroups):
+        return GRPO.population(size, env.observation_space, env.action_space, **options)
+    own = {name: getattr(config.task, name) for name in ("policies", "credit", "agent_ids")}
+    return MultiAgentGRPO.population(size, env.observation_spaces, env.action_spaces, **own, **options)
 
 
-def parameters_of(state: Mapping[str, torch.Tensor]) -> int:
+def _parameters(state: Mapping[str, torch.Tensor]) -> int:
     """Return the number of parameters of all networks of a member."""
     return sum(part.numel() for name, part in state.items() if name.rpartition("/")[2] == "weights")
 
 
-def device_of(config: AnyConfig) -> str:
-    """Return the device of small networks: the CPU unless the configuration names one."""
-    return "cpu" if config.device is None else choose_device(config.device)
-
-
-def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyDescription:
-    """Return the description of a member's networks: once if all policies are alike, else by policy."""
-    own = {name: policy.words for name, policy in policies.items()}
-
-    def text(part: str) -> str:
-        words = {name: getattr(each, part) for name, each in own.items()}
-        alike = len(set(words.values())) == 1
-        return next(iter(words.values())) if alike else "; ".join(f"{name}: {each}" for name, each in words.items())
-
-    return PolicyDescription(observations=text("observations"), network=text("network"), actions=text("actions"))
-
-
-def normalised_text(agent: NetworkAgent) -> str:
-    """Return a note if observations are normalised."""
-    return ", normalised" if agent.normalise_observations else ""
+def _space(space: spaces.Space[Any]) -> str:
+    return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)

@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.config.checks import unknown_name_error
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.strict_yaml import build, inside, mapping
 from evogrpo.training.task_types.language import LanguageTask
-from evogrpo.training.task_types.multi_agent import MultiAgentTask
 from evogrpo.training.task_types.networks import NetworkTask
 from evogrpo.training.task_types.task_type import AnyTaskType
 
-TASK_TYPES: Mapping[str, AnyTaskType] = {kind.word: kind for kind in (LanguageTask(), NetworkTask(), MultiAgentTask())}
+_NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO, chooses_sizes=True)
+_TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO, chooses_sizes=False)
+TASK_TYPES: Mapping[str, AnyTaskType] = {kind.word: kind for kind in (LanguageTask(), _NETWORKS, _TEAMS)}
 _TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in TASK_TYPES.values() for task in kind.tasks}
 _KIND_OF: Mapping[type[TaskSection], AnyTaskType] = {task: kind for kind in TASK_TYPES.values() for task in kind.tasks}
 
