@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +24,11 @@ class Stop:
     Attributes:
         reason: Reason of the stop; None without a request.
         signal: Number of the signal that requested it; None if none did.
-        deadline: Time by `time.monotonic()` from which `check` raises in any case.
     """
 
     def __init__(self, may_interrupt: Callable[[], bool] = lambda: True) -> None:
         self.reason: str | None = None
         self.signal: int | None = None
-        self.deadline = float("inf")
         self._may_interrupt = may_interrupt
         self._interruptible, self._leaving = False, threading.Lock()
 
@@ -42,7 +39,7 @@ class Stop:
 
     def check(self) -> None:
         """Raise `Interrupted` if a stop was requested. Takes less than a microsecond without a request."""
-        if (self.reason is not None or time.monotonic() > self.deadline) and self._may_interrupt():
+        if self.reason is not None and self._may_interrupt():
             raise Interrupted
 
     def __reduce__(self) -> tuple[type["Stop"], tuple[()]]:

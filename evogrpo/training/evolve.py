@@ -176,8 +176,8 @@ def resume(
         experience=saved.experience,
         callbacks=callbacks,
     )
-    if run.finished():
-        warn(f"The run in {run_dir} has finished ({run.ended()}). To train further, pass a higher limit.")
+    if run.limits.finished():
+        warn(f"The run in {run_dir} has finished ({run.limits.ended()}). To train further, pass a higher limit.")
     return _shown(run, console)
 
 

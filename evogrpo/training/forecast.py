@@ -123,19 +123,19 @@ class Need:
         return self.processes * self.size
 
     def with_kept(self, size: int) -> Self:
-        """Return the memory with earlier train states of so many bytes, which are kept in CPU memory."""
+        """Return the memory with copies of train states of so many bytes, in CPU memory."""
         return self if self.device != "cpu" else replace(self, size=self.size + size)
 
 
 def kept_size(strategy: Strategy, members: int, state: int) -> int:
-    """Return the bytes of the train states that a strategy may keep: at most one per member.
+    """Return the bytes of copied train states: those before a learning step, and those that a strategy may keep.
 
     Args:
-        strategy: Keeps states if its attribute `backtrack` is True.
+        strategy: Keeps at most one state per member if its attribute `backtrack` is True.
         members: Number of members.
         state: Bytes of one train state.
     """
-    return members * state if getattr(strategy, "backtrack", False) is True else 0
+    return members * state * (2 if getattr(strategy, "backtrack", False) is True else 1)
 
 
 def largest_share(members: int) -> int:

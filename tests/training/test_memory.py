@@ -119,8 +119,8 @@ def test_a_language_model_is_counted_in_python(tmp_path):
 def test_states_that_members_may_go_back_to_are_counted():
     """As many as there are members, each of weights and two moments: 12 bytes a parameter."""
     plain = Tournament()
-    assert kept_size(plain, 8, state_size(1000)) == 0
-    assert kept_size(replace(plain, backtrack=True), 8, state_size(1000)) == 8 * 12_000
+    assert kept_size(plain, 8, state_size(1000)) == 8 * 12_000
+    assert kept_size(replace(plain, backtrack=True), 8, state_size(1000)) == 2 * 8 * 12_000
     need = Need(size=10, device="cpu", savings="")
     assert need.with_kept(5).size == 15
     assert replace(need, device="cuda").with_kept(5).size == 10  # they lie in the CPU's memory

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ class After(RunStop):
         assert value is None
 
 
-KINDS = {"language": (tiny_run, resumed_run), "networks": (step_run, resumed_step_run)}
+NORMALISED = {"options": {"normalise_observations": True}}  # so that running statistics of observations change as well
+KINDS = {"language": (tiny_run, resumed_run), "networks": (partial(step_run, **NORMALISED), resumed_step_run)}
 SHARES = [0.003, 0.05, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97, 0.999]
 """Where in a run it is stopped: in the baseline, amid sampling, playing, learning, validation and test."""
 

@@ -97,8 +97,8 @@ class Banks(Mapping[str, PolicyBank]):
         self.changed.add(slot)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
-        """Return copies of train states by slot, for `load_state`."""
-        return {slot: self.state(slot) for slot in slots}
+        """Return copies of train states by slot, in CPU memory, for `load_state`."""
+        return {slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots}
 
     def gathered(self, slots: Collection[int]) -> AbstractContextManager[None]:
         """Make these train states readable on the rank that writes files, inside the block."""

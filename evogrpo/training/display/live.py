@@ -80,11 +80,11 @@ class TimeEstimate:
         parts = [0.0]
         if schedule.generations is not None:
             # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
-            baseline, test = 1 / self._members, self._trainer.test_seconds(1.0)
+            baseline, test = 1 / self._members, self._trainer.limits.test_seconds(1.0)
             done = progress.step + progress.generation
             whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
             within = self._within if self._unit == self._present() else 0.0
-            unit = baseline if progress.baseline is None else test if self._trainer.finished() else 1.0
+            unit = baseline if progress.baseline is None else test if self._trainer.limits.finished() else 1.0
             parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
         if schedule.max_timesteps is not None:
             parts.append(progress.timesteps / schedule.max_timesteps)
@@ -112,20 +112,22 @@ class TimeEstimate:
             generations = schedule.generations - progress.generation
             bounds.append(self.steps_left() * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
-            bounds.append(max(schedule.max_seconds - progress.seconds - self._trainer.test_seconds(evaluation), 0.0))
+            bounds.append(
+                max(schedule.max_seconds - progress.seconds - self._trainer.limits.test_seconds(evaluation), 0.0)
+            )
         if schedule.max_timesteps is not None and progress.timesteps:
             bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
         if schedule.max_tokens is not None and progress.tokens:
             bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
         waited = min(time.monotonic() - self._last, per_step)
-        return max(min(bounds) - waited, 0.0) + self._trainer.test_seconds(evaluation)
+        return max(min(bounds) - waited, 0.0) + self._trainer.limits.test_seconds(evaluation)
 
     def _present(self) -> tuple[str, int]:
         """Return kind and step of the current part: baseline, step or evaluation."""
         progress = self._trainer.run_state
         if progress.baseline is None:
             return "baseline", 0
-        stepping = progress.step_in_generation < progress.steps_per_generation and not self._trainer.finished()
+        stepping = progress.step_in_generation < progress.steps_per_generation and not self._trainer.limits.finished()
         return "step" if stepping else "evaluation", progress.step
 
 
@@ -368,8 +370,8 @@ class RunDisplay(Callback):
         total = "" if schedule.generations is None else f"/{schedule.generations}"
         if not progress.begun and trainer.fitness.uses_validation:
             return Text(f"measuring the {self.terms.untrained}")
-        if trainer.finished():
-            return Text(f"testing on {self._trainer.questions('test')} {self.terms.questions}")
+        if trainer.limits.finished():
+            return Text(f"testing on {self._trainer.limits.questions('test')} {self.terms.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # The generation is counted before it is recorded.
             number = progress.generation + (0 if progress.unplanned else 1)

@@ -1,6 +1,5 @@
-"""Ends of a run: stop requests by call or by signal, and the time limit."""
+"""Stop requests of a run, by call or by signal."""
 
-import math
 import os
 import signal
 import threading
@@ -10,7 +9,6 @@ from types import FrameType
 
 from evogrpo.distributed import Processes
 from evogrpo.interruption import Interrupted, Stop
-from evogrpo.training.loop.run_state import RunState
 
 STOPPED = "stopped by the user"
 
@@ -22,63 +20,6 @@ PATIENCE_SECONDS = 5.0
 
 RETRY_SECONDS, RETRIES = 1.0, 4
 """Interval and number of attempts to break off blocking code before the process ends."""
-
-
-class Clock:
-    """Seconds of a run, and its time limit.
-
-    Args:
-        limit: Seconds that the whole run may take; None = no limit.
-        run_state: Its `seconds` are counted up; those of earlier parts of a resumed run are included.
-        now: Clock that all ranks share.
-
-    Attributes:
-        now: As given.
-        longest_step: Seconds of the longest learning step so far.
-        longest_evaluation: Seconds of the longest evaluation of all members so far.
-    """
-
-    def __init__(self, limit: float | None, run_state: RunState, now: Callable[[], float]) -> None:
-        self._limit, self._run_state, self.now = limit, run_state, now
-        self.longest_step = self.longest_evaluation = 0.0
-        self._since = now()
-
-    def start(self) -> None:
-        """Count from now on."""
-        self._since = self.now()
-
-    def tick(self) -> None:
-        """Add the time since the last call of `start` or `tick` to the seconds of the run."""
-        now = self.now()
-        self._run_state.seconds += now - self._since
-        self._since = now
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time of the block, in which the caller has control."""
-        self.tick()
-        yield
-        self.start()
-
-    def left(self) -> float:
-        """Return the seconds left; infinity without a limit."""
-        return math.inf if self._limit is None else self._limit - self._run_state.seconds - (self.now() - self._since)
-
-    @property
-    def expired(self) -> bool:
-        """True if this limit has ended the run."""
-        return self._limit is not None and self._run_state.out_of_time >= self._limit
-
-    def expire(self) -> None:
-        """End the run by this limit; only an evaluation and the test follow."""
-        if self._limit is not None:
-            self._run_state.out_of_time = max(self._run_state.out_of_time, self._limit)
-
-    @property
-    def overrun(self) -> str:
-        """Note on the seconds beyond the limit; empty if it was kept."""
-        over = 0.0 if self._limit is None else self._run_state.seconds - self._limit
-        return f", exceeded by {over:.1f} s" if over >= 0.05 else ""
 
 
 class RunStop(Stop):

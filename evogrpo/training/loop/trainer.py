@@ -10,7 +10,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
+from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig, paired_difference
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
@@ -30,8 +30,8 @@ from evogrpo.training.loop.evaluation import (
     check_starts,
     first_step_fitness,
     measure,
-    rollouts_of,
 )
+from evogrpo.training.loop.limits import Clock, Limits
 from evogrpo.training.loop.run_logger import RunLogger
 from evogrpo.training.loop.run_records import (
     baseline_report,
@@ -42,7 +42,7 @@ from evogrpo.training.loop.run_records import (
     step_report,
 )
 from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.loop.stopping import STOPPED, Clock, RunStop
+from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
@@ -84,6 +84,7 @@ class Trainer:
         callbacks: As given, as a list.
         stop_request: Stop request of the run.
         clock: Seconds of the run, and its time limit.
+        limits: Decide whether another learning step or generation begins.
         shared_run_dir: Directory for records, on every rank.
         run_dir: Directory that this rank writes to; None on ranks other than 0.
     """
@@ -129,6 +130,7 @@ class Trainer:
         processes = population.executor.processes
         self.stop_request = RunStop(processes)
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
+        self.limits = Limits(population, env, schedule, self.fitness, self.run_state, self.clock)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         self._description = description or {}
         self._logger = RunLogger(
@@ -150,7 +152,7 @@ class Trainer:
         self._set_budgets(None, None)
         # 3. State of the loop itself.
         self._ended: str | None = None
-        self._complete = self._given_up = False
+        self._complete = False
         self._tested: TestReport | None = None
         check_strategy(strategy)
         if run_state is None:
@@ -177,10 +179,10 @@ class Trainer:
             # 1. Record the start and the fitness before training, or that the run was resumed.
             self._begin()
             self._call("on_run_start", self)
-            while not self.finished():
+            while not self.limits.finished():
                 if state.unplanned:  # stopped between an evaluation and its plan
                     self._apply(self._plan())
-                while self._step_fits():
+                while self.limits.step_fits():
                     self._require_healthy()
                     self._set_progress()
                     slots = [agent.slot for agent in population.healthy]
@@ -219,6 +221,7 @@ class Trainer:
                     }
                     step = self._record_step(collected, learned, phases)
                     with clock.paused():
+                        self._call("on_step", step)
                         yield step
                     every = None if self.shared_run_dir is None else self.shared_run_dir.logging.checkpoint_steps
                     if every is not None and state.step_in_generation % every == 0:
@@ -228,6 +231,7 @@ class Trainer:
                     generation = self._end_generation()
                     if generation is not None:
                         with clock.paused():
+                            self._call("on_generation", generation)
                             yield generation
             if clock.left() <= 0:  # the limit may have passed since the last checkpoint
                 clock.expire()
@@ -238,6 +242,7 @@ class Trainer:
             if self.schedule.test_questions != 0 and state.best is not None:
                 tested = self._test()
                 with clock.paused():
+                    self._call("on_test", tested)
                     yield tested
             # 7. Record the end.
             self._record_end()
@@ -277,7 +282,7 @@ class Trainer:
         if not self.fitness.uses_validation:  # the baseline is then the mean reward of the first learning step
             return
         self._set_progress()
-        began, questions = self.clock.now(), self.questions("validation")
+        began, questions = self.clock.now(), self.limits.questions("validation")
         with self.stop_request.interruptible():
             found = self.population.baseline(
                 self.env, "validation", questions=questions, config=self.fitness, stop=self.stop_request
@@ -318,22 +323,6 @@ class Trainer:
             threads=self.run_state.threads,
         )
 
-    def _step_fits(self) -> bool:
-        """Return True if the generation under way has another learning step that fits into the limits."""
-        state = self.run_state
-        if state.step_in_generation >= state.steps_per_generation:
-            return False
-        # Without a best member, steps go on until training rewards suffice for an evaluation.
-        if state.step_in_generation and (state.best or self._can_evaluate()):
-            spent = state.spent(evaluations=self.schedule.count_evaluations)
-            if self.schedule.spent(**spent, seconds=state.seconds) or self._exceeded_limit():
-                return False
-        clock = self.clock
-        if clock.left() >= clock.longest_step + clock.longest_evaluation + self.test_seconds(clock.longest_evaluation):
-            return True
-        clock.expire()
-        return False
-
     def _record_step(
         self, collected: RolloutBatch, learned: Mapping[int, LearnReport], phases: Mapping[str, float]
     ) -> StepReport:
@@ -353,7 +342,6 @@ class Trainer:
                 self._logger.event(baseline.event, **baseline.to_json())
         self._logger.step(report, completions)
         self._learning_signal.update(learned)
-        self._call("on_step", report)
         return report
 
     def _end_generation(self) -> GenerationReport | None:
@@ -370,12 +358,12 @@ class Trainer:
                     self.env,
                     self.fitness,
                     state,
-                    questions=self.questions("validation"),
+                    questions=self.limits.questions("validation"),
                     stop=self.stop_request,
                 )
         except (Exception, SystemExit) as error:
             if isinstance(error, TooFewStartsError) and state.step_in_generation < state.steps_per_generation:
-                self._given_up = True
+                self.limits.given_up = True
                 steps = pluralize(state.step_in_generation, "learning step")
                 warn(f"The last {steps} were not evaluated: the budget ended before every member had enough rewards.")
                 return None
@@ -391,7 +379,7 @@ class Trainer:
         state.history.append(generation_record(population, state, measured))
         # 2. Plan the next generation.
         try:
-            plan = None if self.finished() else self._plan()
+            plan = None if self.limits.finished() else self._plan()
         except StrategyError:
             self._logger.event(report.event, **report.to_json())
             state.start_generation()
@@ -405,7 +393,6 @@ class Trainer:
             self._apply(plan)
         # 4. Checkpoint.
         self._logger.save()
-        self._call("on_generation", report)
         return report
 
     def _plan(self) -> Plan:
@@ -474,7 +461,7 @@ class Trainer:
                 best.state,
                 self.env,
                 "test",
-                questions=self.questions("test"),
+                questions=self.limits.questions("test"),
                 config=self.fitness,
                 stop=self.stop_request,
             )
@@ -490,14 +477,13 @@ class Trainer:
             cost=self._add_evaluation(tokens, began),
         )
         self._logger.event(self._tested.event, **self._tested.to_json())
-        self._call("on_test", self._tested)
         return self._tested
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""
         self.clock.tick()
-        self._ended, self._complete = f"{self.ended()}{self.clock.overrun}", True
-        if self.clock.expired or self._given_up:
+        self._ended, self._complete = f"{self.limits.ended()}{self.clock.overrun}", True
+        if self.clock.expired or self.limits.given_up:
             self._logger.save()
             if not self.run_state.step:
                 warn(
@@ -505,8 +491,6 @@ class Trainer:
                     f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
                 )
         self._logger.event("stopped", reason=self._ended)
-
-    # ---- limits and results
 
     @property
     def result(self) -> Result:
@@ -528,39 +512,6 @@ class Trainer:
             run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
 
-    def finished(self) -> bool:
-        """Return True if no further generation will start; the test may still follow."""
-        state = self.run_state
-        if self._given_up:
-            return True
-        if self.clock.expired:
-            return not state.step_in_generation
-        if self._finished_untrained():
-            return True
-        if state.generation == 0 or state.step_in_generation:
-            return False
-        return self.ended() is not None
-
-    def _finished_untrained(self) -> bool:
-        """Return True if the target fitness was reached before training."""
-        target, baseline = self.schedule.target_fitness, self.run_state.baseline
-        return self.run_state.step == 0 and target is not None and baseline is not None and baseline.mean >= target
-
-    def ended(self) -> str | None:
-        """Return the limit of the schedule that was reached, in words; None if none was."""
-        state = self.run_state
-        untrained = state.baseline if state.step == 0 else None
-        fitness = untrained if state.best is None else state.best.fitness
-        reached = self.schedule.ended_by(
-            **state.spent(evaluations=self.schedule.count_evaluations),
-            generation=state.generation,
-            seconds=max(state.seconds, state.out_of_time),
-            fitness=None if fitness is None else fitness.mean,
-        )
-        if reached is not None and self._finished_untrained():
-            return f"{reached} before training"
-        return self._exceeded_limit() if reached is None else reached
-
     def _require_healthy(self) -> None:
         """Stop the run if all members have failed, as none is left to clone."""
         if not self.population.healthy:
@@ -571,31 +522,6 @@ class Trainer:
                 f"All members failed ({reasons}). Start a new run with a lower lr, max_grad_norm or temperature, or "
                 "with a network that returns finite numbers."
             )
-
-    def questions(self, split: Split) -> int:
-        """Return the number of questions used of a held-out split."""
-        limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
-        available = self.env.size(split) - (self.fitness.second_set if split == "validation" else 0)
-        return available if limit is None else min(limit, available)
-
-    def test_seconds(self, evaluation: float) -> float:
-        """Return the expected seconds of the test, given those of an evaluation of all members."""
-        return evaluation * 2 * self.questions("test") / (len(self.population) * self.questions("validation"))
-
-    def _exceeded_limit(self) -> str | None:
-        """Return the limit that the next learning step and its evaluation would exceed, or None."""
-        healthy = len(self.population.healthy)
-        evaluated = {"validation": healthy, "both": min(healthy, self.fitness.candidates), "rollouts": 0}
-        return self.schedule.exceeded_by_next_step(
-            self.run_state,
-            samples=healthy * self.run_state.samples_per_step,
-            answers=evaluated[self.fitness.by] * self.questions("validation"),
-        )
-
-    def _can_evaluate(self) -> bool:
-        """Return True if every healthy member has enough training rewards to select by, where selection uses them."""
-        slots = [agent.slot for agent in self.population.healthy]
-        return self.fitness.selection_measure != ROLLOUTS or all(rollouts_of(self.run_state, slot) for slot in slots)
 
     def _add_evaluation(self, tokens: int, began: float) -> EvaluationCost:
         """Count an evaluation that began at this time."""

@@ -129,6 +129,18 @@ def _work(config: AnyConfig) -> int:
     return config.population.size * config.schedule.samples_per_step
 
 
+class _Deadline(Stop):
+    """Stop at a time by `time.monotonic()`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def check(self) -> None:
+        if time.monotonic() > self._seconds:
+            raise Interrupted
+
+
 def _measured_step(
     config: AnyConfig, env: GroupEnvironment, population: Population, *, longest: int | None, at_most: float
 ) -> float:
@@ -138,14 +150,13 @@ def _measured_step(
     often play longer episodes, the expected length is the geometric mean of the measured and the longest one.
     """
     began, samples = time.monotonic(), config.schedule.samples_per_step
+    stop = _Deadline(began + at_most)
     played = [(0.0, 0.0)]  # part and seconds
 
     def hear(work: ProgressUpdate) -> None:
         if work.activity == "playing" and work.part > played[-1][0]:
             played.append((work.part, time.monotonic() - began))
 
-    stop = Stop()
-    stop.deadline = began + at_most
     with suppress(Interrupted), progress_listener(hear):
         collected = population.collect(
             env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop

@@ -48,7 +48,7 @@ class Memory:
         members: Adapters and AdamW moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: KV cache, with the copy made when it grows.
-        kept: Earlier train states for backtracking, in CPU memory.
+        kept: Copies of train states, in CPU memory.
     """
 
     base: int
@@ -285,7 +285,7 @@ def _micro_batches(wanted: int | None, device: str) -> str:
 
 
 def _memory_row(memory: Memory, size: int) -> str:
-    kept = f", and {gigabytes(memory.kept)} of earlier states in the CPU's memory" if memory.kept else ""
+    kept = f", and {gigabytes(memory.kept)} of copies of train states in CPU memory" if memory.kept else ""
     return (
         f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
         f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
