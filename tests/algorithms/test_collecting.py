@@ -1,4 +1,4 @@
-"""Collecting a learning step's experience, and evaluating: fair, paired, and without a trace in training."""
+"""Rollouts of a learning step and evaluation."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from tests.tiny_training import (
 
 @pytest.fixture
 def population():
-    """Three members with adapters, group sizes and temperatures of their own."""
+    """Return three members with different adapters, group sizes and temperatures."""
     population = tiny_population(3, max_grad_norm=1.0)
     for seed, (agent, group_size, temperature) in enumerate(zip(population, (2, 8, 4), (1.0, 0.5, 1.5), strict=True)):
         randomise_adapter(agent, seed)
@@ -49,7 +49,7 @@ def answers(slots, shared, **options):
     return prompts, [seen[number * size : (number + 1) * size] for number in range(len(slots))]
 
 
-def test_every_member_answers_a_prefix_of_the_same_block_at_the_same_cost(population):
+def test_members_answer_prefixes_of_one_block_at_equal_cost(population):
     env = tiny_env()
     for step in (0, 3):
         collected = population.collect(env, step=step, samples_per_step=16, block=8)
@@ -68,7 +68,7 @@ def test_every_member_answers_a_prefix_of_the_same_block_at_the_same_cost(popula
         assert len(batch.group_ids.unique()) == 8 + 2 + 4
 
 
-def test_a_smaller_block_member_sees_the_same_questions_as_in_a_larger_population(population):
+def test_a_members_questions_do_not_depend_on_the_population(population):
     env = tiny_env()
     alone = population[1].clone()
     together = population.collect(env, step=2, samples_per_step=16, block=8)
@@ -77,7 +77,7 @@ def test_a_smaller_block_member_sees_the_same_questions_as_in_a_larger_populatio
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2])
-def test_a_members_draws_do_not_depend_on_who_else_is_there(population, slot):
+def test_a_members_completions_do_not_depend_on_other_members(population, slot):
     env = tiny_env()
     alone = population[slot].clone()
     together = population.collect(env, step=5, samples_per_step=16, block=8)
@@ -92,8 +92,8 @@ def test_a_members_draws_do_not_depend_on_who_else_is_there(population, slot):
     assert together.tokens[slot] == by_itself.tokens[0]
 
 
-def test_draws_are_numbered_by_seed_step_and_index(population):
-    """Checked by hand for one member: token t of row r inverts the distribution at number [r, t] of its stream."""
+def test_uniforms_follow_from_seed_step_and_index(population):
+    """Slow oracle for one member: token t of row r inverts the distribution at uniform [r, t] of its stream."""
     agent = population[1]
     batch = (
         population.collect(tiny_env(), step=3, samples_per_step=16, block=8).experience["default"].select_members([1])
@@ -113,7 +113,7 @@ def test_draws_are_numbered_by_seed_step_and_index(population):
     assert checked > 40
 
 
-def test_rewards_are_the_environments_own_for_the_decoded_completion(population):
+def test_rewards_are_those_of_the_decoded_completions(population):
     env = tiny_env()
     collected = population.collect(env, step=0, samples_per_step=16, block=8)
     batch = collected.experience["default"]
@@ -135,12 +135,12 @@ def test_tokens_count_each_prompt_once_per_group(population):
         assert collected.tokens[agent.slot] == sampled + prompt * 16 // agent.group_size
 
 
-def test_group_sizes_divide_the_samples(population):
+def test_group_sizes_must_divide_the_samples(population):
     with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
         population.collect(tiny_env(), step=0, samples_per_step=12, block=6)
 
 
-def test_members_that_failed_take_no_part(population):
+def test_failed_members_take_no_part(population):
     population[1].failed = "for a reason"
     batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
     assert batch.member_ids.unique().tolist() == [0, 2]
@@ -149,10 +149,7 @@ def test_members_that_failed_take_no_part(population):
     assert [agent.fitness is None for agent in population] == [False, True, False]
 
 
-# ---- evaluation
-
-
-def test_evaluation_is_greedy_and_asks_everyone_the_same(population):
+def test_evaluation_is_greedy_on_equal_questions(population):
     prompts, per_member = answers([0, 1, 2], population.members)
     assert len({tuple(prompt for prompt, _ in own) for own in per_member}) == 1
     for agent, own in zip(population, per_member, strict=True):
@@ -166,7 +163,7 @@ def test_evaluation_is_greedy_and_asks_everyone_the_same(population):
     assert len({tuple(own) for own in per_member}) > 1
 
 
-def test_the_reference_is_the_base_models_own_greedy_generation(population):
+def test_the_reference_is_greedy_generation_of_the_base(population):
     prompts, (reference,) = answers([0], population.members, base=True)
     model = tiny_model().eval()
     for prompt, (_, tokens) in zip(prompts, reference, strict=True):
@@ -175,7 +172,7 @@ def test_the_reference_is_the_base_models_own_greedy_generation(population):
         assert tokens == tuple(generated[0, ids.shape[1] :].tolist())
 
 
-def test_fitness_is_the_mean_raw_reward_with_its_standard_error(population):
+def test_fitness_is_the_mean_reward_with_its_standard_error(population):
     env = tiny_env()
     population.evaluate(env, questions=5)
     scores = evaluate(population.members, [0, 1, 2], env, "validation", questions=5)
@@ -188,8 +185,8 @@ def test_fitness_is_the_mean_raw_reward_with_its_standard_error(population):
     assert evaluate(population.members, [1], env, "validation", questions=1000).shape == (1, 8)
 
 
-def test_evaluating_leaves_no_trace_in_training(population):
-    """Train with and without evaluations in between: the members end up the same, bit for bit."""
+def test_evaluation_does_not_affect_training(population):
+    """Members trained with and without evaluations are bit-equal."""
     other = tiny_population(3, max_grad_norm=1.0)
     for agent, twin in zip(population, other, strict=True):
         twin.load_state(state_of(agent))
@@ -207,7 +204,7 @@ def test_evaluating_leaves_no_trace_in_training(population):
     assert env.reset()[1]["starts"] == served
 
 
-def test_fitness_needs_a_reward_for_every_question(population):
+def test_fitness_requires_a_reward_for_every_question(population):
     def sometimes(completions, answer, **columns):
         return [None if int(number) % 2 else 1.0 for number in answer]
 
@@ -215,7 +212,7 @@ def test_fitness_needs_a_reward_for_every_question(population):
         population.evaluate(tiny_env(reward_funcs=sometimes))
 
 
-def test_rewards_that_do_not_apply_reach_the_learner_as_nan(population):
+def test_missing_rewards_are_nan(population):
     def sometimes(completions, answer, **columns):
         return [None if int(number) % 2 else float(len(text)) for number, text in zip(answer, completions, strict=True)]
 
@@ -227,8 +224,8 @@ def test_rewards_that_do_not_apply_reach_the_learner_as_nan(population):
     assert all(report.failed is None for report in reports.values())
 
 
-def test_a_batch_can_be_learnt_from_without_knowing_where_it_came_from(population):
-    """Rows may come in any order: after collection only the ids count."""
+def test_row_order_of_a_batch_does_not_matter(population):
+    """After collection only the ids of rows count."""
     twins = [agent.clone() for agent in population]
     batch = population.collect(tiny_env(), step=0, samples_per_step=16, block=8).experience["default"]
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What the constructor accepts and refuses, and how an accelerator sets precision."""
+"""Constructor arguments of agents, and precision set by an accelerator."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ from tests.tiny_training import (
 
 @pytest.fixture
 def accelerators() -> Iterator[None]:
-    """Accelerate keeps its settings in global state: put it back."""
+    """Reset accelerate's process-wide state after the test."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -60,17 +60,17 @@ def accelerators() -> Iterator[None]:
         ({"lora_config": LoraConfig(target_modules=["nothing"])}, "matches no module"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(make, options, rule):
+def test_invalid_arguments_raise(make, options, rule):
     with pytest.raises(ValueError, match=rule):
         make(**options)
 
 
-def test_a_population_needs_a_member():
+def test_a_population_requires_a_member():
     with pytest.raises(ValueError, match="size"):
         tiny_population(0)
 
 
-def test_a_model_without_an_end_of_sequence_needs_one_named():
+def test_a_model_without_eos_requires_eos_token_ids():
     model = tiny_model()
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="eos_token_ids must be given"):
@@ -84,14 +84,14 @@ def test_a_model_without_an_end_of_sequence_needs_one_named():
             sampled = tokens[: sum(counted)]
             assert not {5, 7} & set(sampled[:-1])
             ends += len(sampled) < 6
-    assert ends > 0  # and completions did end there
+    assert ends > 0  # some completions ended
 
 
-def test_the_models_own_end_of_sequence_is_the_default():
+def test_the_models_eos_is_the_default():
     assert tiny_agent().members.settings.eos_token_ids == (EOS,)
 
 
-def test_the_smallest_length_holds_back_the_end():
+def test_min_output_tokens_delays_the_end():
     prompts = tiny_env().reset()[0]
     free, held = tiny_agent(seed=2, temperature=2.0), tiny_agent(seed=2, temperature=2.0, min_output_tokens=6)
     assert any(EOS in rows[:, -6:] for rows in free.get_action(prompts)[0])
@@ -125,7 +125,7 @@ def test_settings_reach_the_bank():
     assert torch.equal(after["adapter"], before)
     report = agent.learn((ids, masks, graded(ids)))
     assert report.lr == pytest.approx(0.4 / 3)
-    # The same gradient twice: its first moment over its correction is the gradient itself.
+    # The first moment divided by its bias correction is the gradient, which is the same twice.
     expected = before * (1 - 0.4 / 3 * 0.3) - 0.4 / 3 * gradient / (gradient.abs() + 1e-4)
     torch.testing.assert_close(state_of(agent)["adapter"], expected, rtol=1e-4, atol=1e-5)
 
@@ -155,12 +155,12 @@ def test_memory_settings_change_no_result():
         ({"clip_high": RLParameter(min=0.2, max=0.4)}, {"clip_high": 0.1}, "range .*got 0.1"),
     ],
 )
-def test_a_member_starts_inside_what_it_may_become(parameter, given, rule):
+def test_hyperparameters_start_inside_the_search_space(parameter, given, rule):
     with pytest.raises(ValueError, match=f"must start inside its {rule}"):
         tiny_population(2, hp_config=HyperparameterConfig(**parameter), **given)
 
 
-def test_a_start_that_is_not_given_is_the_nearest_there_is():
+def test_a_default_outside_the_search_space_moves_to_the_nearest_value():
     space = HyperparameterConfig(
         lr=RLParameter(min=1e-3, max=1e-2),
         batch_size=RLParameter(choices=[4, 16]),
@@ -171,12 +171,9 @@ def test_a_start_that_is_not_given_is_the_nearest_there_is():
     assert (first.lr, first.batch_size, first.clip_high) == (1e-3, 16, None)
 
 
-def test_an_objective_of_an_unknown_kind_is_refused():
+def test_an_unknown_objective_raises():
     with pytest.raises(ValueError, match="loss_type"):
         Objective(loss_type="ppo")
-
-
-# ---- accelerators
 
 
 def train(agent: GRPO) -> torch.Tensor:
@@ -192,7 +189,7 @@ def test_an_accelerator_in_full_precision_changes_nothing(accelerators):
     assert torch.equal(train(agent), train(tiny_agent()))
 
 
-def test_an_accelerator_sets_the_precision_until_it_is_unwrapped(accelerators):
+def test_an_accelerator_sets_the_precision_until_unwrapped(accelerators):
     agent = tiny_agent(accelerator=Accelerator(cpu=True, mixed_precision="bf16"))
     exact, mixed = train(tiny_agent()), train(agent)
     assert not torch.equal(mixed, exact)
@@ -205,7 +202,7 @@ def test_an_accelerator_sets_the_precision_until_it_is_unwrapped(accelerators):
     assert torch.equal(train(agent), exact)
 
 
-def test_a_loaded_agent_takes_the_accelerator_it_is_given(accelerators, tmp_path):
+def test_load_accepts_an_accelerator(accelerators, tmp_path):
     agent = tiny_agent()
     agent.save_checkpoint(tmp_path / "agent")
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -217,7 +214,7 @@ DEVICES = ["gpu", "cuda:99", pytest.param("cuda", marks=pytest.mark.skipif(torch
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_device_that_is_not_there_is_refused_by_agents_of_every_kind(device, tmp_path):
+def test_an_unavailable_device_raises_for_all_agents(device, tmp_path):
     seen, done = Box(-1.0, 1.0, (2,)), Discrete(2)
     agent = tiny_agent()
     agent.save_checkpoint(tmp_path / "agent")
@@ -232,18 +229,18 @@ def test_a_device_that_is_not_there_is_refused_by_agents_of_every_kind(device, t
 
 
 @pytest.mark.parametrize("tokens", [(VOCABULARY,), (-1,), (1, VOCABULARY)])
-def test_token_ids_beyond_the_vocabulary_are_refused(tokens):
+def test_token_ids_beyond_the_vocabulary_raise(tokens):
     with pytest.raises(ValueError, match=rf"eos_token_ids must be in the vocabulary .*0 to {VOCABULARY - 1}\), got"):
         tiny_agent(eos_token_ids=tokens)
     with pytest.raises(ValueError, match="pad_token_id"):
         tiny_agent(pad_token_id=tokens[-1])
 
 
-def test_one_token_that_ends_a_completion_need_not_be_a_tuple():
+def test_eos_token_ids_may_be_an_integer():
     assert tiny_agent(eos_token_ids=5).members.settings.eos_token_ids == (5,)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_told_when_it_is_used():
+def test_a_tokenizer_larger_than_the_vocabulary_raises_on_use():
     agent = tiny_agent(group_size=2)
     beyond = {"input_ids": torch.tensor([[3, VOCABULARY, 4]]), "attention_mask": torch.ones(1, 3)}
     with pytest.raises(ValueError, match=rf"tokens of prompts .* got {VOCABULARY}"):
@@ -253,7 +250,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_when_it_is_used():
         agent.learn(([ids], [masks], torch.tensor([[1.0, 0.0]])))
 
 
-def test_one_agent_is_refused_in_several_processes(accelerators, monkeypatch):
+def test_a_single_agent_raises_in_several_processes(accelerators, monkeypatch):
     accelerator = Accelerator(cpu=True)
     for state in (AcceleratorState, PartialState):
         monkeypatch.setitem(state._shared_state, "num_processes", 2)
@@ -262,12 +259,12 @@ def test_one_agent_is_refused_in_several_processes(accelerators, monkeypatch):
         tiny_agent(accelerator=accelerator)
 
 
-def test_an_accelerator_and_a_device_are_not_given_both(accelerators):
+def test_accelerator_and_device_exclude_each_other(accelerators):
     with pytest.raises(ValueError, match="device='cpu'"):
         tiny_agent(accelerator=Accelerator(cpu=True), device="cpu")
 
 
-def test_the_padding_token_is_the_one_given():
+def test_pad_token_id_is_used():
     agent = tiny_agent(pad_token_id=5, group_size=8, temperature=3.0)
     prompts = [{"input_ids": torch.tensor([[8, 9]])}] * 4
     ids, masks = agent.get_action(prompts)

@@ -1,4 +1,4 @@
-"""Conversations: turns laid out token by token, draws and limits turn by turn, and members that learn to take them."""
+"""Conversations of several turns: layout, uniforms, limits and learning."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ ENDS = (EOS, 5, 9, 17, 33)  # so many that turns do end
 
 @dataclass(frozen=True, kw_only=True)
 class Talkative(Boxes):
-    """Replies to everything, a given number of times."""
+    """Replies a given number of times."""
 
     def respond(self, transcripts):
         return [self._ids(" no ") for _ in transcripts]
@@ -62,7 +62,7 @@ def collected(population, env, step=0, samples=16):
 
 
 def turns_of(batch, row):
-    """Return (tokens, said) runs of a row: what is said counts, what is heard is present only."""
+    """Return (tokens, sampled) segments of a row; replies are present but not in the action mask."""
     runs = []
     for token, said in zip(
         batch.actions[row][batch.present[row]].tolist(), batch.action_mask[row].tolist(), strict=False
@@ -73,7 +73,7 @@ def turns_of(batch, row):
     return runs
 
 
-def test_turns_follow_each_other_and_what_was_heard_does_not_count():
+def test_turns_alternate_and_replies_are_masked():
     population = spoken()
     batch = collected(population, talks()).experience["default"]
     no = shared_tokenizer()(" no ", add_special_tokens=False)["input_ids"]
@@ -84,7 +84,7 @@ def test_turns_follow_each_other_and_what_was_heard_does_not_count():
         assert [said for _, said in runs] == [number % 2 == 0 for number in range(len(runs))]
         assert all(tokens == no for tokens, said in runs if not said)
         said = [tokens for tokens, own in runs if own]
-        assert all(tokens[-1] in ENDS for tokens in said[:-1])  # only whole turns are replied to
+        assert all(tokens[-1] in ENDS for tokens in said[:-1])  # only finished turns get a reply
         assert bool(batch.truncated[row]) is (said[-1][-1] not in ENDS)
         places = batch.inputs.turn_places[row][: sum(len(tokens) for tokens, _ in runs)].tolist()
         expected = []
@@ -95,7 +95,7 @@ def test_turns_follow_each_other_and_what_was_heard_does_not_count():
     assert not batch.sampler_log_probs[~batch.action_mask].any()
 
 
-def test_what_was_sampled_over_turns_is_scored_as_it_was_sampled():
+def test_sampled_log_probs_equal_scored_ones():
     population = spoken(min_output_tokens=2, max_output_tokens=5)
     batch = collected(population, talks()).experience["default"]
     scored = population.members.banks["default"].log_probs(batch)
@@ -105,7 +105,7 @@ def test_what_was_sampled_over_turns_is_scored_as_it_was_sampled():
             assert not said or len(tokens) >= 2
 
 
-def test_a_members_conversations_do_not_depend_on_who_else_talks():
+def test_conversations_do_not_depend_on_other_members():
     together = spoken(3)
     alone = [agent.clone() for agent in together]
     whole = collected(together, talks()).experience["default"]
@@ -114,11 +114,11 @@ def test_a_members_conversations_do_not_depend_on_who_else_talks():
         own = collect(agent.members, [agent.learner(0)], talks(), samples_per_step=16, block=4).experience["default"]
         mine = whole.select_members([slot])
         said = [[turns_of(each, row) for row in range(len(each))] for each in (mine, own)]
-        # Beside others rows round otherwise, so that a draw on the boundary between two tokens may fall to either side.
+        # Other batch shapes round differently, so a uniform on the boundary between two tokens may select either.
         assert sum(one == other for one, other in zip(*said, strict=True)) >= 15
 
 
-def test_replies_have_no_gradient_of_their_own_but_are_what_is_answered():
+def test_replies_have_no_gradient_but_are_context():
     agent = spoken(1, max_grad_norm=1e9)[0]
     batch = collected_one(agent)
     member = peft_twin(agent)
@@ -127,7 +127,7 @@ def test_replies_have_no_gradient_of_their_own_but_are_what_is_answered():
     before = state_of(agent)["exp_avg"].clone()
     learn(agent.members, [agent.learner()], {"default": batch})
     got = state_of(agent)["exp_avg"] - before
-    # One optimizer step of the plain loss, a mean over rows of the mean over what each has said.
+    # One optimizer step of the plain loss: a mean over rows of the mean over sampled tokens.
     groups = batch.group_ids
     total = 0.0
     for row in range(len(batch)):
@@ -147,7 +147,7 @@ def collected_one(agent):
     return collect(agent.members, [agent.learner(0)], talks(2), samples_per_step=8, block=2).experience["default"]
 
 
-def test_limits_hold_by_turn_and_by_conversation():
+def test_limits_apply_by_turn_and_by_conversation():
     wide = spoken()
     most = collected(wide, talks()).experience["default"].present.sum(1).max()
     assert most > 12
@@ -157,7 +157,7 @@ def test_limits_hold_by_turn_and_by_conversation():
     said = batch.action_mask.sum(1)
     assert int(batch.present.sum(1).max()) <= 12
     assert int(said.max()) <= 12
-    # Where a further turn had no room, the conversation was cut off although its last turn had ended.
+    # Without room for another turn, a conversation is truncated even if its last turn ended.
     last = batch.actions.gather(1, batch.present.sum(1, keepdim=True) - 1)[:, 0]
     ended = torch.isin(last, torch.tensor(ENDS))
     assert bool((ended & batch.truncated).any())
@@ -166,7 +166,7 @@ def test_limits_hold_by_turn_and_by_conversation():
         tiny_agent(max_output_tokens=4, max_episode_tokens=3)
 
 
-def test_the_overlong_penalty_is_due_turn_by_turn():
+def test_the_overlong_penalty_applies_per_turn():
     plain, punished = spoken(), spoken(objective=Objective(overlong_buffer=2))
     without, batch = (collected(each, talks()).experience["default"] for each in (plain, punished))
     assert torch.equal(without.actions, batch.actions)
@@ -181,7 +181,7 @@ def test_the_overlong_penalty_is_due_turn_by_turn():
 @pytest.mark.parametrize(
     ("reply", "message"), [([[]], "empty reply"), ([], r"one entry per conversation, got 0 for \d")]
 )
-def test_replies_that_cannot_be_are_refused(reply, message):
+def test_invalid_replies_raise(reply, message):
     @dataclass(frozen=True, kw_only=True)
     class Wrong(Talkative):
         def respond(self, transcripts):
@@ -213,7 +213,7 @@ def test_members_learn_to_guess_in_two_turns():
     assert population[0].fitness.mean > before
 
 
-def test_leaving_out_what_was_cut_off_counts_no_reply_as_said():
+def test_masking_truncated_completions_counts_no_reply():
     whole, cut = spoken(), spoken(objective=Objective(mask_truncated=True))
     given = [collected(each, talks()).experience for each in (whole, cut)]
     reports = [each.learn(own, step=0) for each, own in zip((whole, cut), given, strict=True)]
@@ -221,7 +221,7 @@ def test_leaving_out_what_was_cut_off_counts_no_reply_as_said():
         assert reports[0][0].metrics[name] == reports[1][0].metrics[name]
 
 
-def test_conversations_of_a_hand_written_loop_are_scored_as_they_were_sampled():
+def test_conversations_of_a_manual_loop_are_scored_as_sampled():
     agent = spoken(1, min_output_tokens=2, max_output_tokens=5)[0]
     batch = collected_one(agent)
     ids, masks = [], []
@@ -237,7 +237,7 @@ def test_conversations_of_a_hand_written_loop_are_scored_as_they_were_sampled():
     torch.testing.assert_close(bank.log_probs(again), bank.log_probs(batch), rtol=1e-4, atol=1e-4)
 
 
-def test_the_same_conversations_teach_the_same_twice():
+def test_learning_is_deterministic():
     one, other = spoken(), spoken()
     for population in (one, other):
         population.learn(collected(population, talks()).experience, step=0)

@@ -1,4 +1,4 @@
-"""Dynamic sampling and what else happens between the environment's rewards and a batch: penalties, step rewards."""
+"""Dynamic sampling, step rewards and the overlong penalty."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ LENGTH = 6  # max_output_tokens of the tiny agents
 
 
 def fussy(completions, answer, **columns):
-    """Reward variety, but only where the sum is divisible by three: about two thirds of the questions teach nothing."""
+    """Reward variety if the sum is divisible by three: about two thirds of the questions give no signal."""
     return [
         variety(text, "", "") if int(number) % 3 == 0 else 0.5 for text, number in zip(completions, answer, strict=True)
     ]
@@ -35,7 +35,7 @@ def population_of(size=3, **objective):
 
 
 class Counting:
-    """An environment that counts how often completions are rewarded, and of how many questions."""
+    """An environment that counts scored questions."""
 
     def __init__(self, env):
         self.env, self.scored, self.opened = env, [], []
@@ -59,16 +59,13 @@ class Counting:
 
 
 def equal(batch):
-    """Return which rows belong to groups whose rewards are all equal."""
+    """Return the rows of groups whose rewards are all equal."""
     number, count = consecutive_ids(batch.group_ids)
     return zero_variance_groups(batch.rewards, number, count)[number]
 
 
-# ---- refilling
-
-
 @pytest.mark.parametrize("step", [0, 2])
-def test_groups_that_teach_nothing_make_room_for_the_next_questions(step):
+def test_groups_without_signal_are_replaced_by_the_next_questions(step):
     env = tiny_env(reward_funcs=fussy)
     before = population_of().collect(env, step=step, samples_per_step=16, block=8)
     population = population_of(dynamic_sampling=3)
@@ -104,7 +101,7 @@ def test_groups_that_teach_nothing_make_room_for_the_next_questions(step):
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2])
-def test_a_member_is_refilled_alone_as_it_is_in_a_population(slot):
+def test_resampling_does_not_depend_on_the_population(slot):
     env = tiny_env(reward_funcs=fussy)
     population = population_of(dynamic_sampling=3)
     alone = population[slot].clone()
@@ -125,7 +122,7 @@ def test_a_member_is_refilled_alone_as_it_is_in_a_population(slot):
     assert together.tokens[slot] == by_itself.tokens[0]
 
 
-def test_refills_are_reproducible():
+def test_resampling_is_deterministic():
     one, other = (
         population_of(dynamic_sampling=2).collect(tiny_env(reward_funcs=fussy), step=1, samples_per_step=16, block=8)
         for _ in range(2)
@@ -135,7 +132,7 @@ def test_refills_are_reproducible():
     assert (one.starts, one.tokens) == (other.starts, other.tokens)
 
 
-def test_refills_are_bounded_and_paid_for_and_what_cannot_be_refilled_stays():
+def test_resampling_is_bounded_and_counted_and_the_rest_stays():
     population = population_of(dynamic_sampling=2)
     env = Counting(tiny_env(reward_funcs=indifferent))
     plain = population_of().collect(tiny_env(reward_funcs=indifferent), step=0, samples_per_step=16, block=8)
@@ -155,8 +152,7 @@ def test_refills_are_bounded_and_paid_for_and_what_cannot_be_refilled_stays():
         assert refilled.tokens[agent.slot] <= plain.tokens[agent.slot] + 2 * (groups * prompt + 16 * LENGTH)
 
 
-def test_a_member_with_nothing_to_refill_asks_nothing_more():
-    """Only members with idle groups sample again."""
+def test_members_without_idle_groups_do_not_resample():
 
     def by_length(completions, **columns):
         return [float(number) for number in range(len(completions))]
@@ -181,7 +177,7 @@ def pairs(count):
     )
 
 
-def test_what_teaches_depends_on_the_kind_of_advantage():
+def test_signal_depends_on_the_advantage_estimator():
     nan = torch.nan
     steps = [[1.0, 0.0], [0.0, 1.0], [1.0, nan], [nan, 1.0], [0.5, 0.5], [0.5, 0.5]]  # totals are all 1
     components = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [nan, 1.0]]
@@ -192,13 +188,13 @@ def test_what_teaches_depends_on_the_kind_of_advantage():
     assert groups_without_signal(replace(batch, step_rewards=None), {0: "process"}) == {0: [10, 11, 12]}
 
 
-def test_a_group_with_a_single_reward_that_applies_teaches_nothing():
+def test_a_group_with_a_single_reward_has_no_signal():
     batch = replace(pairs(2), rewards=torch.tensor([1.0, torch.nan, 1.0, 2.0]))
     assert groups_without_signal(batch, {0: "outcome"}) == {0: [10]}
 
 
-def test_step_rewards_that_only_some_rounds_have_are_completed():
-    """A function that looks inside some completions only: the others' totals stand at their last action."""
+def test_step_rewards_missing_in_some_rounds_are_completed():
+    """The function returns step rewards for some completions; totals of the others are placed on their last action."""
 
     def sometimes(completions, answer, completion_ids, **columns):
         return [
@@ -214,9 +210,6 @@ def test_step_rewards_that_only_some_rounds_have_are_completed():
     places = [row.isnan().logical_not().nonzero()[:, 0].tolist() for row in batch.step_rewards]
     assert {tuple(place) == (int(end),) for place, end in zip(places, last, strict=True)} == {True, False}
     assert all(place in ([0], [int(end)]) for place, end in zip(places, last, strict=True))
-
-
-# ---- step rewards and components
 
 
 def test_step_rewards_and_components_reach_the_learner():
@@ -242,18 +235,15 @@ def test_step_rewards_and_components_reach_the_learner():
     assert all(report.failed is None and any(report.advantages) for report in reports.values())
 
 
-# ---- the overlong penalty
-
-
 def ramp(length, buffer):
-    """DAPO, equation 13, by hand."""
+    """DAPO, equation 13."""
     if length <= LENGTH - buffer:
         return 0.0
     return (LENGTH - buffer - length) / buffer
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 6])
-def test_long_completions_are_punished_in_training(buffer):
+def test_long_completions_are_penalised_in_training(buffer):
     env = tiny_env()
     plain = population_of().collect(env, step=0, samples_per_step=16, block=8)
     punished = population_of(overlong_buffer=buffer).collect(env, step=0, samples_per_step=16, block=8)
@@ -270,7 +260,7 @@ def test_long_completions_are_punished_in_training(buffer):
     torch.testing.assert_close(batch.reward_components @ torch.tensor(batch.component_weights), batch.rewards)
 
 
-def test_fitness_knows_no_penalty():
+def test_fitness_excludes_the_penalty():
     env = tiny_env()
     plain, punished = population_of(), population_of(overlong_buffer=6)
     for population in (plain, punished):
@@ -280,11 +270,11 @@ def test_fitness_knows_no_penalty():
     texts = []
     recording = tiny_env(reward_fn=lambda completion, answer, question: texts.append(completion) or 0.0)
     punished.evaluate(recording)
-    assert any(len(text) > 1 for text in texts)  # there was something to punish
+    assert any(len(text) > 1 for text in texts)  # the penalty was not zero
     assert earned == pytest.approx([variety(text, "", "") for text in texts])
 
 
-def test_a_penalty_stands_at_the_last_action_and_makes_no_reward_where_none_applies():
+def test_the_penalty_is_on_the_last_action_of_rewarded_completions():
     def inside(completion_ids, answer, **columns):
         return [
             None if int(number) % 2 else StepRewards([1.0], [0])
@@ -304,7 +294,7 @@ def test_a_penalty_stands_at_the_last_action_and_makes_no_reward_where_none_appl
         torch.testing.assert_close(batch.step_rewards[row], expected, equal_nan=True)
 
 
-def test_equal_rewards_teach_once_the_penalty_tells_lengths_apart():
+def test_a_penalty_gives_equal_rewards_a_signal():
     env = Counting(tiny_env(reward_funcs=indifferent))
     lengths = population_of().collect(env, step=1, samples_per_step=16, block=8).experience["default"]
     alike = equal(replace(lengths, rewards=lengths.present.sum(1).float()))

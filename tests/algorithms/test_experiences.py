@@ -1,4 +1,4 @@
-"""AgileRL's shapes to batches and back: prompts, gaps in masks, and what is refused."""
+"""Conversion of AgileRL's experience tuples to batches and back."""
 
 import math
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
     lengths=st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=2), min_size=1, max_size=3),
     prompt_lengths=st.lists(st.integers(1, 4), min_size=3, max_size=3),
 )
-def test_completions_survive_the_round_trip(lengths, prompt_lengths):
+def test_completions_round_trip(lengths, prompt_lengths):
     prompts = [tuple(range(10, 10 + size)) for size in prompt_lengths[: len(lengths)]]
     counts = torch.tensor(lengths).flatten()
     present = torch.arange(5) < counts[:, None]
@@ -54,8 +54,8 @@ def test_completions_survive_the_round_trip(lengths, prompt_lengths):
     assert batch.sampler_log_probs is None
 
 
-def test_masks_may_leave_gaps_for_text_that_the_member_did_not_write():
-    """Whatever lies between counted tokens is read but not learnt from; what follows the last one is padding."""
+def test_masks_may_have_gaps_for_tokens_that_were_not_sampled():
+    """Tokens between counted ones are context; what follows the last counted one is padding."""
     ids = torch.tensor([[8, 9, 21, 22, 23, 24, 25, 0], [8, 9, 31, 32, 33, 34, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 0, 0, 0]]).bool()
     batch = as_batch(([ids], [mask], [[0.0, 1.0]]), 0, H, 0, CPU)
@@ -65,7 +65,7 @@ def test_masks_may_leave_gaps_for_text_that_the_member_did_not_write():
     assert batch.action_mask.int().tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0]]
 
 
-def test_learning_from_masks_with_gaps_reads_everything_and_counts_what_is_masked():
+def test_gaps_are_context_without_loss():
     agent = tiny_agent(max_grad_norm=1e9)
     randomise_adapter(agent)
     ids = torch.tensor([[8, 9, 21, 22, 23, 24, 25], [8, 9, 31, 32, 33, 34, 0]])
@@ -90,7 +90,7 @@ def test_a_prompt_ends_at_the_first_counted_token_of_any_row():
     assert batch.present.all()
 
 
-def test_rewards_and_prompts_of_several_widths_fit_one_batch():
+def test_prompts_and_rewards_of_several_widths_fit_one_batch():
     ids = [torch.tensor([[8, 20], [8, 21]]), torch.tensor([[9, 10, 22, 23, 24], [9, 10, 25, 0, 0]])]
     masks = [torch.tensor([[1], [1]]), torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])]  # numbers will do
     batch = as_batch((ids, masks, [[1, 2], [3, float("nan")]]), 0, H, 2, CPU)
@@ -121,7 +121,7 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
         (([IDS[:1]], [MASK[:1]], [[0.0]]), "at least 2 completions"),
     ],
 )
-def test_experiences_that_do_not_fit_together_are_refused(experiences, rule):
+def test_inconsistent_experiences_raise(experiences, rule):
     agent = tiny_agent()
     before = state_of(agent)["adapter"]
     with pytest.raises(ValueError, match=rule):
@@ -132,7 +132,7 @@ def test_experiences_that_do_not_fit_together_are_refused(experiences, rule):
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e39])
 @pytest.mark.parametrize("advantage", ["outcome", "rloo"])
-def test_an_infinite_reward_is_refused_and_nothing_is_learnt(reward, advantage):
+def test_infinite_rewards_raise_before_learning(reward, advantage):
     agent = tiny_agent(objective=Objective(advantage=advantage))
     ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
     rewards, before, steps = graded(ids).double(), state_of(agent), agent.steps

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody changed and hashed again: every load answers with a CheckpointError, and at once."""
+"""Forged checkpoints with valid hashes raise CheckpointError quickly."""
 
 import json
 import resource
@@ -41,7 +41,7 @@ MAKE = {"networks": step_agent, "joint": team, "language": tiny_agent, "mixed": 
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
-    """Return a function that saves an agent of a kind, once, and returns it with its folder."""
+    """Return a function that saves an agent of a kind once and returns it with its folder."""
     made = {}
 
     def agent(kind):
@@ -56,7 +56,7 @@ def agents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the folders of finished runs whose checkpoints hold kept states, finalists and births."""
+    """Return run directories whose checkpoints hold kept states, finalists and births."""
     folders = {name: tmp_path_factory.mktemp(name) / "run" for name in ("networks", "language")}
     way = {"fitness": {"second_set": 4, "finalists": 2}, "env": cart_pole(validation_size=10), "generations": 2}
     finish(step_run(folders["networks"], strategy=Tournament(z=0.0, backtrack=True), **way))
@@ -64,8 +64,8 @@ def runs(tmp_path_factory):
     return folders
 
 
-def answered(load):
-    """Return whether a load is answered with a CheckpointError; anything else that is raised is the test's failure."""
+def raises_checkpoint_error(load):
+    """Return True if loading raises a CheckpointError; other exceptions fail the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -76,7 +76,7 @@ def answered(load):
 
 
 @pytest.mark.parametrize(("kind", "number"), [("networks", 40), ("joint", 40), ("language", 6)])
-def test_whatever_an_agents_record_says_loading_it_answers(agents, kind, number, tmp_path):
+def test_forged_agent_records_raise_or_load(agents, kind, number, tmp_path):
     agent, original = agents(kind)
     record = json.loads((original / "agent.json").read_text())
     folder = Path(shutil.copytree(original, tmp_path / "agent"))
@@ -84,12 +84,13 @@ def test_whatever_an_agents_record_says_loading_it_answers(agents, kind, number,
     for each in range(number):
         forgery, _ = forged(record, generator(each, f"forge {kind}"))
         put_in(folder, "agent.json", forgery)
-        refused += answered(lambda: type(agent).load(folder)) + answered(lambda: agent.load_checkpoint(folder))
+        for load in (type(agent).load, agent.load_checkpoint):
+            refused += raises_checkpoint_error(lambda load=load: load(folder))
     assert refused >= number / 2
 
 
 @pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
-def test_whatever_a_runs_record_says_resuming_it_answers_or_goes_on(runs, kind, number, tmp_path):
+def test_forged_run_records_raise_or_resume(runs, kind, number, tmp_path):
     given = {"env": tiny_env(), "actor_network": tiny_model()}
     if kind == "networks":
         given = {"env": cart_pole(validation_size=10)}
@@ -106,11 +107,11 @@ def test_whatever_a_runs_record_says_resuming_it_answers_or_goes_on(runs, kind, 
         def go_on(work=work):
             list(evogrpo.resume(work, generations=3, progress=False, test_questions=0, **given))
 
-        outcomes.append(answered(go_on))
-    assert sum(outcomes) > 0  # and none of the others was trained on to anything worse
+        outcomes.append(raises_checkpoint_error(go_on))
+    assert sum(outcomes) > 0  # some of them raise
 
 
-def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(runs, tmp_path):
+def test_an_unreadable_newest_checkpoint_is_skipped(runs, tmp_path):
     folder = Path(shutil.copytree(runs["networks"], tmp_path / "run"))
     newest = generation_folder(folder, 2)
     record = json.loads((newest / "population.json").read_text())
@@ -123,7 +124,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(runs, tmp_path):
     assert run.trainer.run_state.generation == 1
 
 
-def test_commands_answer_forged_records(runs, tmp_path, capsys):
+def test_commands_report_forged_records(runs, tmp_path, capsys):
     folder = Path(shutil.copytree(runs["language"], tmp_path / "run"))
     record = json.loads((folder / "best" / "agent.json").read_text())
     for shared in (None, [], {"kind": "language"}, {"kind": 3, "source": 4}):
@@ -132,8 +133,8 @@ def test_commands_answer_forged_records(runs, tmp_path, capsys):
         assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_tensors_that_no_member_could_have_are_refused(runs, tmp_path):
-    """Of members, of states that are kept, and of finalists, in every way in which they can be wrong."""
+def test_invalid_tensors_raise(runs, tmp_path):
+    """Of members, kept states and finalists."""
     given = {"env": cart_pole(validation_size=10), "progress": False}
     tensors = load_file(generation_folder(runs["networks"], 2) / "population.safetensors")
     firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
@@ -153,9 +154,6 @@ def test_tensors_that_no_member_could_have_are_refused(runs, tmp_path):
             put_bytes(generation_folder(folder, 2), "population.safetensors", save(others))
             with pytest.raises(CheckpointError):
                 evogrpo.resume(folder, **given)
-
-
-# ---- sizes that a record declares and nothing holds
 
 
 def sized(kind, *place):
@@ -182,7 +180,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("size", [2**20, 2**31, 2**62])
-def test_declared_sizes_are_refused_before_anything_of_that_size_is_made(agents, size, tmp_path):
+def test_declared_sizes_are_checked_before_allocation(agents, size, tmp_path):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     for number, ((kind, name, place), value_of) in enumerate(SIZES):
@@ -201,4 +199,4 @@ def test_declared_sizes_are_refused_before_anything_of_that_size_is_made(agents,
                 type(agent).load(folder)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
-        assert "memory" not in str(refused.value), (kind, place)  # which would have been asked for
+        assert "memory" not in str(refused.value), (kind, place)  # not an allocation error

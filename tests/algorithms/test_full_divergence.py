@@ -1,4 +1,4 @@
-"""Beta on the divergence of whole distributions, and on the policy that acted: members, and a known script."""
+"""KL of whole distributions and to the old policy, including an independent training script."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def experience(shared, *, case=DISCRETE):
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_sees_the_divergence_of_every_action_under_its_own_temperature_and_mask(case, backwards):
+def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, backwards):
     bank = CASES[case].bank(3)
     batch = acted_batch(CASES[case], bank, range(3))
     own, other = (bank.distributions(batch, reference=reference) for reference in (False, True))
@@ -65,12 +65,12 @@ def test_the_loss_sees_the_divergence_of_every_action_under_its_own_temperature_
     assert sorted(seen) == list(range(len(batch)))
     assert float(expected[mask].min()) > 0
     assert not bool(expected[~mask].any())
-    assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # and it is differentiated
+    assert all(bool(bank.state(slot)["exp_avg"].any()) for slot in range(3))  # with gradient
 
 
 @pytest.mark.parametrize("kind", FULL_KLS)
 @pytest.mark.parametrize("reference", ["base", "snapshot", "old"])
-def test_members_together_learn_what_each_learns_alone(kind, reference):
+def test_members_learn_together_as_alone(kind, reference):
     shared = members(3, kl_estimator=kind, reference=reference)
     batch = experience(shared)
     learners = [learner(slot, beta=(0.0, 0.3, 2.0)[slot], batch_size=9, update_epochs=2) for slot in range(3)]
@@ -90,7 +90,7 @@ def test_members_together_learn_what_each_learns_alone(kind, reference):
 
 
 @pytest.mark.parametrize("kind", [*FULL_KLS, "k2", "k3", "abs"])
-def test_the_policy_that_acted_holds_back_from_the_second_optimizer_step_on(kind):
+def test_kl_to_the_old_policy_acts_from_the_second_optimizer_step(kind):
     def learnt(beta, epochs):
         shared = members(1, kl_estimator=kind, reference="old")
         report = learn(shared, [learner(beta=beta, update_epochs=epochs)], {"default": experience(shared)})[0]
@@ -104,7 +104,7 @@ def test_the_policy_that_acted_holds_back_from_the_second_optimizer_step_on(kind
     assert float((second["exp_avg"] - free["exp_avg"]).norm()) > 1e-2 * float(free["exp_avg"].norm())
 
 
-def test_the_gradient_follows_beta_as_it_is_when_it_learns():
+def test_the_gradient_follows_the_current_beta():
     """It is linear in beta, which may change between learning steps."""
     objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", kl_estimator="full")
     plain = {"update_epochs": 1, "batch_size": 10**6, "max_grad_norm": 1e9}
@@ -122,7 +122,7 @@ def test_the_gradient_follows_beta_as_it_is_when_it_learns():
     torch.testing.assert_close(found[3.0] - found[0.0], 3 * once, rtol=1e-3, atol=1e-6)
 
 
-def test_samples_of_another_are_held_to_the_one_that_acted():
+def test_shared_samples_use_the_policy_that_acted():
     shared = members(2, kl_estimator="full_reversed", reference="old", case=CASES["discrete"])
     batch = experience(shared, case=CASES["discrete"]).select_members([0])
     mask = batch.action_mask
@@ -139,8 +139,8 @@ def test_language_models_refuse_whole_distributions():
         tiny_agent(objective=Objective(kl_estimator="full"), beta=0.1)
 
 
-def test_a_language_model_can_be_held_to_the_policy_that_acted():
-    """Its first optimizer step is that of beta 0, to the last bit; no pass of a reference is paid for."""
+def test_language_models_support_the_old_policy_as_reference():
+    """The first optimizer step is bit-equal to beta 0 without a reference pass."""
     found = {}
     for beta in (0.0, 5.0):
         agent = tiny_agent(objective=Objective(reference="old") if beta else Objective(), beta=beta)
@@ -156,7 +156,7 @@ def test_a_language_model_can_be_held_to_the_policy_that_acted():
     assert not torch.equal(found[0.0][2], found[5.0][2])
 
 
-# ---- a script that trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions
+# A script that trains CartPole with the clipped loss and beta times KL(old || new) over whole distributions.
 
 
 class Actor(nn.Module):
@@ -209,7 +209,7 @@ def discounted(rewards, masks, gamma=0.99):
 
 
 @pytest.mark.parametrize("beta", [0.001, 1.0])
-def test_a_plain_script_is_reproduced_optimizer_step_for_optimizer_step(beta):
+def test_the_scripts_optimizer_steps_are_reproduced(beta):
     torch.manual_seed(0)
     actor, env = Actor(), cart_pole()
     agent = GRPO(

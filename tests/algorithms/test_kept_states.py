@@ -1,4 +1,4 @@
-"""Going back to kept states, whatever members are: exactly what was learnt then comes back, and the rest stays."""
+"""Restoring kept states of all kinds of members."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def learn(population, env, step):
 
 
 def plan(population, generation, parents=(0, 1, 2), back=(), **states):
-    """Plan that each (slot, parent, generation) of `back` goes back, under indices that follow."""
+    """Plan that each (slot, parent, generation) of `back` is restored under the next indices."""
     first = population.next_index
     children = tuple(
         Child(
@@ -56,7 +56,7 @@ def plan(population, generation, parents=(0, 1, 2), back=(), **states):
 
 
 @pytest.mark.parametrize("make", [of_networks, of_adapters, of_teams])
-def test_a_member_goes_back_to_what_was_learnt_then(make, tmp_path):
+def test_a_restored_member_equals_its_kept_state(make, tmp_path):
     population, env = make()
     learn(population, env, 0)
     then = [state_of(agent) for agent in population]
@@ -72,7 +72,7 @@ def test_a_member_goes_back_to_what_was_learnt_then(make, tmp_path):
     for each in (population, again):
         assert [(kept.key, kept.fitness) for kept in each.kept.seen] == [((0, 1), earned[0]), ((1, 1), earned[1])]
         now = [state_of(agent) for agent in each]
-        # One goes back to its own state, one to another's, which is forgotten by that; what is of now is kept.
+        # One restores its own state, another a member's state, which is dropped; current states are kept.
         each.apply(plan(each, 2, back=((0, 0, 1), (2, 1, 1)), keep=(2,), drop=((1, 1),)))
         for slot, state in enumerate((then[0], now[1], then[1])):
             assert equal_states(state_of(each[slot]), state)
@@ -85,11 +85,11 @@ def test_a_member_goes_back_to_what_was_learnt_then(make, tmp_path):
         assert [kept.key for kept in each.kept.seen] == [(0, 1), (2, 2)]
         assert equal_states(each.kept.state((2, 2)), now[2])
         assert [birth.back_to for birth in each.lineage.births[3:]] == [1, 1]
-    learn(again, env, 2)  # it can be learnt from; what is kept stays as it was
+    learn(again, env, 2)  # training on leaves the kept state unchanged
     assert equal_states(again.kept.state((0, 1)), then[0])
 
 
-def test_a_kept_network_comes_back_with_its_architecture():
+def test_a_kept_network_restores_its_architecture():
     population, env = of_networks()
     learn(population, env, 0)
     then = state_of(population[0])
@@ -112,7 +112,7 @@ def test_a_kept_network_comes_back_with_its_architecture():
         ({"keep": (2,)}, "slot 2"),
     ],
 )
-def test_a_plan_that_cannot_be_carried_out_changes_nothing(changes, rule):
+def test_an_invalid_plan_changes_nothing(changes, rule):
     population, env = of_networks()
     learn(population, env, 0)
     population.apply(plan(population, 1, keep=(1,)))
@@ -125,7 +125,7 @@ def test_a_plan_that_cannot_be_carried_out_changes_nothing(changes, rule):
     assert all(equal_states(state_of(agent), state) for agent, state in zip(population, before, strict=True))
 
 
-def test_a_checkpoint_without_a_kept_state_is_refused(tmp_path):
+def test_a_checkpoint_without_a_kept_state_raises(tmp_path):
     population, env = of_networks()
     learn(population, env, 0)
     population.apply(plan(population, 1, keep=(1,)))

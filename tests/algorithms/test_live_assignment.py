@@ -1,4 +1,4 @@
-"""What is set on a living agent is checked as its constructor checks it, and names that are none are refused."""
+"""Assigned attributes are validated like constructor arguments, and unknown names raise."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from evogrpo.config.synonyms import counterpart
 from tests.tiny_steps import step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_options, tiny_population
 
-# What the agent is made with, what is then set, and what the constructor says of it.
+# Constructor arguments, the assignment, and the constructor's error.
 TOGETHER = [
     ({"gamma": 0.9}, ("loss_type", "gspo"), "gamma.*gspo"),
     ({"loss_type": "gmpo"}, ("gamma", 0.5), "gamma below 1 .*'gmpo'"),
@@ -32,7 +32,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("options", "change", "rule"), TOGETHER)
-def test_what_the_constructor_refuses_cannot_be_assigned(options, change, rule):
+def test_assignment_refuses_what_the_constructor_refuses(options, change, rule):
     name, value = change
     agent = tiny_agent(**options)
     before = agent.hyperparameters
@@ -46,14 +46,14 @@ def test_what_the_constructor_refuses_cannot_be_assigned(options, change, rule):
             agent.hyperparameters = Hyperparameters.from_json({**before.to_json(), name: value})
 
 
-def test_what_evolution_could_make_of_it_counts():
+def test_values_that_evolution_may_reach_are_checked():
     space = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "gspo"]))
     agent = tiny_agent(hp_config=space)
     with pytest.raises(ValueError, match=r"gamma.*gspo"):
         agent.gamma = 0.9
 
 
-def test_small_networks_refuse_what_single_transitions_cannot_learn_from():
+def test_losses_of_whole_completions_are_refused_for_networks():
     agent = step_agent()
     for name, value in (("loss_type", "gspo"), ("loss_type", "grpo"), ("advantage", "gdpo")):
         with pytest.raises(ValueError, match=r"advantage|loss_type"):
@@ -62,7 +62,7 @@ def test_small_networks_refuse_what_single_transitions_cannot_learn_from():
     assert agent.loss_type == "cispo"
 
 
-def test_one_member_may_be_what_the_whole_population_may_not():
+def test_a_member_may_have_a_value_that_the_population_may_not():
     population = tiny_population(2, beta=0.1, objective=Objective(kl_target=0.1))
     population[1].beta = 0.0  # without effect on this one alone
     with pytest.raises(ValueError, match=r"kl_target.*beta"):
@@ -70,19 +70,16 @@ def test_one_member_may_be_what_the_whole_population_may_not():
 
 
 @pytest.mark.parametrize("record", [None, {"lr": 0.1}, "lr"])
-def test_hyperparameters_are_a_record(record):
+def test_hyperparameters_must_be_a_record(record):
     with pytest.raises(ValueError, match="hyperparameters must be a Hyperparameters record"):
         tiny_agent().hyperparameters = record
-
-
-# ---- names
 
 
 MISNOMERS = ["learning_rate", "num_generations", "epsilon", "num_iterations", "kl_coef", "ent_coef", "epsilon_high"]
 
 
 @pytest.mark.parametrize("name", MISNOMERS)
-def test_a_name_of_another_library_is_answered_with_the_own_one(name):
+def test_names_of_other_libraries_are_translated(name):
     own = counterpart(name, Hyperparameters.__dataclass_fields__)
     for agent in (tiny_agent(), step_agent()):
         with pytest.raises(AttributeError, match=name):
@@ -94,7 +91,7 @@ def test_a_name_of_another_library_is_answered_with_the_own_one(name):
 
 
 @pytest.mark.parametrize("name", ["clip_coef_", "groupsize", "LR", "temprature", "anything"])
-def test_what_is_no_attribute_cannot_be_set_by_mistake(name):
+def test_unknown_attributes_cannot_be_set(name):
     for thing in (tiny_agent(), step_agent(), tiny_population(2), Tournament(), Objective(), Hyperparameters()):
         with pytest.raises(AttributeError):
             setattr(thing, name, 1)
@@ -102,7 +99,7 @@ def test_what_is_no_attribute_cannot_be_set_by_mistake(name):
     assert not any("__dict__" in vars(kind) for kind in (GRPO, MultiAgentGRPO, Population))
 
 
-def test_a_class_of_ones_own_has_attributes_of_its_own():
+def test_subclasses_may_set_attributes_of_their_own():
     class Curious(GRPO):
         def __init__(self, *spaces, curiosity=0.5, **options):
             super().__init__(*spaces, **options)
@@ -125,6 +122,6 @@ def test_a_class_of_ones_own_has_attributes_of_its_own():
         (lambda: MultiAgentGRPO(observation_space={}), "it is called 'observation_spaces' here"),
     ],
 )
-def test_calls_in_the_manner_of_other_libraries_are_answered(call, answer):
+def test_calls_of_other_libraries_are_explained(call, answer):
     with pytest.raises(ValueError, match=answer):
         call()

@@ -1,7 +1,6 @@
-"""A hyperparameter that changes on a living member changes its rollouts or its update exactly as the formula says.
+"""A hyperparameter that changes on an existing member changes its rollouts or updates as the formula says.
 
-Every test runs once for each way in which the new value can get there: assignment, mutation, selection, loading and
-resuming.
+The learning rate is tested on each route by which a value arrives: assignment, mutation, selection, loading, resuming.
 """
 
 import numpy as np
@@ -14,14 +13,14 @@ from evogrpo.algorithms.policies.language_batches import as_batch
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages
-from tests.tiny_routes import DECAY, equal_and_nonzero, graded_experiences
+from tests.tiny_routes import DECAY, ROUTES, equal_and_nonzero, graded_experiences
 from tests.tiny_training import completions, flat_gradient, peft_twin, randomise_adapter, state_of, tiny_env
 
 
 def by_hand(agent, experiences, coefficients, chosen=None):
     """Return the gradient of -sum(coefficient * log_prob) by PEFT and autograd, one completion at a time.
 
-    `coefficients(row, log_probs)` gives `[t]` numbers; those of rows that are not `chosen` are 0.
+    `coefficients(row, log_probs)` returns `[t]` numbers; those of rows that are not `chosen` are 0.
     """
     member, rows = peft_twin(agent), completions(experiences)
     for number in range(len(rows)) if chosen is None else chosen:
@@ -37,11 +36,12 @@ def scalar_advantages(rewards: Tensor):
 
 
 def on_policy(experiences):
-    """Return the coefficients of the GRPO gradient where the ratio is 1: A / (n * t)."""
+    """Return the coefficients of the GRPO gradient at a ratio of 1: A / (n * t)."""
     values = scalar_advantages(experiences[2])
     return lambda row, log_probs: torch.full_like(log_probs, values[row] / (len(values) * len(log_probs)))
 
 
+@pytest.mark.parametrize("pair", ROUTES, indirect=True)
 def test_lr_is_the_length_of_the_first_adam_step(pair):
     agent, twin = pair("lr", 4e-3)
     experiences = graded_experiences(twin)
@@ -66,7 +66,7 @@ def test_target_kl_bounds_the_kl_of_a_step(pair):
         assert report.metrics.get("step_kl", 0.0) <= 4 * target
 
 
-def test_max_grad_norm_bounds_the_gradient_that_adam_sees(pair):
+def test_max_grad_norm_clips_the_gradient(pair):
     agent, twin = pair("max_grad_norm", 0.01, max_grad_norm=0.05)
     experiences = graded_experiences(twin)
     whole = by_hand(agent, experiences, on_policy(experiences))
@@ -78,7 +78,7 @@ def test_max_grad_norm_bounds_the_gradient_that_adam_sees(pair):
         assert equal_and_nonzero(clipped, whole * learner.max_grad_norm / whole.norm())
 
 
-def test_update_epochs_is_how_often_the_completions_are_used(pair):
+def test_update_epochs_is_the_number_of_passes(pair):
     agent, twin = pair("update_epochs", 3, lr=1e-9)  # a policy that hardly moves has the same gradient every time
     experiences = graded_experiences(twin)
     gradient = by_hand(agent, experiences, on_policy(experiences))
@@ -89,7 +89,7 @@ def test_update_epochs_is_how_often_the_completions_are_used(pair):
         assert equal_and_nonzero(state["exp_avg"], (1 - DECAY**epochs) * gradient)
 
 
-def test_batch_size_is_how_many_completions_an_optimizer_step_uses(pair):
+def test_batch_size_is_the_number_of_completions_per_optimizer_step(pair):
     agent, twin = pair("batch_size", 5, lr=1e-9)
     experiences = graded_experiences(twin)
     values = scalar_advantages(experiences[2])
@@ -117,7 +117,7 @@ def test_beta_adds_the_gradient_of_the_k3_divergence(pair):
     reports = [learner.learn(experiences) for learner in (agent, twin)]
     added = (state_of(agent)["exp_avg"] - state_of(twin)["exp_avg"]) / (1 - DECAY)
 
-    randomise_adapter(agent)  # the policy as it was when it learnt
+    randomise_adapter(agent)  # the policy as it was when it learned
     member, rows = peft_twin(agent), completions(experiences)
     weighted, plain = torch.zeros(()), []
     for prompt, tokens in rows:
@@ -134,7 +134,7 @@ def test_beta_adds_the_gradient_of_the_k3_divergence(pair):
     assert np.isnan(reports[1].kl)
 
 
-def test_temperature_divides_the_logits_while_sampling(pair):
+def test_temperature_divides_the_logits_in_sampling(pair):
     agent, twin = pair("temperature", 0.6)
     prompts = tiny_env().reset()[0]
     sampled = []
@@ -155,7 +155,7 @@ def test_temperature_divides_the_logits_while_sampling(pair):
     assert sampled[0] != sampled[1]
 
 
-def test_temperature_divides_the_logits_while_learning(pair):
+def test_temperature_divides_the_logits_in_learning(pair):
     agent, twin = pair("temperature", 0.6)
     experiences = graded_experiences(twin)
     gradients = []
@@ -167,7 +167,7 @@ def test_temperature_divides_the_logits_while_learning(pair):
     assert not equal_and_nonzero(gradients[0], gradients[1], 0.1)
 
 
-def test_group_size_is_how_many_answers_are_compared(pair):
+def test_group_size_is_the_number_of_completions_per_prompt(pair):
     agent, twin = pair("group_size", 8)
     for learner, size in ((agent, 8), (twin, 4)):
         experiences = graded_experiences(learner)
@@ -178,7 +178,7 @@ def test_group_size_is_how_many_answers_are_compared(pair):
         assert equal_and_nonzero(state_of(learner)["exp_avg"] / (1 - DECAY), expected)
 
 
-def test_group_size_trades_prompts_for_answers_in_a_learning_step(pair):
+def test_group_size_trades_prompts_for_completions(pair):
     agent, twin = pair("group_size", 8)
     for learner, groups in ((agent, 2), (twin, 4)):
         env = tiny_env()
@@ -189,7 +189,7 @@ def test_group_size_trades_prompts_for_answers_in_a_learning_step(pair):
         assert answered_prompts == [tuple(prompt) for prompt in dealt for _ in range(16 // groups)]
 
 
-def test_clip_coef_cuts_off_the_gradient_outside_the_region(pair):
+def test_clip_coef_removes_the_gradient_outside_the_interval(pair):
     agent, twin = pair("clip_coef", 0.02, update_epochs=2, lr=0.01)
     experiences = graded_experiences(twin)
     values, rows = scalar_advantages(experiences[2]), completions(experiences)

@@ -1,4 +1,4 @@
-"""The methods of AgileRL's GRPO, with that meaning: acting, learning, saving, spaces, testing."""
+"""Acting, learning, saving, spaces and testing with the meaning of AgileRL's methods."""
 
 import math
 
@@ -22,10 +22,8 @@ from tests.tiny_training import (
     tiny_population,
 )
 
-# ---- get_action, get_policy, set_training_mode
 
-
-def test_actions_in_training_are_groups_with_prompts_in_front(agent):
+def test_training_actions_are_groups_after_their_prompts(agent):
     prompts = tiny_env().reset()[0]
     ids, masks = agent.get_action(prompts)
     assert len(ids) == len(masks) == 3
@@ -45,7 +43,7 @@ def test_actions_in_training_are_groups_with_prompts_in_front(agent):
             assert tokens[count:] == [PAD] * (len(tokens) - count)
 
 
-def test_actions_differ_from_call_to_call_and_repeat_with_the_seed():
+def test_training_actions_differ_between_calls_and_repeat_with_the_seed():
     prompts = tiny_env().reset()[0]
     one, other, third = tiny_agent(seed=3), tiny_agent(seed=3), tiny_agent(seed=4)
     first, second = one.get_action(prompts)[0], one.get_action(prompts)[0]
@@ -54,12 +52,12 @@ def test_actions_differ_from_call_to_call_and_repeat_with_the_seed():
     assert [rows.tolist() for rows in first] != [rows.tolist() for rows in third.get_action(prompts)[0]]
 
 
-def test_actions_outside_training_are_one_greedy_row(agent):
+def test_other_actions_are_one_greedy_row(agent):
     prompts = tiny_env().reset()[0]
     agent.set_training_mode(False)
     steps = agent.steps
     ids, masks = agent.get_action(prompts)
-    assert agent.steps == steps  # no random stream was used up
+    assert agent.steps == steps  # no random stream was used
     member = peft_twin(agent)
     for prompt, rows, mask in zip(prompts, ids, masks, strict=True):
         assert rows.shape[0] == mask.shape[0] == 1
@@ -83,19 +81,19 @@ def test_actions_outside_training_are_one_greedy_row(agent):
         ([{"input_ids": torch.tensor([[3]]), "attention_mask": torch.zeros(1, 1)}], "no tokens"),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_refused(agent, prompts, rule):
+def test_invalid_prompts_raise(agent, prompts, rule):
     with pytest.raises(ValueError, match=rule):
         agent.get_action(prompts)
 
 
-def test_padding_on_the_left_of_a_prompt_is_no_part_of_it(agent):
+def test_left_padding_of_a_prompt_is_ignored(agent):
     padded = {"input_ids": torch.tensor([[PAD, PAD, 8, 9]]), "attention_mask": torch.tensor([[0, 0, 1, 1]])}
     plain = {"input_ids": torch.tensor([[8, 9]])}
     one = agent.get_action([padded], training=False)[0][0]
     assert torch.equal(one, agent.get_action([plain], training=False)[0][0])
 
 
-def test_the_policys_logits_are_those_of_the_exported_peft_model(agent, tmp_path):
+def test_policy_logits_equal_the_exported_peft_model(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     exported = PeftModel.from_pretrained(tiny_model(), tmp_path / "agent").eval()
     ids = torch.tensor([[8, 9, 10, 11], [PAD, 12, 13, 14]])
@@ -112,10 +110,7 @@ def test_the_policys_logits_are_those_of_the_exported_peft_model(agent, tmp_path
     assert not torch.equal(policy(ids, mask), before)
 
 
-# ---- learn
-
-
-def test_learning_unpacks_as_loss_and_divergence(agent):
+def test_learn_returns_loss_and_kl(agent):
     ids, masks = agent.get_action(tiny_env().reset()[0])
     report = agent.learn((ids, masks, graded(ids)))
     loss, kl = report
@@ -126,7 +121,7 @@ def test_learning_unpacks_as_loss_and_divergence(agent):
     assert kl > 0
 
 
-def test_the_hand_written_loop_learns():
+def test_a_manual_loop_learns():
     env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6, group_size=8)
     agent = tiny_agent(group_size=8, lr=2e-2, max_grad_norm=1.0)
     before = agent.test(env)
@@ -141,10 +136,7 @@ def test_the_hand_written_loop_learns():
     assert agent.test(env) > before + 0.2
 
 
-# ---- save_checkpoint, load, load_checkpoint (their errors: test_agent_checkpoints.py)
-
-
-def test_saving_and_loading_brings_everything_back(agent, tmp_path):
+def test_save_and_load_round_trip(agent, tmp_path):
     agent.parent, agent.born, agent.temperature = 5, 2, 0.8
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
@@ -161,7 +153,7 @@ def test_saving_and_loading_brings_everything_back(agent, tmp_path):
     assert equal_states(state_of(loaded), state_of(agent))
 
 
-def test_loading_into_an_agent_replaces_what_it_had_learnt(agent, tmp_path):
+def test_loading_replaces_the_state(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     population = tiny_population(3)
     neighbours = [state_of(population[0]), state_of(population[2])]
@@ -173,7 +165,7 @@ def test_loading_into_an_agent_replaces_what_it_had_learnt(agent, tmp_path):
     assert equal_states(state_of(population[2]), neighbours[1])
 
 
-def test_a_checkpoint_is_replaced_only_when_asked(agent, tmp_path):
+def test_a_checkpoint_is_overwritten_only_with_replace(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     with pytest.raises(ValueError, match="replace=True"):
         agent.save_checkpoint(tmp_path / "agent")
@@ -182,10 +174,7 @@ def test_a_checkpoint_is_replaced_only_when_asked(agent, tmp_path):
     assert equal_states(state_of(GRPO.load(tmp_path / "agent", actor_network=shared_model())), state_of(agent))
 
 
-# ---- spaces and devices
-
-
-def test_spaces_give_their_dimensions_and_preprocess_observations():
+def test_space_dimensions_and_preprocessing():
     box, discrete = gymnasium.spaces.Box(-1.0, 1.0, (3, 2)), gymnasium.spaces.Discrete(5)
     agent = tiny_agent(observation_space=box, action_space=discrete)
     assert (agent.observation_space, agent.action_space) == (box, discrete)
@@ -198,19 +187,19 @@ def test_spaces_give_their_dimensions_and_preprocess_observations():
     assert (twin.observation_space, twin.action_space) == (box, discrete)
 
 
-def test_an_environments_own_spaces_are_understood():
+def test_spaces_of_an_environment_are_accepted():
     env = tiny_env()
     assert GRPO.get_state_dim(env.observation_space) == (len(env.tokenizer),)
     assert GRPO.get_action_dim(env.action_space) == len(env.tokenizer)
 
 
-def test_without_a_space_observations_cannot_be_preprocessed(agent):
+def test_preprocessing_requires_a_space(agent):
     assert agent.observation_space is None
     with pytest.raises(ValueError, match="observation_space"):
         agent.preprocess_observation(np.zeros(3))
 
 
-def test_experiences_move_to_the_device_however_nested(agent):
+def test_nested_experiences_move_to_the_device(agent):
     nested = {"a": [torch.ones(2), (torch.zeros(1), "text")]}
     tensor, mapping, number = agent.to_device(torch.arange(3), nested, 7)
     assert torch.equal(tensor, torch.arange(3))
@@ -220,10 +209,7 @@ def test_experiences_move_to_the_device_however_nested(agent):
     assert number == 7
 
 
-# ---- test
-
-
-def test_testing_is_the_mean_greedy_reward_on_held_out_questions(agent):
+def test_returns_the_mean_greedy_reward_on_held_out_questions(agent):
     seen = []
 
     def recorded(completion, answer, question):

@@ -1,4 +1,4 @@
-"""What a learning step measures, against numbers taken by hand from the batch and from a PEFT model."""
+"""Metrics of a learning step against values computed from the batch and a PEFT model."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, NAN, 0
 
 
 def known(name):
-    """Tell whether a metric is documented."""
+    """Return True if a metric is documented."""
     if name.startswith("rewards/"):
         return f"rewards/<function>/{name.rpartition('/')[2]}" in NAMES
     return name in NAMES
@@ -87,7 +87,7 @@ def test_every_metric_of_a_step():
         "sampling/importance_sampling_ratio/mean": 1.0,
         "sampling/importance_sampling_ratio/max": 1.0,
         "learning_rate": agent.lr,
-        "loss": metrics["loss"],  # compared with formulas elsewhere, as the next one is
+        "loss": metrics["loss"],  # compared with formulas elsewhere, like the next one
         "grad_norm": metrics["grad_norm"],
     }
     assert_metrics_agree(metrics, expected)
@@ -101,7 +101,7 @@ def test_every_metric_of_a_step():
     assert tuple(report) == (report.loss, report.kl)
 
 
-def test_what_was_not_measured_is_missing_and_reads_as_nan():
+def test_missing_metrics_read_as_nan():
     agent = tiny_agent()
     batch = replace(sampled(agent, torch.full((3, 4), NAN)), sampler_log_probs=None)
     report = learn(agent.members, [agent.learner()], {"default": batch})[0]
@@ -111,7 +111,7 @@ def test_what_was_not_measured_is_missing_and_reads_as_nan():
     assert all(math.isnan(value) for value in (report.reward, report.kl, report.entropy))
 
 
-def test_clip_ratios_count_all_actions_of_the_step_by_side():
+def test_clip_ratios_count_all_actions_of_the_step():
     agent = tiny_agent(clip_coef=0.02, lr=0.01, update_epochs=2)
     randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
@@ -134,7 +134,7 @@ def test_clip_ratios_count_all_actions_of_the_step_by_side():
     assert report.clip_ratio == pytest.approx((low + high) / (2 * actions))
 
 
-def test_a_runs_journal_holds_documented_metrics_and_what_they_cost(tmp_path):
+def test_a_journal_holds_documented_metrics_and_costs(tmp_path):
     finish(tiny_run(tmp_path / "run", options={"beta": 0.1}))
     events = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]
     spent = dict.fromkeys(range(3), 0)

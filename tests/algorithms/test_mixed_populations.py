@@ -1,4 +1,4 @@
-"""Members that differ in loss type, advantage and every coefficient learn together what each would learn alone."""
+"""Members with different losses, advantages and coefficients learn together as alone."""
 
 from dataclasses import replace
 
@@ -54,12 +54,12 @@ def population_of(run):
 
 
 def experience(population, step, noise=0.2):
-    """Let all members act, and make up what an environment without such things would not say."""
+    """Act with all members and add random step rewards and sampler log-probabilities."""
     batch = population.collect(tiny_env(), step=step, samples_per_step=16, block=8).experience["default"]
     draws = torch.Generator().manual_seed(step)
     heard = batch.sampler_log_probs
     if population.members.settings.objective.importance_correction:
-        # An external engine reports other log-probabilities than the trainer finds.
+        # An external engine reports other log-probabilities than the trainer.
         heard = heard + noise * torch.randn(heard.shape, generator=draws)
     return replace(
         batch,
@@ -73,7 +73,7 @@ def experience(population, step, noise=0.2):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_members_learn_together_what_each_would_learn_alone(run):
+def test_members_learn_together_as_alone(run):
     population = population_of(run)
     twins = [agent.clone() for agent in population]
     starts = [state_of(agent)["adapter"] for agent in population]
@@ -93,9 +93,9 @@ def test_members_learn_together_what_each_would_learn_alone(run):
         assert float((state_of(population[slot])["adapter"] - start).norm()) > 1e-3
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_a_neighbours_kinds_and_coefficients_change_no_one_else(run):
-    """Bit for bit: only what stays with the neighbour differs, never the shapes that are computed."""
+@pytest.mark.parametrize("run", ["coefficients", "whitened", "running statistics", "adaptive KL", "uncertain actions"])
+def test_a_neighbours_losses_and_coefficients_have_no_effect(run):
+    """Bit for bit: the neighbour's values change, the shapes do not."""
     one, other = population_of(run), population_of(run)
     batch = experience(one, 0)
     last = len(one) - 1

@@ -1,4 +1,4 @@
-"""MultiAgentGRPO: policies per agent, credit, groups within (seed, agent), and members that never touch each other."""
+"""MultiAgentGRPO: policies per agent, credit, groups within (seed, agent), and independence of members."""
 
 import gymnasium
 import numpy as np
@@ -46,18 +46,15 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- learning
-
-
 @pytest.mark.parametrize("policies", ["shared", "prefix", "independent"])
-def test_a_team_learns_what_pays_only_others(policies):
+def test_a_team_learns_from_team_rewards(policies):
     env = groups()
     population = population_for(env, 1, policies=policies)
     train(population, env, 25)
     assert population[0].test(env) > 2.7  # of 3; chance is 1
 
 
-def test_own_rewards_that_one_does_not_influence_teach_nothing():
+def test_independent_own_rewards_give_no_signal():
     env = groups()
     population = population_for(env, 1, credit="agent")
     train(population, env, 25)
@@ -65,7 +62,7 @@ def test_own_rewards_that_one_does_not_influence_teach_nothing():
 
 
 @pytest.mark.parametrize("policies", ["shared", "independent"])
-def test_rivals_learn_from_their_own_rewards(policies):
+def test_rivals_learn_from_own_rewards(policies):
     env = groups(joint_probes.Contest, score=lambda returns: returns["red_0"])
     population = population_for(env, 1, policies=policies, credit="agent")
     train(population, env, 25)
@@ -74,7 +71,7 @@ def test_rivals_learn_from_their_own_rewards(policies):
 
 
 def _hits(agent, env, name):
-    """Return how often an agent hits its target, playing greedily."""
+    """Return the fraction of hits of an agent that acts greedily."""
     probe = joint_probes.Contest()
     found = []
     for seed in range(60):
@@ -83,8 +80,8 @@ def _hits(agent, env, name):
     return np.mean(found)
 
 
-def test_rewards_that_add_up_to_nothing_teach_a_team_nothing():
-    # Two agents: thirds are not exact in floating point, and their sums would miss 0 by rounding errors.
+def test_zero_sum_team_rewards_give_no_signal():
+    # With two agents the sums are exact in floating point.
     env = groups(lambda: joint_probes.Contest(agents=("red_0", "red_1")))
     population = population_for(env, 1)
     before = states(population)[0]["shared/weights"]
@@ -94,14 +91,14 @@ def test_rewards_that_add_up_to_nothing_teach_a_team_nothing():
 
 
 @pytest.mark.parametrize(("agent_ids", "least", "most"), [(True, 2.9, 3.0), (False, 0.9, 1.1)])
-def test_alike_agents_tell_themselves_apart_by_their_numbers(agent_ids, least, most):
+def test_agents_with_one_policy_differ_by_their_ids(agent_ids, least, most):
     env = groups(joint_probes.Calls)
     population = population_for(env, 1, agent_ids=agent_ids, credit="agent")
     train(population, env, 25)
     assert least <= population[0].test(env) <= most
 
 
-def test_normalised_observations_are_learnt_from():
+def test_normalised_observations_are_learned_from():
     class Wide(joint_probes.Favours):
         """Shows its targets in thousands."""
 
@@ -124,11 +121,8 @@ def test_normalised_observations_are_learnt_from():
     assert raw[0].test(env) < 2.0
 
 
-# ---- what is compared with what
-
-
 @pytest.mark.parametrize("credit", ["team", "agent"])
-def test_advantages_compare_an_agent_with_itself_in_the_same_start(credit):
+def test_advantages_compare_an_agent_with_itself_from_the_same_start(credit):
     env = groups(lambda: joint_probes.Calls(steps=3))
     population = population_for(env, 2, credit=credit, policies="prefix")
     collected = population.collect(env, step=0, samples_per_step=SAMPLES, block=8)
@@ -140,7 +134,7 @@ def test_advantages_compare_an_agent_with_itself_in_the_same_start(credit):
         assert batch.group_ids.unique(return_counts=True)[1].tolist() == [4] * (2 * SAMPLES // 4 * len(agents))
         for slot in range(2):
             own = batch.select_members([slot])
-            # Rows are [start, replica, agent]; every agent's four replicas of a start are compared by themselves.
+            # Rows are [start, replica, agent]; the four replicas of an agent and a start are one group.
             steps = own.step_rewards.reshape(SAMPLES // 4, 4, len(agents), 3)
             result = torch.zeros_like(steps)
             for start in range(SAMPLES // 4):
@@ -163,14 +157,14 @@ def test_advantages_compare_an_agent_with_itself_in_the_same_start(credit):
         assert torch.equal(red[::2], red[1::2])  # all agents of a team earn the same
 
 
-def test_agents_that_are_born_and_end_are_learnt_from_where_they_acted():
+def test_agents_that_are_born_and_end_learn_from_their_own_steps():
     env = groups(joint_probes.Lives)
     population = population_for(env, 2, policies="independent")
     collected, reports = train(population, env, 2)
     assert all(report.failed is None for report in reports.values())
     batch = collected.experience["short_0"]
     assert (batch.action_mask == batch.present).all()
-    assert set(batch.present.sum(1).tolist()) == {2, 3}  # both are tried
+    assert set(batch.present.sum(1).tolist()) == {2, 3}  # both occur
     steps = {
         slot: sum(int(own.select_members([slot]).present.sum()) for own in collected.experience.values())
         for slot in range(2)
@@ -178,7 +172,7 @@ def test_agents_that_are_born_and_end_are_learnt_from_where_they_acted():
     assert collected.tokens == steps
 
 
-def test_a_policy_whose_agents_never_appear_takes_no_step():
+def test_a_policy_without_agents_takes_no_step():
     class Unborn(joint_probes.Favours):
         def reset(self, seed=None, options=None):
             seen, infos = super().reset(seed, options)
@@ -197,7 +191,7 @@ def test_a_policy_whose_agents_never_appear_takes_no_step():
         assert reports[slot].failed is None
 
 
-def test_generated_agents_are_played_and_learnt_from():
+def test_generated_agents_act_and_learn():
     env = groups(lambda: joint_probes.Generated(max_cycles=15), validation_size=2)
     population = population_for(env, 2)
     collected, reports = train(population, env, 1)
@@ -205,21 +199,21 @@ def test_generated_agents_are_played_and_learnt_from():
     assert all(np.isfinite(report.loss) and report.failed is None for report in reports.values())
 
 
-def test_truncated_agents_can_be_left_out():
+def test_truncated_agents_can_be_masked():
     env = groups(joint_probes.Lives)
     objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", mask_truncated=True)
     population = population_for(env, 1, policies="independent", objective=objective)
     collected, reports = train(population, env, 1)
     cut_off = collected.experience["old_0"]
     assert not cut_off.action_mask.any()  # in every episode
-    assert collected.tokens[0] == sum(int(own.present.sum()) for own in collected.experience.values())  # but played
+    assert collected.tokens[0] == sum(int(own.present.sum()) for own in collected.experience.values())  # but with costs
     assert cut_off.present.any()
     assert collected.experience["short_0"].action_mask.any()
     assert int(population.members.banks.state(0)["old_0/step"]) == 0
     assert reports[0].failed is None
 
 
-def test_members_that_were_cut_off_everywhere_report_what_they_earned():
+def test_fully_masked_members_report_their_rewards():
     env = groups(joint_probes.Lives, max_episode_steps=1)
     objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", mask_truncated=True)
     population = population_for(env, 1, objective=objective)
@@ -227,8 +221,6 @@ def test_members_that_were_cut_off_everywhere_report_what_they_earned():
     assert reports[0].optimizer_steps == 0
     assert np.isfinite(reports[0].metrics["reward"])
 
-
-# ---- members together and apart
 
 DIFFERENT = (
     {"lr": 2e-2, "group_size": 4, "gamma": 1.0},
@@ -239,7 +231,7 @@ DIFFERENT = (
 
 @pytest.mark.parametrize("make", [joint_probes.Lives, lambda: joint_probes.Calls(steps=3)], ids=["lives", "calls"])
 @pytest.mark.parametrize("policies", ["shared", "independent"])
-def test_members_trained_together_equal_members_trained_alone(make, policies):
+def test_members_learn_together_as_alone(make, policies):
     env = groups(make, num_envs=11)
     together = population_for(env, 3, policies=policies)
     for agent, values in zip(together, DIFFERENT, strict=True):
@@ -255,8 +247,8 @@ def test_members_trained_together_equal_members_trained_alone(make, policies):
         assert alone[0].fitness.scores == together[slot].fitness.scores
 
 
-def test_a_member_never_changes_another():
-    """The shapes of the others' batches change with it: they agree up to rounding."""
+def test_members_are_independent():
+    """The shapes of other batches change with a member: the others agree up to rounding."""
     env = groups(joint_probes.Lives)
     calm, troubled = (population_for(env, 3, policies="prefix") for _ in range(2))
     bank = troubled.members.banks
@@ -270,13 +262,13 @@ def test_a_member_never_changes_another():
         assert_states_agree(troubled.members.banks.state(2), calm.members.banks.state(2), lr=calm[2].lr)
     assert troubled[1].failed.startswith("policy old: log-probabilities")
     assert [agent.failed for agent in calm] == [None] * 3
-    # The members that are left go on without it.
+    # The remaining members continue without it.
     collected, reports = train(troubled, env, 1, first=2)
     assert sorted(reports) == [0, 2]
     assert set(collected.experience["old"].member_ids.tolist()) == {0, 2}
 
 
-def test_at_equal_shapes_a_member_changes_not_a_bit_of_another():
+def test_members_are_bit_equal_at_equal_shapes():
     env = groups()  # all episodes are equally long, and with a KL term no row is left out
     calm, troubled = (population_for(env, 3, policies="prefix", beta=0.1) for _ in range(2))
     troubled[2].lr, troubled[2].clip_coef, troubled[2].max_grad_norm = 0.1, 0.9, 1e-3
@@ -288,7 +280,7 @@ def test_at_equal_shapes_a_member_changes_not_a_bit_of_another():
     ruined = {name: value * torch.nan if name == "red/weights" else value for name, value in bank.state(1).items()}
     bank.load_state(1, ruined)
     for population in (calm, troubled):
-        train(population, env, 1, first=2)  # after this one the failed member is left out
+        train(population, env, 1, first=2)  # afterwards the failed member is left out
     assert same(calm.members.banks.state(0), bank.state(0))
     assert troubled[1].failed.startswith("policy red: log-probabilities")
 
@@ -315,10 +307,7 @@ def test_inheriting_copies_every_policy():
     assert {name.split("/")[0] for name in after[1]} == {"red_0", "red_1", "blue_0"}
     assert (population[1].index, population[1].parent) == (3, 2)
     train(population, env, 1, first=1)
-    assert not same(states(population)[1], states(population)[2])  # its index names other draws
-
-
-# ---- one member
+    assert not same(states(population)[1], states(population)[2])  # another index has another random stream
 
 
 def test_a_clone_is_independent():
@@ -333,7 +322,7 @@ def test_a_clone_is_independent():
     assert (twin.steps, agent.steps) == (1, 0)
 
 
-def test_a_single_member_learns_in_a_loop_of_its_own():
+def test_a_single_member_learns_in_a_manual_loop():
     env = groups()
     agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **SMALL)
     spent = 0
@@ -341,12 +330,12 @@ def test_a_single_member_learns_in_a_loop_of_its_own():
         loss, _ = report = agent.learn(agent.collect(env, SAMPLES).experience)
         assert np.isfinite(loss)
         spent += report.tokens
-    assert 0 < spent <= 20 * 2 * 3 * SAMPLES  # two passes over three agents' single actions
+    assert 0 < spent <= 20 * 2 * 3 * SAMPLES  # two passes over three agents' actions
     assert agent.test(env) > 2.6
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_actions_in_a_loop_of_ones_own_are_legal(beside):
+def test_actions_in_a_manual_loop_are_legal(beside):
     env = groups(lambda: joint_probes.Masked(beside=beside))
     agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **SMALL)
     probe = joint_probes.Masked(beside=beside)
@@ -368,7 +357,7 @@ def test_actions_in_a_loop_of_ones_own_are_legal(beside):
     assert state is None
 
 
-def test_networks_of_a_policy_can_be_looked_at():
+def test_networks_of_a_policy_are_accessible():
     env = groups()
     agent = population_for(env, 1, policies="prefix")[0]
     module = agent.get_policy()
@@ -378,7 +367,7 @@ def test_networks_of_a_policy_can_be_looked_at():
     assert agent.inspect_attributes(agent, input_args_only=True)["policies"] == "prefix"
 
 
-def test_the_architecture_of_one_policy_at_a_time_evolves():
+def test_architectures_of_policies_evolve_one_at_a_time():
     env = groups()
     limits = ArchitectureLimits(min_units=8, unit_steps=(8,), probability=1.0)
     agent = population_for(env, 1, policies="prefix", evolve_network=limits)[0]
@@ -394,10 +383,7 @@ def test_the_architecture_of_one_policy_at_a_time_evolves():
     assert agent.failed is None
 
 
-# ---- checkpoints
-
-
-def test_a_saved_member_comes_back(tmp_path):
+def test_a_saved_member_round_trips(tmp_path):
     env = groups(joint_probes.Lives)
     population = population_for(env, 2, policies="prefix", credit="agent", normalise_observations=True, seed=5)
     train(population, env, 2)
@@ -419,7 +405,7 @@ def test_a_saved_member_comes_back(tmp_path):
     assert same(other.members.banks.state(0), agent.members.banks.state(1))
 
 
-def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
+def test_incompatible_checkpoints_raise_and_change_nothing(tmp_path):
     env = groups()
     agent = population_for(env, 1, policies="prefix")[0]
     agent.save_checkpoint(tmp_path / "agent")
@@ -453,7 +439,7 @@ def test_a_state_that_fits_one_policy_only_changes_none():
     assert same(bank.state(0), before)
 
 
-def test_a_restored_population_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_restored_population_continues_bit_equal(tmp_path):
     env = groups(joint_probes.Lives)
     population = population_for(
         env, 2, policies="independent", hp_config=HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-1, scale="log"))
@@ -469,10 +455,7 @@ def test_a_restored_population_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert restored.space == population.space
 
 
-# ---- what is refused
-
-
-def test_arguments_that_cannot_be_are_refused():
+def test_invalid_arguments_raise():
     env = groups()
     for options, message in (
         ({"policies": "common"}, "policies must be one of"),
@@ -491,7 +474,7 @@ def test_arguments_that_cannot_be_are_refused():
             population_for(env, 2, **options)
 
 
-def test_environments_and_batches_that_do_not_fit_are_refused():
+def test_incompatible_environments_and_batches_raise():
     env = groups()
     population = population_for(env, 2)
     with pytest.raises(ValueError, match="GymnasiumGroups"):
@@ -510,7 +493,7 @@ def test_environments_and_batches_that_do_not_fit_are_refused():
         population[0].learn(collected.experience)
 
 
-def test_an_agent_comes_back_through_its_own_class_only(tmp_path):
+def test_an_agent_is_loaded_by_its_own_class_only(tmp_path):
     env = groups()
     population_for(env, 1)[0].save_checkpoint(tmp_path / "joint")
     single = GymnasiumGroups("CartPole-v1")
@@ -522,7 +505,7 @@ def test_an_agent_comes_back_through_its_own_class_only(tmp_path):
     assert isinstance(MultiAgentGRPO.load(tmp_path / "joint"), MultiAgentGRPO)
 
 
-def test_predicting_heeds_what_is_illegal():
+def test_predict_respects_action_masks():
     agent = population_for(groups(), 1)[0]
     seen, _ = joint_probes.Favours().reset(seed=0)
     for only in range(3):

@@ -1,4 +1,4 @@
-"""Every objective from end to end: a learning step against the formulas written out by hand over PEFT and PyTorch."""
+"""Every objective end to end: a learning step against formulas with PEFT and PyTorch."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict, dict]] = {
 
 
 def with_steps(batch: Batch) -> Batch:
-    """Give every action a reward of its own, and completions two reward functions."""
+    """Add step rewards and a second reward function."""
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(1))
     components = torch.rand(len(batch), 2, generator=torch.Generator().manual_seed(2))
     return replace(
@@ -93,8 +93,8 @@ def test_learning_equals_the_formulas(case):
 
 
 @pytest.mark.parametrize("advantage", ["outcome", "reinforce", "batch_std"])
-def test_groups_that_are_too_hard_or_too_easy_teach_nothing_and_count_in_statistics(advantage):
-    """Their rows stay in the batch, as those that were cut off do: the same update as with their masks empty."""
+def test_the_difficulty_mask_removes_groups_from_the_loss_not_from_statistics(advantage):
+    """The update equals that of empty action masks."""
     rewards = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0, 1.0, 0.9, 1.0]])
     moved = []
     for bounds in ({"min_group_reward": 0.1, "max_group_reward": 0.95}, {}):

@@ -1,4 +1,4 @@
-"""What users of Stable-Baselines3 write is answered with what they mean here, wherever they write it."""
+"""Arguments of Stable-Baselines3 are refused with the name of this library."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from evogrpo.config.synonyms import hint
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.tiny_steps import cart_pole, step_agent, step_population
 
-LEFT = {"self", "_init_setup_model", "render", "warn"}  # what hardly anybody gives
+LEFT = {"self", "_init_setup_model", "render", "warn"}  # rarely used
 OURS = {
     "PPO": tuple(Options.__annotations__),
     "DQN": tuple(Options.__annotations__),
@@ -20,8 +20,8 @@ OURS = {
 }
 
 
-def theirs():
-    """Return every argument of what SB3's users call, by the callable."""
+def sb3_arguments():
+    """Return every argument of the methods that users of SB3 call, by method."""
     pytest.importorskip("stable_baselines3")
     from stable_baselines3 import DQN, PPO
     from stable_baselines3.common.callbacks import EvalCallback as TheirCallback
@@ -30,9 +30,9 @@ def theirs():
     return {name: set(inspect.signature(call).parameters) - LEFT for name, call in calls.items()}
 
 
-def test_every_argument_of_theirs_is_known():
-    """As one of ours, by another name, or with a reason."""
-    for name, arguments in theirs().items():
+def test_every_sb3_argument_is_covered():
+    """Either accepted, translated or explained."""
+    for name, arguments in sb3_arguments().items():
         ours = OURS[name]
         assert [each for each in sorted(arguments - {*ours}) if hint(each, ours) is None] == []
 
@@ -57,7 +57,7 @@ def test_every_argument_of_theirs_is_known():
         ("use_sde", "entropy_coef"),
     ],
 )
-def test_their_arguments_are_answered_wherever_they_are_given(name, answer):
+def test_sb3_arguments_are_translated_everywhere(name, answer):
     env = cart_pole()
     calls = [
         lambda: step_agent(env, **{name: 1}),
@@ -82,7 +82,7 @@ def test_their_arguments_are_answered_wherever_they_are_given(name, answer):
         ("n_eval_episodes", "validation_size"),
     ],
 )
-def test_arguments_of_their_learn_are_answered_by_evolve(name, answer):
+def test_arguments_of_sb3_learn_are_translated_by_evolve(name, answer):
     env = cart_pole()
     with pytest.raises(ValueError, match=f"unknown argument of evolve '{name}': .*{answer}"):
         evolve(step_population(2, env), env, generations=1, **{name: 1})
@@ -96,7 +96,7 @@ def vector():
     "given", ["MlpPolicy", "CartPole-v1", gymnasium.make("CartPole-v1"), vector(), GymnasiumGroups, lambda: None]
 )
 @pytest.mark.parametrize("make", [GRPO, lambda *given: GRPO.population(2, *given)])
-def test_an_agent_is_made_for_spaces_not_for_environments(make, given):
+def test_an_environment_instead_of_spaces_raises(make, given):
     action_space = gymnasium.spaces.Discrete(2)
     for arguments in ((given, action_space), (gymnasium.spaces.Discrete(2), given), (given, given)):
         with pytest.raises(ValueError, match=r"must be a Gymnasium space, got .*evogrpo.train\(env"):
@@ -107,7 +107,7 @@ def test_an_agent_is_made_for_spaces_not_for_environments(make, given):
     ("arguments", "settings", "steps"),
     [((), {"total_timesteps": 5_000}, "5000"), ((5_000,), {}, "5000"), ((), {}, "100000"), ((), {"callback": 1}, "")],
 )
-def test_learning_from_an_environment_is_answered_with_the_line_that_does_it(arguments, settings, steps):
+def test_learn_with_an_environment_is_explained(arguments, settings, steps):
     agent = step_agent()
     before = agent.steps
     with pytest.raises(ValueError, match=rf"evogrpo.train\(env, total_timesteps={steps}"):
@@ -115,7 +115,7 @@ def test_learning_from_an_environment_is_answered_with_the_line_that_does_it(arg
     assert agent.steps == before
 
 
-def test_what_their_load_and_their_devices_take_is_answered(tmp_path):
+def test_arguments_of_sb3_load_and_devices_are_explained(tmp_path):
     agent = step_agent()
     agent.save_checkpoint(tmp_path / "saved")
     with pytest.raises(ValueError, match="unknown argument of load 'env': an agent is made for spaces"):

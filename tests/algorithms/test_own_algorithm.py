@@ -1,4 +1,4 @@
-"""An algorithm of the user's own, as docs/own_algorithm.md shows it: all but its learning step is there already."""
+"""A user-defined algorithm as in docs/own_algorithm.md."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def small(size: int, env: GymnasiumGroups, **options):
     return Reinforce.population(size, env.observation_space, env.action_space, **(defaults | options))
 
 
-def test_the_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     short = USE.replace('"CartPole-v1"', '"CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4')
     short = short.replace("steps_per_generation=5", "steps_per_generation=1")
@@ -39,7 +39,7 @@ def test_the_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
 
 
 def test_a_step_is_the_policy_gradient(monkeypatch):
-    """Against autograd through the agent's own module: the mean of advantage times log-probability, leave-one-out."""
+    """Against autograd through the agent's module: the mean of advantage times log-probability, leave-one-out."""
     env = cart_pole()
     (agent,) = population = small(1, env, max_grad_norm=1e9)
     collected = population.collect(env, step=0, samples_per_step=8, block=2)
@@ -56,7 +56,7 @@ def test_a_step_is_the_policy_gradient(monkeypatch):
     assert not equal_states(nudged, small(1, env)[0].state())
 
 
-def test_members_learn_what_each_learns_alone():
+def test_members_learn_together_as_alone():
     env = cart_pole()
     together = small(3, env, hp_config=SPACE)
     experience = together.collect(env, step=0, samples_per_step=8, block=2).experience
@@ -71,7 +71,7 @@ def test_members_learn_what_each_learns_alone():
         assert all(torch.allclose(mine[name], own[name], atol=1e-6) for name in mine)
 
 
-def test_it_clones_mutates_evolves_saves_and_resumes(tmp_path):
+def test_clones_mutates_evolves_saves_and_resumes(tmp_path):
     env = cart_pole()
     options = {"steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4, "validation_questions": 4}
     for folder, generations in (("whole", 3), ("parts", 1)):
@@ -96,7 +96,7 @@ def test_it_clones_mutates_evolves_saves_and_resumes(tmp_path):
         resume(tmp_path / "parts", env, algorithm=GRPO)
 
 
-def test_it_trains_language_models_as_well():
+def test_trains_language_models():
     env = tiny_env()
     options = {name: value for name, value in tiny_options().items() if name not in Reinforce.unused_options}
     run = evolve(
@@ -112,14 +112,14 @@ def test_it_trains_language_models_as_well():
 
 
 @pytest.mark.parametrize("options", [{"clip_coef": 0.1}, {"hp_config": {"clip_coef": RLParameter(min=0.1, max=0.3)}}])
-def test_what_means_nothing_to_it_is_refused(options):
+def test_meaningless_settings_raise(options):
     if "hp_config" in options:
         options = {"hp_config": HyperparameterConfig(**options["hp_config"])}
     with pytest.raises(ValueError, match="clip_coef"):
         small(2, cart_pole(), **options)
 
 
-def test_an_algorithm_that_does_not_say_how_it_learns_cannot_be_made():
+def test_a_missing_learning_rule_raises():
     env = cart_pole()
     with pytest.raises(TypeError, match="learn_together"):
         EvolvableAlgorithm(env.observation_space, env.action_space)

@@ -1,4 +1,4 @@
-"""Carrying a plan out: learner states are copied, identities and hyperparameters follow, the rest stays as it was."""
+"""Applying a plan to a population."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from tests.tiny_training import (
 
 @pytest.fixture
 def population():
-    """Four members that have learnt different things, one optimizer step each."""
+    """Return four members after different optimizer steps."""
     population = tiny_population(4, hp_config=SPACE)
     for seed, agent in enumerate(population):
         randomise_adapter(agent, seed)
@@ -52,7 +52,7 @@ def make_plan(parents, children, generation=3, elite=0):
     )
 
 
-def test_children_take_their_parents_whole_state_and_the_rest_is_untouched(population):
+def test_children_copy_the_parents_state_and_others_are_unchanged(population):
     before = [state_of(agent) for agent in population]
     fitness = [agent.fitness for agent in population]
     records = [agent.record() for agent in population]
@@ -75,7 +75,7 @@ def test_children_take_their_parents_whole_state_and_the_rest_is_untouched(popul
     ]
 
 
-def test_states_are_copied_all_at_once(population):
+def test_states_are_copied_simultaneously(population):
     before = [state_of(agent) for agent in population]
     births = [child(population, slot, 4 + slot, (slot + 1) % 4) for slot in range(4)]
     population.apply(make_plan([1, 2, 3, 0], births))
@@ -83,14 +83,14 @@ def test_states_are_copied_all_at_once(population):
         assert equal_states(state_of(population[slot]), before[(slot + 1) % 4])
 
 
-def test_a_founder_without_parent_starts_afresh(population):
+def test_a_founder_starts_new(population):
     fresh = Child(slot=2, index=4, parent=None, hyperparameters=population[0].hyperparameters)
     population.apply(make_plan([0, 1, None, 3], [fresh]))
     assert population[2].parent is None
     assert equal_states(state_of(population[2]), state_of(tiny_agent()))
 
 
-def test_a_retired_slot_holds_nobody_until_a_child_fills_it(population):
+def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
     before = [state_of(agent) for agent in population]
     lineage = population.lineage
     population.apply(make_plan([0, None, 2, None], []))
@@ -117,20 +117,20 @@ def test_a_retired_slot_holds_nobody_until_a_child_fills_it(population):
     assert population.lineage.ancestors(5) == (2,)
 
 
-def test_a_retired_member_that_had_failed_is_no_failure_any_more(population):
+def test_retiring_a_failed_member_clears_the_failure(population):
     population[1].failed = "for a reason"
     population.apply(make_plan([0, None, 2, 3], []))
     assert (population[1].retired, population[1].failed, population[1].fitness) == (True, None, None)
 
 
-def test_a_mutated_survivor_is_a_birth_that_keeps_its_state(population):
+def test_a_mutated_survivor_keeps_its_state(population):
     before = state_of(population[0])
     population.apply(make_plan([0, 1, 2, 3], [child(population, 0, 4, 0, lr=0.5)]))
     assert equal_states(state_of(population[0]), before)
     assert (population[0].index, population[0].parent, population[0].lr) == (4, 0, 0.5)
 
 
-def test_parents_and_children_go_separate_ways(population):
+def test_parents_and_children_are_independent(population):
     population.apply(make_plan([0, 0, 2, 3], [child(population, 1, 4, 0, lr=0.02)]))
     elite = state_of(population[0])
     ids, masks = population[1].get_action(tiny_env().reset()[0])
@@ -147,7 +147,7 @@ def test_mutation_hooks_run_for_mutated_children_only(population):
     assert called == [1]
 
 
-def test_a_plan_that_does_not_fit_changes_nothing(population):
+def test_an_invalid_plan_changes_nothing(population):
     before = [state_of(agent) for agent in population]
     lineage = population.lineage
     with pytest.raises(ValueError, match="2 slots"):
@@ -160,7 +160,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(population):
 
 
 def test_the_best_is_the_lowest_slot_among_equals():
-    population = tiny_population(3)  # all are the base
+    population = tiny_population(3)  # all equal the base
     population.evaluate(tiny_env())
     assert population.best.slot == 0
     population[0].failed = "for a reason"

@@ -1,4 +1,4 @@
-"""Checkpoints of whole populations: everything comes back, and what does not fit together is refused."""
+"""Checkpoints of populations."""
 
 import gc
 
@@ -22,7 +22,7 @@ from tests.tiny_training import (
 )
 
 
-def test_a_population_comes_back_whole(tmp_path):
+def test_a_population_round_trips(tmp_path):
     population = tiny_population(3, hp_config=SPACE, update_epochs=2)
     for seed, agent in enumerate(population):
         randomise_adapter(agent, seed)
@@ -46,7 +46,7 @@ def test_a_population_comes_back_whole(tmp_path):
     assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
 
 
-def test_a_populations_tensors_are_copied_only_while_they_are_used():
+def test_tensors_are_read_lazily():
     def bytes_alive():
         return sum(value.nbytes for value in gc.get_objects() if type(value) is torch.Tensor)
 
@@ -56,7 +56,7 @@ def test_a_populations_tensors_are_copied_only_while_they_are_used():
     tensors, _ = population_state(population)
     assert bytes_alive() == before
     for slot, agent in enumerate(population):
-        randomise_adapter(agent, slot)  # what is read is what members are now
+        randomise_adapter(agent, slot)  # reading gives the current state
         assert torch.equal(tensors[f"{slot}.adapter"], state_of(agent)["adapter"])
         tensors[f"{slot}.adapter"].zero_()
         assert state_of(agent)["adapter"].any()
@@ -64,7 +64,7 @@ def test_a_populations_tensors_are_copied_only_while_they_are_used():
     assert len(list(tensors)) == len(tensors) == 4 * len(state_of(population[0]))
 
 
-def test_a_population_may_lie_in_several_tensor_files(tmp_path):
+def test_tensors_may_be_split_into_several_files(tmp_path):
     population = tiny_population(3)
     for seed, agent in enumerate(population):
         randomise_adapter(agent, seed)
@@ -76,7 +76,7 @@ def test_a_population_may_lie_in_several_tensor_files(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["shared", "members", "lineage", "next_index"])
-def test_a_population_without_a_part_is_refused(part):
+def test_a_missing_part_raises(part):
     tensors, record = population_state(tiny_population(2))
     del record[part]
     with pytest.raises(CheckpointError, match="somewhere"):
@@ -84,27 +84,27 @@ def test_a_population_without_a_part_is_refused(part):
 
 
 @pytest.mark.parametrize("lost", ["1.adapter", "0.step"])
-def test_a_population_without_a_tensor_is_refused(lost):
+def test_a_missing_tensor_raises(lost):
     tensors, record = population_state(tiny_population(2))
     tensors = {name: value for name, value in tensors.items() if name != lost}
     with pytest.raises(CheckpointError, match="somewhere"):
         restore_population(GRPO, tensors, record, shared_model(), "somewhere")
 
 
-def test_a_population_of_another_adapter_shape_is_refused():
+def test_another_adapter_shape_raises():
     tensors, _ = population_state(tiny_population(2))
     _, record = population_state(tiny_population(2, lora_config=LoraConfig(r=5, target_modules="all-linear")))
     with pytest.raises(CheckpointError, match="somewhere"):
         restore_population(GRPO, tensors, record, shared_model(), "somewhere")
 
 
-def test_a_population_on_another_base_is_refused():
+def test_another_base_raises():
     tensors, record = population_state(tiny_population(2))
     with pytest.raises(CheckpointError, match="fingerprint"):
         restore_population(GRPO, tensors, record, tiny_model(seed=1), "somewhere")
 
 
-def test_spaces_survive_saving(tmp_path):
+def test_spaces_round_trip(tmp_path):
     space = HyperparameterConfig(
         lr=RLParameter(min=1e-5, max=1e-3, scale="log", factor=1.5), group_size=RLParameter(choices=[2, 6])
     )

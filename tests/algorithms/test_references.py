@@ -1,4 +1,4 @@
-"""The reference policy: the base, a snapshot, or one that follows the policy; and what it costs."""
+"""The reference policy: base, snapshot or moving average; and the cost of passes."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def held(objective=SNAPSHOT, **options):
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
-def test_a_snapshot_is_the_policy_as_it_was(placement):
+def test_a_snapshot_is_the_policy_at_that_step(placement):
     agent = held(SNAPSHOT | {"kl_placement": placement}, update_epochs=2, batch_size=5)
     randomise_adapter(agent, seed=1)
     agent.keep_reference()
@@ -51,7 +51,7 @@ def test_a_snapshot_is_the_policy_as_it_was(placement):
     expected = flat(by_hand.member.parameters)
     moved = (expected - start["adapter"]).norm()
     assert float((state_of(agent)["adapter"] - expected).norm()) < 2e-3 * float(moved)
-    assert torch.equal(state_of(agent)["reference"], start["reference"])  # nothing but a new snapshot moves it
+    assert torch.equal(state_of(agent)["reference"], start["reference"])  # only a new snapshot changes it
 
 
 def test_the_first_snapshot_is_the_base():
@@ -65,7 +65,7 @@ def test_the_first_snapshot_is_the_base():
 
 
 @pytest.mark.parametrize(("every", "synced"), [(1, (1, 2, 3)), (2, (2,)), (3, (3,)), (4, ())])
-def test_a_reference_that_follows_equals_one_mixed_by_hand(every, synced):
+def test_a_moving_reference_equals_manual_mixing(every, synced):
     agent = held(SNAPSHOT | {"reference_sync_steps": every, "reference_mixing": 0.3}, update_epochs=3)
     randomise_adapter(agent)
     batch, expected = sampled(agent, REWARDS), state_of(agent)["reference"]
@@ -82,7 +82,7 @@ def test_a_reference_that_follows_equals_one_mixed_by_hand(every, synced):
     torch.testing.assert_close(state_of(agent)["reference"], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_the_interval_counts_a_members_own_optimizer_steps_which_its_children_go_on_counting():
+def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
     objective = Objective(**SNAPSHOT, reference_sync_steps=4, reference_mixing=1.0)
     population = tiny_population(2, beta=0.1, update_epochs=3, objective=objective)
     for agent in population:
@@ -101,7 +101,7 @@ def test_the_interval_counts_a_members_own_optimizer_steps_which_its_children_go
     assert not torch.equal(after["reference"], before["reference"])
 
 
-def test_a_step_that_failed_moves_no_reference():
+def test_a_failed_step_moves_no_reference():
     agent = held(SNAPSHOT | {"reference_sync_steps": 1, "reference_mixing": 1.0})
     randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
@@ -113,7 +113,7 @@ def test_a_step_that_failed_moves_no_reference():
     assert torch.equal(state_of(agent)["reference"], before["reference"])
 
 
-def test_an_own_reference_is_saved_and_cloned(tmp_path):
+def test_own_references_are_saved_and_cloned(tmp_path):
     agent = held()
     randomise_adapter(agent)
     agent.keep_reference()
@@ -125,7 +125,7 @@ def test_an_own_reference_is_saved_and_cloned(tmp_path):
         assert set(other.evolvable_attributes()) == {"actor", "optimizer", "running_stats", "reference"}
 
 
-def test_references_of_another_kind_are_refused(tmp_path):
+def test_references_of_another_kind_raise(tmp_path):
     agent = held()
     agent.save_checkpoint(tmp_path / "agent")
     with pytest.raises(CheckpointError, match="reference"):
@@ -134,11 +134,8 @@ def test_references_of_another_kind_are_refused(tmp_path):
         held({}).keep_reference()
 
 
-# ---- what passes without gradient cost
-
-
 def cost(agent, batch, *rows):
-    """Return the tokens of one pass over each of the given selections of rows."""
+    """Return the tokens of one pass over each selection of rows."""
     return sum(agent.members.banks["default"].cost(batch.select(torch.tensor(chosen)))[agent.slot] for chosen in rows)
 
 
@@ -163,8 +160,8 @@ COSTS = {
 
 
 @pytest.mark.parametrize("case", COSTS)
-def test_passes_are_made_and_charged_for_where_they_are_needed_only(case):
-    """Of three groups, the second has equal rewards, which teach nothing by themselves."""
+def test_passes_are_made_and_counted_only_where_needed(case):
+    """The second of three groups has equal rewards and no signal."""
     choices, objective, passes = COSTS[case]
     agent = tiny_agent(**choices, objective=Objective(**objective))
     randomise_adapter(agent)
@@ -175,7 +172,7 @@ def test_passes_are_made_and_charged_for_where_they_are_needed_only(case):
     assert not torch.equal(state_of(agent)["adapter"], start)
 
 
-def test_a_pass_for_old_log_probs_is_made_for_later_rows_only():
+def test_old_log_probs_are_computed_for_later_rows_only():
     agent = tiny_agent(batch_size=5, update_epochs=2)
     randomise_adapter(agent)
     distinct = REWARDS + 0.01 * torch.arange(12.0).view(3, 4)
@@ -187,7 +184,7 @@ def test_a_pass_for_old_log_probs_is_made_for_later_rows_only():
 
 
 def test_skipping_rows_changes_no_gradient():
-    """A tiny entropy bonus makes every row run: but for it, the update is the same."""
+    """A tiny entropy bonus makes every row run, with the same update otherwise."""
     agent, running = tiny_agent(), tiny_agent(entropy_coef=1e-30)
     for each in (agent, running):
         randomise_adapter(each)

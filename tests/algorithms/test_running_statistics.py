@@ -1,4 +1,4 @@
-"""Running statistics that members carry: the adaptive KL factor and the rewards seen; used, inherited and saved."""
+"""Running statistics of members: the adaptive KL factor and rewards; used, inherited and saved."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def carried(agent):
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 @pytest.mark.parametrize(("target", "turn"), [(1e-3, 0.2), (1e3, -0.2), (None, None)])
 def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
-    """At most by a fifth per horizon; a target close to the measured KL moves it by less."""
+    """By at most a fifth per horizon, and by less if the measured KL is close to the target."""
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=1.0, kl_horizon=100, kl_placement=placement))
     randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
@@ -50,7 +50,7 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     report = learn(again.members, [again.learner()], {"default": batch})[0]
     assert report.kl == pytest.approx(measured)
     assert float(carried(again)[0]) == pytest.approx(1 + turn * 12 / 100)
-    assert report.metrics["kl_coef"] == pytest.approx(0.1)  # what this step used; the next one uses the new factor
+    assert report.metrics["kl_coef"] == pytest.approx(0.1)  # this step's factor; the next step uses the new one
     following = learn(again.members, [again.learner()], {"default": batch})[0]
     assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 
@@ -68,7 +68,7 @@ def test_the_kl_factor_multiplies_beta(placement):
     assert torch.equal(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"])
 
 
-def test_a_horizon_shorter_than_a_learning_step_never_turns_the_factor_negative():
+def test_the_factor_stays_positive_for_a_short_horizon():
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=1e3, kl_horizon=1))
     randomise_adapter(agent)
     batch = sampled(agent, REWARDS)
@@ -92,7 +92,7 @@ def test_members_without_beta_keep_their_factor():
     assert float(carried(population[1])[0]) == 1.0
 
 
-def test_running_statistics_are_those_of_all_rewards_seen():
+def test_running_statistics_cover_all_rewards():
     agent = tiny_agent(objective=Objective(**RUNNING))
     seen = []
     for number in range(3):
@@ -122,7 +122,7 @@ def trained(population, steps=2):
     return population
 
 
-def test_what_is_carried_is_inherited():
+def test_running_statistics_are_inherited():
     population = trained(tiny_population(3, beta=0.1, objective=Objective(**BOTH)))
     before = [carried(agent) for agent in population]
     assert len({tuple(values.tolist()) for values in before}) == 3
@@ -134,7 +134,7 @@ def test_what_is_carried_is_inherited():
     assert carried(population[2]).tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
-def test_what_is_carried_is_cloned_and_saved(tmp_path):
+def test_running_statistics_are_cloned_and_saved(tmp_path):
     (agent,) = trained(tiny_population(1, beta=0.1, objective=Objective(**BOTH)))
     assert torch.equal(carried(agent.clone()), carried(agent))
     agent.save_checkpoint(tmp_path / "agent")
@@ -148,7 +148,7 @@ def test_what_is_carried_is_cloned_and_saved(tmp_path):
     [BOTH, {**ADAPTIVE, "reference": "snapshot", "reference_sync_steps": 3}],
     ids=["running statistics", "own references"],
 )
-def test_stopping_and_resuming_equals_never_stopping(tmp_path, objective):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, objective):
     options = {"objective": Objective(**objective), "beta": 0.05}
     finish(tiny_run(tmp_path / "whole", options=options))
     first = tiny_run(tmp_path / "parts", options=options)
@@ -162,6 +162,6 @@ def test_stopping_and_resuming_equals_never_stopping(tmp_path, objective):
     assert equal_states(whole, parts)
     assert all(float(values[0]) != 1.0 for name, values in whole.items() if name.endswith("running_stats"))
     for name in whole:
-        if name.endswith("reference"):  # it follows, at a distance
+        if name.endswith("reference"):  # it follows with a delay
             assert not torch.equal(whole[name], whole[name.replace("reference", "adapter")])
             assert not torch.equal(whole[name], state_of(tiny_agent(**options))["reference"])

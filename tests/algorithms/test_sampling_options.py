@@ -1,4 +1,4 @@
-"""Agents that draw from less than the whole distribution learn the whole one, by the trainer's log-probabilities."""
+"""Agents that sample with truncation learn the whole distribution."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.tiny_training import equal_states, graded, randomise_adapter, state_o
 NARROW = {"top_k": 4, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
-def test_old_log_probs_are_the_trainers_and_the_correction_sees_what_was_left_out():
+def test_old_log_probs_are_the_trainers_and_the_correction_uses_the_truncated_ones():
     gaps = {}
     for name, options in (("narrow", NARROW), ("whole", {})):
         objective = Objective(importance_correction="token_truncate") if options else Objective()
@@ -30,7 +30,7 @@ def test_old_log_probs_are_the_trainers_and_the_correction_sees_what_was_left_ou
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_each_option_reaches_the_completions_of_a_hand_written_loop(name):
+def test_options_apply_in_a_manual_loop(name):
     prompts = tiny_env().reset()[0]
     said = []
     for options in ({name: NARROW[name] if name != "min_p" else 0.3}, {}):
@@ -41,7 +41,7 @@ def test_each_option_reaches_the_completions_of_a_hand_written_loop(name):
     assert said[0] != said[1]
 
 
-def test_options_at_their_neutral_values_change_nothing():
+def test_neutral_options_change_nothing():
     states = []
     for options in ({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1}, {}):
         agent = tiny_agent(**options)
@@ -51,7 +51,7 @@ def test_options_at_their_neutral_values_change_nothing():
     assert equal_states(*states)
 
 
-def test_options_are_saved_and_read_from_a_configuration(tmp_path):
+def test_options_are_saved_and_configurable(tmp_path):
     agent = tiny_agent(**NARROW)
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent", actor_network=agent.members.bank.base.model)
@@ -73,6 +73,6 @@ def test_options_are_saved_and_read_from_a_configuration(tmp_path):
         ({"repetition_penalty": torch.inf}, "repetition_penalty must be finite"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, rule):
+def test_invalid_options_raise(options, rule):
     with pytest.raises(ValueError, match=rule):
         tiny_agent(**options)

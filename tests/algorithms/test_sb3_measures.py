@@ -1,4 +1,4 @@
-"""How far a step moves a small network's policy: the formulas of Stable-Baselines3, and over which actions."""
+"""approx_kl and clip_fraction of small networks equal Stable-Baselines3's."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def learner(slot=0, **choices):
 
 
 def experience(shared, *, idle=()):
-    """Let all members act, and reward every step, but those of idle groups not at all."""
+    """Act with all members and reward every step except in idle groups."""
     batch = acted_batch(CASE, shared.bank, range(shared.bank.size))
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     steps = torch.where(torch.isin(batch.group_ids, torch.tensor(idle))[:, None], 0.0, steps)
@@ -28,7 +28,7 @@ def experience(shared, *, idle=()):
 
 
 def of_sb3(log_prob, old_log_prob, clip_range):
-    """Return approx_kl and clip_fraction of one minibatch, word for word as `PPO.train` of Stable-Baselines3 2.9."""
+    """Return approx_kl and clip_fraction of one minibatch, copied from `PPO.train` of Stable-Baselines3 2.9."""
     ratio = torch.exp(log_prob - old_log_prob)
     clip_fraction = torch.mean((torch.abs(ratio - 1) > clip_range).float()).item()
     log_ratio = log_prob - old_log_prob
@@ -38,8 +38,8 @@ def of_sb3(log_prob, old_log_prob, clip_range):
 
 @pytest.mark.parametrize("idle", [(), (0,)])
 @pytest.mark.parametrize("clip", [0.02, 0.2])
-def test_they_are_the_formulas_of_stable_baselines3_over_the_actions_that_ran(clip, idle):
-    """Nothing has moved in the first of two optimizer steps, so a step's means are half those of the second."""
+def test_metrics_equal_stable_baselines3(clip, idle):
+    """The first of two optimizer steps has no change, so that a step's means are half those of the second."""
     shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared, idle=idle)
     learn(control, [learner(clip_coef=clip, update_epochs=1)], {"default": experience(control, idle=idle)})
@@ -51,7 +51,7 @@ def test_they_are_the_formulas_of_stable_baselines3_over_the_actions_that_ran(cl
     assert metrics["clip_fraction"] == pytest.approx(fraction / 2)
 
 
-def test_each_side_has_its_own_bound_whatever_the_advantage():
+def test_clip_bounds_apply_by_side_regardless_of_the_advantage():
     shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared)
     bounds = {"lr": 0.1, "clip_low": 0.03, "clip_high": 0.15}
@@ -64,7 +64,7 @@ def test_each_side_has_its_own_bound_whatever_the_advantage():
     assert metrics["clip_fraction"] > metrics["clip_ratio/region_mean"]  # where the clip binds
 
 
-def test_a_first_step_has_moved_nothing():
+def test_a_first_step_shows_no_change():
     metrics = learn(shared := together(**TIMESTEP), [learner(update_epochs=1)], {"default": experience(shared)})[
         0
     ].metrics
@@ -72,7 +72,7 @@ def test_a_first_step_has_moved_nothing():
     assert metrics["clip_fraction"] == 0.0
 
 
-def test_members_are_measured_apart_and_those_without_a_pass_not_at_all():
+def test_members_without_a_pass_have_no_metrics():
     shared, alone = together(2, **TIMESTEP), together(**TIMESTEP)
     batch = experience(shared)
     idle = batch.member_ids == 1

@@ -1,4 +1,4 @@
-"""Of others' samples only those count that a member's own policy could have taken, and they make its steps larger."""
+"""The filter of shared samples by effective sample size."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ EVERY = SharedExperience(learn_from="all", min_ess=0.0)
 
 
 def near_and_far(make, **options):
-    """Return a population whose slots 0 and 1 hold the same policy, and slot 2 one far away."""
+    """Return a population whose slots 0 and 1 hold equal policies, and slot 2 a distant one."""
     population, env = make(**options)
     population.members.banks.inherit([0, 0, 2])
     for bank in population.members.banks.values():
@@ -28,7 +28,7 @@ def near_and_far(make, **options):
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-def test_only_sources_that_are_near_enough_count(make):
+def test_distant_sources_are_excluded(make):
     (one, env), (other, _) = (near_and_far(make, update_epochs=2, batch_size=8) for _ in range(2))
     experience = collected(one, env)
     found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, min_ess=0.9))[1]
@@ -36,22 +36,22 @@ def test_only_sources_that_are_near_enough_count(make):
     assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
     assert found.metrics["shared_share"] == 0.5
     assert same.metrics["shared_share"] == 1.0
-    assert found.metrics["shared_ess"] < 0.95  # the mean of the twin's, which is 1, and the far one's
+    assert found.metrics["shared_ess"] < 0.95  # the mean of the twin's, which is 1, and the distant one's
     assert "shared_ess" not in same.metrics
     assert found.samples == same.samples == 2 * len(found.advantages)
-    assert found.tokens > same.tokens  # the pass that found out
+    assert found.tokens > same.tokens  # the pass that measured it
     assert found.reward == pytest.approx(float(experience["default"].select_members([1]).rewards.mean()))
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-def test_what_is_measured_is_what_the_two_policies_give(make):
+def test_effective_sample_size_equals_that_of_the_two_policies(make):
     population, env = make(hp_config=None) if make is episodes else make()
     population[1].temperature = 0.7
     (batch,) = collected(population, env).values()
-    theirs = batch.select_members([0])
-    learner = replace(theirs, member_ids=torch.ones_like(theirs.member_ids))
+    shared = batch.select_members([0])
+    learner = replace(shared, member_ids=torch.ones_like(shared.member_ids))
     bank = population.members.banks["default"]
-    ratios = (bank.log_probs(learner) - theirs.sampler_log_probs)[theirs.action_mask]
+    ratios = (bank.log_probs(learner) - shared.sampler_log_probs)[shared.action_mask]
     expected = float(effective_sample_fraction(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
     outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
     reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, min_ess=0.01))
@@ -62,7 +62,7 @@ def test_what_is_measured_is_what_the_two_policies_give(make):
 
 @pytest.mark.parametrize("make", [prompts, episodes])
 @pytest.mark.parametrize("batch_size", [3, 8, 64])
-def test_members_take_as_many_steps_as_on_their_own_samples(make, batch_size):
+def test_shared_samples_do_not_add_optimizer_steps(make, batch_size):
     (one, env), (other, _) = (make(update_epochs=2, batch_size=batch_size) for _ in range(2))
     experience = collected(one, env)
     alone = other.learn(experience, step=0)
@@ -70,12 +70,12 @@ def test_members_take_as_many_steps_as_on_their_own_samples(make, batch_size):
     steps = [[each[slot].optimizer_steps for slot in range(3)] for each in (reports, alone)]
     if make is prompts:
         assert steps[0] == steps[1]
-    else:  # episodes differ in length, so members do not sample equally many actions
+    else:  # episodes differ in length, so that members sample different numbers of actions
         assert abs(sum(steps[0]) - sum(steps[1])) <= 6
         assert all(report.tokens > 2 * alone[slot].tokens for slot, report in reports.items())
 
 
-def test_a_member_that_has_not_sampled_learns_from_those_who_have():
+def test_a_member_without_samples_learns_from_the_others():
     population, env = prompts()
     collected_by = population.collect(env, step=0, samples_per_step=8, block=4, samples=[16, 0, 8])
     assert {int(slot): int(n) for slot, n in zip(*collected_by.member_ids.unique(return_counts=True), strict=True)} == {
@@ -88,8 +88,8 @@ def test_a_member_that_has_not_sampled_learns_from_those_who_have():
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-def test_a_row_is_learnt_from_by_the_learners_own_loss_whatever_whoever_acted_has_become(make):
-    """Temperature and groups are those that it was sampled at and in; loss, clip and coefficients the learner's."""
+def test_shared_rows_use_the_learners_loss_and_the_actors_sampling(make):
+    """Temperature and groups are those of sampling; loss, clip and coefficients are the learner's."""
     others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
     states = []
     for changed in ({}, others):
@@ -101,7 +101,7 @@ def test_a_row_is_learnt_from_by_the_learners_own_loss_whatever_whoever_acted_ha
     assert_states_agree(*states, lr=population[1].lr)
 
 
-def test_where_those_who_were_to_sample_have_failed_all_others_do():
+def test_all_members_sample_if_the_chosen_ones_failed():
     population, env = prompts()
     population[0].failed = "no finite gradient"
     sampled = population.collect(env, step=0, samples_per_step=8, block=4, samples=[24, 0, 0])

@@ -1,4 +1,4 @@
-"""Who acted and who learns are separate: members learn from each other's samples, which are never copied whole."""
+"""Members learn from each other's samples without copies."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def collected(population, env):
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-def test_learning_from_ones_own_samples_by_name_is_learning_from_ones_own(make):
+def test_own_samples_by_name_equal_own_samples(make):
     (one, env), (other, _) = make(), make()
     experience = collected(one, env)
     one.learn(experience, step=0)
@@ -41,8 +41,8 @@ def test_learning_from_ones_own_samples_by_name_is_learning_from_ones_own(make):
 
 
 @pytest.mark.parametrize(("make", "kind"), [(prompts, "outcome"), (episodes, "return_to_go_timestep")])
-def test_a_twins_samples_teach_what_they_teach_the_twin(make, kind):
-    """All rows in one optimizer step, so that the order in which they are dealt is no matter."""
+def test_a_twins_samples_have_the_same_effect(make, kind):
+    """All rows in one optimizer step, so that their order does not matter."""
     objective = Objective(loss_type="dapo", advantage=kind, kl_target=1e-3)
     population, env = make(batch_size=4096, update_epochs=1, beta=0.1, objective=objective)
     population.members.banks.inherit([0, 0, 2])
@@ -56,7 +56,7 @@ def test_a_twins_samples_teach_what_they_teach_the_twin(make, kind):
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
-def test_ones_own_samples_and_anothers_are_learnt_from_together(make):
+def test_own_and_shared_samples_are_combined(make):
     (one, env), (other, _) = make(update_epochs=2, batch_size=8), make(update_epochs=2, batch_size=8)
     experience = collected(one, env)
     alone = other.learn(experience, step=0)[1]
@@ -67,15 +67,15 @@ def test_ones_own_samples_and_anothers_are_learnt_from_together(make):
     assert len(both.advantages) == len(alone.advantages)  # of its own samples
 
 
-def test_one_step_on_anothers_samples_has_the_gradient_of_the_ratio_to_the_policy_that_acted():
-    """In one optimizer step over all rows the order of rows is no matter: exact agreement with the slow path."""
+def test_a_step_on_shared_samples_uses_the_ratio_to_the_policy_that_acted():
+    """All rows in one optimizer step: exact agreement with the slow path."""
     (one, env), (other, _) = prompts(batch_size=64), prompts(batch_size=64)
     (batch,) = collected(one, env).values()
     taken = batch.select_members([0])
     copied = replace(taken, member_ids=torch.ones_like(taken.member_ids))
     old = one.members.banks["default"].log_probs(batch)
     reports = one.learn({"default": batch}, step=0, sources={1: [0]})
-    # The slow path: the other member's bank scores the copied rows; what was sampled stays the old policy.
+    # The slow path: the other member's bank scores the copied rows; the sampled policy stays the old one.
     bank, agent = other.members.banks["default"], other[1]
     advantages = group_advantages(copied.rewards, copied.group_ids)[:, None]
     weights = loss_weights("grpo", None, copied.action_mask, copied.member_ids)
@@ -89,10 +89,10 @@ def test_one_step_on_anothers_samples_has_the_gradient_of_the_ratio_to_the_polic
     assert reports[1].loss == pytest.approx(slow.loss, abs=1e-5)
     assert reports[1].grad_norm == pytest.approx(slow.grad_norm, rel=1e-3)
     assert_states_agree(one[1].state(), agent.state(), lr=agent.lr)
-    assert reports[1].metrics["clip_ratio/region_mean"] > 0  # the two policies are far apart
+    assert reports[1].metrics["clip_ratio/region_mean"] > 0  # the policies are far apart
 
 
-def test_those_who_learn_from_their_own_are_not_touched_by_who_else_does():
+def test_other_members_sharing_does_not_affect_a_member():
     (one, env), (other, _) = prompts(), prompts()
     experience = collected(one, env)
     one.learn(experience, step=0)
@@ -101,7 +101,7 @@ def test_those_who_learn_from_their_own_are_not_touched_by_who_else_does():
     assert not torch.equal(state_of(one[1])["adapter"], state_of(other[1])["adapter"])
 
 
-def test_a_shared_row_is_one_row():
+def test_a_shared_row_is_stored_once():
     population, env = prompts()
     (batch,) = collected(population, env).values()
     learners = {agent.slot: replace(agent.learner(0), sources=(0, 1, 2)) for agent in population}
@@ -115,13 +115,13 @@ def test_a_shared_row_is_one_row():
 
 
 @pytest.mark.parametrize("sources", [{1: []}, {7: [0]}, {0: [7]}])
-def test_sources_that_cannot_be_are_refused(sources):
+def test_invalid_sources_raise(sources):
     population, env = prompts()
     with pytest.raises(ValueError, match="sources"):
         population.learn(collected(population, env), step=0, sources=sources)
 
 
-def test_samples_of_unknown_probability_teach_nobody_else():
+def test_samples_without_log_probs_are_not_shared():
     population, env = prompts()
     (batch,) = collected(population, env).values()
     with pytest.raises(ValueError, match="sampler_log_probs"):

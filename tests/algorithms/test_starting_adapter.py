@@ -25,7 +25,7 @@ def starting(folder, **options):
 
 @pytest.fixture
 def trained(tmp_path):
-    """An adapter as PEFT itself has saved it, with dropout and rank-stabilised, far from its start; and its logits."""
+    """Return an adapter saved by PEFT, with dropout, rsLoRA and random weights, and its logits."""
     config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, use_rslora=True)
     model = get_peft_model(tiny_model(), config)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def trained(tmp_path):
     return tmp_path / "trained", logits
 
 
-def test_every_member_starts_as_the_adapter_that_peft_saved(trained):
+def test_every_member_starts_from_the_adapter(trained):
     folder, logits = trained
     population = GRPO.population(2, **starting(folder, lr=1e-3))
     for agent in population:
@@ -47,7 +47,7 @@ def test_every_member_starts_as_the_adapter_that_peft_saved(trained):
     torch.testing.assert_close(alone.get_policy()(IDS), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_fresh_founders_start_from_it_too_and_so_they_do_after_a_resume(trained, tmp_path):
+def test_new_founders_start_from_the_adapter_also_after_a_resume(trained, tmp_path):
     folder, logits = trained
     population = GRPO.population(2, **starting(folder))
     tensors, record = population_state(population)
@@ -59,7 +59,7 @@ def test_fresh_founders_start_from_it_too_and_so_they_do_after_a_resume(trained,
         torch.testing.assert_close(members.policy(1)(IDS), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_agents_that_started_from_it_are_saved_and_brought_back(trained, tmp_path):
+def test_agents_save_and_load(trained, tmp_path):
     agent = GRPO(**starting(trained[0]))
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent", actor_network=shared_model())
@@ -69,7 +69,7 @@ def test_agents_that_started_from_it_are_saved_and_brought_back(trained, tmp_pat
     assert torch.equal(state_of(again)["adapter"], state_of(agent)["adapter"])
 
 
-def test_an_export_that_names_modules_by_their_weights_can_be_started_from(tmp_path):
+def test_an_export_with_modules_named_by_weight_is_accepted(tmp_path):
     model = family_model("beam")
     bank = different_members(model, 1)
     tensors, config = bank.peft_files(0)
@@ -125,12 +125,12 @@ def halved(folder, name):
         (diverged, "not finite"),
     ],
 )
-def test_what_cannot_be_started_from_is_refused(damage, rule, trained):
+def test_invalid_adapters_raise(damage, rule, trained):
     damage(trained[0])
     with pytest.raises(ValueError, match=rule):
         GRPO(**starting(trained[0]))
 
 
-def test_an_adapter_brings_its_lora_config(trained):
+def test_an_adapter_defines_the_lora_config(trained):
     with pytest.raises(ValueError, match="lora_config"):
         tiny_agent(adapter=trained[0])

@@ -1,4 +1,4 @@
-"""The methods of an agent that is a small network, and what its constructor accepts and refuses."""
+"""Methods and constructor arguments of agents with small networks."""
 
 import math
 import warnings
@@ -18,8 +18,6 @@ from tests.envs.probes import DelayedCredit, Masked, MatchBox, MatchDict, MatchD
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
 from tests.tiny_training import equal_states, shared_model, state_of, tiny_agent, tiny_env
 
-# ---- construction
-
 
 class Clashing(OwnNetwork):
     def __init__(self) -> None:
@@ -27,7 +25,7 @@ class Clashing(OwnNetwork):
         self.log_std = torch.nn.Parameter(torch.full((2,), -1.5))
 
 
-def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
+def test_spaces_alone_make_an_agent_with_default_networks():
     env = GymnasiumGroups("CartPole-v1")
     agent = GRPO(env.observation_space, env.action_space)
     assert {name: getattr(agent, name) for name in NETWORK_DEFAULTS} == dict(NETWORK_DEFAULTS)
@@ -66,17 +64,17 @@ def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
         ({"netwerk": 1}, "did you mean 'network'"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_by_name(options, rule):
+def test_invalid_arguments_raise(options, rule):
     with pytest.raises(ValueError, match=rule):
         step_agent(**options)
 
 
-def test_language_models_refuse_what_is_for_networks():
+def test_language_models_refuse_arguments_of_networks():
     with pytest.raises(ValueError, match="network is for small networks"):
         tiny_agent(network=NetworkConfig())
 
 
-def test_agents_and_environments_of_different_kinds_are_refused_before_anything_runs():
+def test_incompatible_agents_and_environments_raise():
     with pytest.raises(ValueError, match="played step by step"):
         tiny_agent().test(cart_pole())
     with pytest.raises(ValueError, match="observation_space is"):
@@ -92,10 +90,7 @@ def test_agents_and_environments_of_different_kinds_are_refused_before_anything_
     assert GRPO(None, None, shared_model(), pad_token_id=0).evolvable_attributes()["actor"].keys() == {"adapter"}
 
 
-# ---- acting
-
-
-def test_a_batch_of_observations_is_answered_row_by_row():
+def test_batched_actions_equal_single_ones():
     agent = step_agent(seed=1)
     seen = generator(0, "test").standard_normal((64, 4)).astype(np.float32)
     greedy = agent.get_action(seen, training=False)
@@ -103,7 +98,7 @@ def test_a_batch_of_observations_is_answered_row_by_row():
     assert [int(agent.get_action(row, training=False)) for row in seen] == greedy.tolist()
     expected = agent.get_policy()(seen).argmax(1)
     assert greedy.tolist() == expected.tolist()
-    assert agent.steps == 0  # no random stream was used up
+    assert agent.steps == 0  # no random stream was used
     drawn, again = agent.get_action(seen), agent.get_action(seen)
     assert drawn.tolist() != again.tolist()
     assert step_agent(seed=1).get_action(seen).tolist() == drawn.tolist()
@@ -121,7 +116,7 @@ def test_sampled_actions_follow_the_policy_at_its_temperature():
 
 
 @pytest.mark.parametrize("make", [lambda: MatchDiscrete(start=5), MatchMultiDiscrete])
-def test_actions_are_numbered_as_the_space_does(make):
+def test_actions_start_at_the_spaces_start(make):
     env = GymnasiumGroups(make)
     agent = step_agent(env)
     seen = [env.observation_space.sample() for _ in range(40)]
@@ -133,7 +128,7 @@ def test_actions_are_numbered_as_the_space_does(make):
     assert env.action_space.contains(agent.predict(seen[0])[0][()])
 
 
-def test_boxes_are_clipped_for_environments_alone():
+def test_boxes_are_clipped_for_environments_only():
     agent = step_agent(GymnasiumGroups(MatchBox), network=NetworkConfig(hidden=(4,), log_std=1.0))
     seen = np.zeros((200, 2), np.float32)
     assert (np.abs(agent.get_action(seen)[:, 0]) > 1).any()
@@ -154,12 +149,12 @@ def test_illegal_actions_are_never_chosen():
 
 
 @pytest.mark.parametrize("seen", [np.zeros(3), np.zeros((2, 5)), np.zeros((2, 2, 4)), {"x": 1}, "text"])
-def test_observations_of_another_shape_are_refused(seen):
+def test_observations_of_a_wrong_shape_raise(seen):
     with pytest.raises(ValueError):  # noqa: PT011  # several rules
         step_agent().get_action(seen)
 
 
-def test_composite_observations_are_one_or_many():
+def test_composite_observations_may_be_batched():
     agent = step_agent(GymnasiumGroups(MatchDict))
     one = {"which": 1, "number": np.array([0.5], np.float32)}
     many = {"which": np.array([1, 0]), "number": np.array([[0.5], [-0.5]], np.float32)}
@@ -168,7 +163,7 @@ def test_composite_observations_are_one_or_many():
         agent.get_action(many | {"which": np.array([1, 0, 1])})
 
 
-def test_predicting_heeds_what_is_illegal():
+def test_predict_respects_action_masks():
     agent = step_agent(GymnasiumGroups(Masked))
     seen = generator(0, "test").random((50, 4)).astype(np.float32)
     legal = np.zeros((50, 4), bool)
@@ -179,7 +174,7 @@ def test_predicting_heeds_what_is_illegal():
     assert agent.predict(seen[0], action_masks=legal[2])[0] == 2
 
 
-def test_predicting_leaves_training_alone():
+def test_predict_does_not_affect_training():
     one, other = step_agent(), step_agent()
     seen = np.zeros((30, 4), np.float32)
     first, second = one.predict(seen)[0], one.predict(seen)[0]
@@ -190,10 +185,7 @@ def test_predicting_leaves_training_alone():
         tiny_agent().predict(seen)
 
 
-# ---- learning from a loop of one's own
-
-
-def test_a_loop_of_ones_own_teaches():
+def test_a_manual_loop_learns():
     agent = step_agent(lr=1e-2)
     rewards = []
     for _ in range(15):
@@ -206,7 +198,7 @@ def test_a_loop_of_ones_own_teaches():
     assert np.mean(rewards[-3:]) > 34
 
 
-def test_learning_by_hand_equals_learning_from_the_environments_own_rows():
+def test_a_manual_loop_equals_collect():
     from evogrpo.algorithms.learning.learning_step import learn
 
     agent = step_agent(normalise_observations=True, beta=0.1)
@@ -244,7 +236,7 @@ def corrupted(number, change):
         (3, lambda rewards: rewards + np.array([-np.inf, np.inf, 0.0]), "rewards must be finite"),
     ],
 )
-def test_experiences_that_do_not_fit_are_refused(number, change, rule):
+def test_invalid_experiences_raise(number, change, rule):
     agent = step_agent()
     with pytest.raises(ValueError, match=rule):
         agent.learn(corrupted(number, change))
@@ -253,7 +245,7 @@ def test_experiences_that_do_not_fit_are_refused(number, change, rule):
 
 
 @pytest.mark.parametrize("bad", [-1, 2])
-def test_actions_that_do_not_exist_are_refused(bad):
+def test_invalid_actions_raise(bad):
     agent = step_agent()
     observations, actions, masks, rewards = played(agent, starts=1, size=2, steps=3)
     actions[0, 1, 0] = bad
@@ -262,7 +254,7 @@ def test_actions_that_do_not_exist_are_refused(bad):
 
 
 def by_hand(agent, env, starts, size):
-    """Play groups of the masked probe in a loop of one's own; returns experiences with the masks."""
+    """Play groups of the masked probe in a manual loop; return experiences with masks."""
     steps, lead = 3, (starts, size, 3)
     shapes = (env.observation_space.shape, (), (), (), (env.action_space.n,))
     parts = [np.zeros((*lead, *shape), kind) for shape, kind in zip(shapes, ("f4", "i8", "?", "f8", "?"), strict=True)]
@@ -281,7 +273,7 @@ def by_hand(agent, env, starts, size):
     return parts
 
 
-def test_what_was_legal_is_learnt_from_as_it_was_acted():
+def test_action_masks_are_used_in_learning():
     env = GymnasiumGroups(Masked)
     agent = step_agent(env)
     observations, actions, masks, rewards, legal = by_hand(agent, Masked(), 2, 4)
@@ -302,7 +294,7 @@ def test_what_was_legal_is_learnt_from_as_it_was_acted():
         agent.learn((observations, actions, masks, rewards, legal[..., :1]))
 
 
-def test_observations_come_as_any_tensor_but_not_as_none_at_all():
+def test_observations_may_be_tensors():
     agent = step_agent()
     seen = torch.tensor([[0.5, 1.0, -0.25, 2.0]])
     expected = agent.predict(seen.numpy(), deterministic=True)[0].tolist()
@@ -312,16 +304,13 @@ def test_observations_come_as_any_tensor_but_not_as_none_at_all():
         agent.predict(np.zeros((0, 4), np.float32))
 
 
-# ---- looking inside, cloning, mutating
-
-
-def test_a_module_of_ones_own_can_be_inspected_and_made_again():
+def test_a_user_module_can_be_inspected_and_rebuilt():
     agent = step_agent(actor_network=OwnNetwork())
     again = GRPO(**{k: v for k, v in GRPO.inspect_attributes(agent, input_args_only=True).items() if v is not None})
     assert equal_states(state_of(again), state_of(agent))
 
 
-def test_frozen_parameters_of_a_module_stay_as_they_are():
+def test_frozen_parameters_of_a_module_stay_frozen():
     torch.manual_seed(0)
     module = OwnNetwork()
     module.first.requires_grad_(False)
@@ -336,7 +325,7 @@ def test_frozen_parameters_of_a_module_stay_as_they_are():
     assert not torch.allclose(agent.get_policy()(seen), module(seen).detach(), atol=1e-3)
 
 
-def test_where_changes_have_led_to_the_limits_the_network_stays():
+def test_mutations_at_the_limits_keep_the_network():
     limits = ArchitectureLimits(max_layers=1, activations=("tanh",), unit_steps=(256,), probability=1.0)
     agent = step_agent(evolve_network=limits, network=NetworkConfig(hidden=(64, 64)))
     changes = agent.mutate(generator(0, "test"))
@@ -344,7 +333,7 @@ def test_where_changes_have_led_to_the_limits_the_network_stays():
     assert agent.mutate(generator(1, "test")) == {}
 
 
-def test_an_agent_shows_its_parts():
+def test_representation_shows_the_network():
     agent = step_agent(
         hp_config=STEP_SPACE, beta=0.1, objective=Objective(**vars(STEPWISE) | {"reference": "snapshot"})
     )
@@ -395,7 +384,7 @@ def test_a_mutation_can_change_the_network():
     assert all(set(keys) - {"network"} for keys in seen)
 
 
-def test_an_agent_that_learnt_under_masks_says_once_that_it_is_given_none(tmp_path):
+def test_missing_action_masks_cause_one_warning(tmp_path):
     env = GymnasiumGroups(Masked, validation_size=2, test_size=2)
     population = GRPO.population(2, env.observation_space, env.action_space, group_size=2)
     seen, given = Masked().reset(seed=0)
@@ -407,7 +396,7 @@ def test_an_agent_that_learnt_under_masks_says_once_that_it_is_given_none(tmp_pa
             agent.get_action(seen, training=False, **({"action_mask": masks["action_masks"]} if masks else {}))
         return [warning for warning in caught if "action_masks" in str(warning.message)]
 
-    assert not said(population[0])  # nothing is known of masks yet
+    assert not said(population[0])  # no masks were used yet
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=2, run_dir=tmp_path / "run")
     list(run)
     run.best.save_checkpoint(tmp_path / "best")

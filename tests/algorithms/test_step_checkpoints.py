@@ -1,4 +1,4 @@
-"""Small networks as checkpoints: everything comes back, spaces included, and nothing that does not fit is loaded."""
+"""Checkpoints of small networks."""
 
 import json
 
@@ -22,7 +22,7 @@ from tests.tiny_training import equal_states, state_of, tiny_agent
 
 @pytest.fixture
 def agent():
-    """Return an agent that has learnt, normalises, and whose network is no longer the first."""
+    """Return a trained agent with observation statistics and a mutated network."""
     agent = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE, normalise_observations=True, beta=0.1, index=3)
     agent.learn(played(agent))
     while "network" not in agent.mutate(generator(agent.steps, "test")):
@@ -30,7 +30,7 @@ def agent():
     return agent
 
 
-def test_an_agent_comes_back_whole(agent, tmp_path):
+def test_an_agent_round_trips(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent")
     assert equal_states(state_of(loaded), state_of(agent))
@@ -44,7 +44,7 @@ def test_an_agent_comes_back_whole(agent, tmp_path):
     assert loaded.test(cart_pole()) == agent.test(cart_pole())
 
 
-def test_a_checkpoint_goes_into_an_existing_agent(agent, tmp_path):
+def test_a_checkpoint_loads_into_an_existing_agent(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     other = step_agent(normalise_observations=True, evolve_network=LIMITS)
     other.load_checkpoint(tmp_path / "agent")
@@ -61,7 +61,7 @@ def test_a_checkpoint_goes_into_an_existing_agent(agent, tmp_path):
         (tiny_agent, "kind 'networks'"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(agent, make, rule, tmp_path):
+def test_incompatible_checkpoints_raise_and_change_nothing(agent, make, rule, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     other = make()
     before = state_of(other)
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(agent, make, rule, tmp
     assert equal_states(state_of(other), before)
 
 
-def test_a_module_of_ones_own_is_asked_for(tmp_path):
+def test_a_user_module_must_be_passed(tmp_path):
     module = OwnNetwork()
     agent = step_agent(actor_network=module)
     agent.learn(played(agent))
@@ -97,8 +97,8 @@ class Scaled(OwnNetwork):
         return super().forward(observations) * self.scale
 
 
-def test_a_module_comes_back_with_its_first_weights_and_its_buffers(tmp_path):
-    """Members are compared with the weights that they started from, which a new module does not have."""
+def test_a_module_keeps_its_initial_weights_and_buffers(tmp_path):
+    """The initial weights are the reference of members; a new module does not have them."""
     agent = step_agent(actor_network=Scaled(), beta=0.1)
     agent.learn(played(agent))
     agent.save_checkpoint(tmp_path / "agent")
@@ -117,7 +117,7 @@ def test_a_module_comes_back_with_its_first_weights_and_its_buffers(tmp_path):
         GRPO.load(tmp_path / "agent", actor_network=wider())
 
 
-def test_a_population_of_modules_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_population_of_modules_continues_bit_equal(tmp_path):
     tensors, record = population_state(_learnt_population())
     back = restore_population(GRPO, dict(tensors), record, Scaled(), tmp_path)
     control = _learnt_population()
@@ -135,7 +135,7 @@ def _learnt_population():
     return population
 
 
-def test_a_module_that_its_owner_changes_later_is_what_it_was():
+def test_later_changes_of_the_users_module_have_no_effect():
     module = OwnNetwork()
     agent = step_agent(actor_network=module)
     before = state_of(agent.clone())
@@ -169,7 +169,7 @@ def test_a_module_starts_from_its_own_weights():
     ],
     ids=str,
 )
-def test_spaces_come_back(space):
+def test_spaces_round_trip(space):
     text = json.dumps(space_to_json(space), allow_nan=False)
     again = space_from_json(json.loads(text))
     assert again == space
@@ -178,14 +178,14 @@ def test_spaces_come_back(space):
         assert list(again) == list(space)
 
 
-def test_other_spaces_are_refused():
+def test_other_spaces_raise():
     with pytest.raises(ValueError, match="cannot hold the space"):
         space_to_json(spaces.Text(3))
     with pytest.raises(ValueError, match="unknown kind of space"):
         space_from_json({"kind": "text"})
 
 
-def test_composite_observations_come_back(tmp_path):
+def test_composite_observations_round_trip(tmp_path):
     agent = step_agent(GymnasiumGroups(MatchDict), network=NetworkConfig(hidden=(4,)))
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent")

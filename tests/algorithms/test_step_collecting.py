@@ -1,4 +1,4 @@
-"""Populations of small networks in environments: together as apart, fair, and with what they have seen."""
+"""Rollouts of small networks, and observation statistics."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ MIXED = HyperparameterConfig(
 
 
 def scattered(population):
-    """Give every member weights of its own."""
+    """Give every member different weights."""
     bank = population.members.banks["default"]
     for slot in range(bank.size):
         state = bank.state(slot)
@@ -48,8 +48,8 @@ def scattered(population):
         (lambda: GymnasiumGroups(Masked, validation_size=4), {"objective": replace(STEPWISE, dynamic_sampling=1)}),
     ],
 )
-def test_members_together_are_members_apart(make, options):
-    """Same episodes, same learning, same statistics, whoever else is there and however groups differ."""
+def test_members_together_equal_members_alone(make, options):
+    """Equal episodes, learning and statistics with other members and other group sizes."""
     env = make()
     population = scattered(step_population(4, env, hp_config=MIXED, samples_per_step=8, **options))
     twins = [agent.clone() for agent in population]
@@ -95,11 +95,11 @@ def test_a_batch_holds_whole_episodes_of_the_dealt_seeds():
     for group in (0, 1):
         own = firsts[batch.group_ids == group]
         assert len(own) == 4
-        assert torch.equal(own, own[:1].expand_as(own))  # a group starts alike
+        assert torch.equal(own, own[:1].expand_as(own))  # a group has one start
     torch.testing.assert_close(batch.sampler_log_probs, agent.members.banks["default"].log_probs(batch))
 
 
-def test_what_pays_always_the_same_teaches_nothing():
+def test_constant_rewards_give_no_signal():
     env = GymnasiumGroups(ConstantReward)
     agent = step_agent(env)
     before = state_of(agent)
@@ -111,7 +111,7 @@ def test_what_pays_always_the_same_teaches_nothing():
     assert torch.equal(after["exp_avg"], before["exp_avg"])
 
 
-def test_time_limits_can_be_left_out_of_the_loss():
+def test_truncated_episodes_can_be_masked():
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, objective=replace(STEPWISE, mask_truncated=True))
     batch = collect(agent.members, [agent.learner(0)], env, samples_per_step=32, block=8).experience["default"]
@@ -120,8 +120,8 @@ def test_time_limits_can_be_left_out_of_the_loss():
     assert torch.equal(batch.action_mask, batch.present & ~batch.truncated[:, None])
 
 
-def test_useless_groups_make_room():
-    """At a time limit that everybody reaches, whole groups earn the same."""
+def test_idle_groups_are_resampled():
+    """If all episodes reach the time limit, whole groups earn the same."""
     env = cart_pole(max_episode_steps=11)
     plain = step_agent(env, group_size=2)
     eager = step_agent(env, group_size=2, objective=replace(STEPWISE, dynamic_sampling=3))
@@ -133,10 +133,7 @@ def test_useless_groups_make_room():
     assert idle[eager] < idle[plain]
 
 
-# ---- observation statistics
-
-
-def test_statistics_are_those_of_all_observations_and_still_within_a_step():
+def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
     env = GymnasiumGroups(NoisyWalk)
     agent, blind = step_agent(env, normalise_observations=True), step_agent(env)
     seen, shown = [], []
@@ -144,13 +141,13 @@ def test_statistics_are_those_of_all_observations_and_still_within_a_step():
         before = agent.members.policies["default"].statistics
         batch = collect(agent.members, [agent.learner(step)], env, samples_per_step=8, block=2).experience["default"]
         shown.append(batch.inputs.observations[batch.present].numpy())
-        if step:  # what was collected since is not part of how it was shown
+        if step:  # observations of this step are normalised by earlier ones
             scale = np.sqrt(before.m2[0] / before.count[0] + 1e-8)
             seen.append(shown[1] * scale + before.mean[0])
         else:
             raw = collect(blind.members, [blind.learner(0)], env, samples_per_step=8, block=2).experience["default"]
             seen.append(raw.inputs.observations[raw.present].numpy())
-            assert np.array_equal(shown[0], seen[0])  # nothing known yet
+            assert np.array_equal(shown[0], seen[0])  # no statistics yet
     statistics, everything = agent.members.policies["default"].statistics, np.concatenate(seen)
     assert statistics.count.tolist() == [len(everything)]
     clipped = (np.abs(shown[1]) >= 10).any()
@@ -177,7 +174,7 @@ def test_statistics_are_inherited_and_part_of_the_policy():
     assert agent.get_action(seen, training=False).tolist() == plain.argmax(1).tolist()
 
 
-def test_members_of_different_architectures_share_a_population():
+def test_members_may_have_different_architectures():
     env = cart_pole()
     population = step_population(3, env)
     bank = population.members.banks["default"]
@@ -188,7 +185,7 @@ def test_members_of_different_architectures_share_a_population():
     assert bank.architecture(1).hidden == (9, 5)
 
 
-def test_objectives_by_member_work_on_steps():
+def test_members_may_have_different_objectives():
     env = cart_pole()
     space = HyperparameterConfig(
         advantage=RLParameter(choices=["outcome", "process", "return_to_go_group", "return_to_go_timestep"]),

@@ -1,4 +1,4 @@
-"""Inside Stable-Baselines3's own tools: its evaluation, its vector environments, and its identity environments."""
+"""Agents in Stable-Baselines3's evaluation, vector environments and identity environments."""
 
 import gymnasium
 import pytest
@@ -27,7 +27,7 @@ def monitored(make):
 
 @pytest.mark.parametrize("num_envs", [0, 3])
 def test_evaluate_policy_gives_the_mean_return(num_envs):
-    """Greedy returns from the same reset seeds, counted by Stable-Baselines3 and by ourselves."""
+    """Greedy returns from the same reset seeds, by Stable-Baselines3 and by this library."""
     env, agent = cart_pole(), step_agent(seed=2)
     seeds = [env.reset_seed("validation", start) for start in range(6)]
 
@@ -63,7 +63,7 @@ def test_evaluate_policy_takes_composite_observations():
     ids=["discrete", "box", "multi_binary", "multi_discrete"],
 )
 def test_identity_environments_are_solved(make, options):
-    """The action must equal what is seen, 100 times; SB3's own algorithms are asked for 90."""
+    """The action must equal the observation 100 times; SB3's own tests require 90."""
     env = GymnasiumGroups(lambda: Repeatable(make()), validation_size=2)
     population = GRPO.population(1, env.observation_space, env.action_space, group_size=8, gamma=0.0, **options)
     run = evolve(
@@ -76,7 +76,7 @@ def test_identity_environments_are_solved(make, options):
 
 
 class Repeatable(gymnasium.Wrapper):
-    """An identity environment that starts as its reset seed says: SB3's own draw from a generator nobody seeds."""
+    """An identity environment that uses its reset seed; SB3's do not."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

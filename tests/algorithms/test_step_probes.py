@@ -1,4 +1,4 @@
-"""Probe environments, each isolating one thing that an agent must be able to learn, are learned."""
+"""Learning on probe environments, each of which isolates one ability."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SMALL = NetworkConfig(hidden=(32,))
 
 
 def trained(make, *, seed=0, generations=10, target, **options):
-    """Train one agent until it reaches a validation fitness, and return that of fresh starts."""
+    """Train one agent until it reaches a validation fitness; return that of new starts."""
     env = GymnasiumGroups(make, seed=seed, validation_size=32, test_size=64)
     settings = {"group_size": 16, "batch_size": 128, "network": SMALL, "seed": seed} | options
     population = GRPO.population(1, env.observation_space, env.action_space, **settings)
@@ -47,15 +47,15 @@ def trained(make, *, seed=0, generations=10, target, **options):
         (Masked, 3.0, {}),
     ],
 )
-def test_what_is_seen_decides_what_is_done(make, wanted, options):
+def test_probes_are_solved(make, wanted, options):
     assert trained(make, target=wanted, **options) >= 0.97 * wanted
 
 
 @pytest.mark.parametrize("advantage", ["return_to_go_timestep", "return_to_go_group", "outcome"])
-def test_an_action_is_credited_with_what_it_brings_later(advantage):
-    """The second step pays for the first. A horizon of one step (gamma 0) must not find that out."""
+def test_delayed_rewards_are_credited(advantage):
+    """The second step pays for the first; with gamma 0 this cannot be learned."""
     assert trained(DelayedCredit, target=1.0, advantage=advantage, gamma=1.0) == 1.0
 
 
-def test_a_horizon_of_one_step_sees_no_delayed_reward():
+def test_gamma_0_ignores_delayed_rewards():
     assert trained(DelayedCredit, target=1.0, generations=2, gamma=0.0) < 0.8

@@ -1,4 +1,4 @@
-"""Groups that are rewarded while others are being written: by functions that run beside, and with the same outcome."""
+"""Rewards computed while other completions are still being sampled."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ def collected(function, stop=NEVER, **options):
         env.close()
 
 
-def test_async_functions_get_whole_groups_while_others_are_written_and_plain_ones_everything_at_the_end():
+def test_async_functions_start_during_sampling_and_others_afterwards():
     calls, doing = {"beside": [], "plain": []}, [("", 0.0)]
 
     async def beside(prompts, completions, **_):
@@ -65,7 +65,7 @@ def test_async_functions_get_whole_groups_while_others_are_written_and_plain_one
 
 
 class Halves:
-    """A sampler that has the bank write one half of the rows after the other, the last ones first."""
+    """A sampler that samples its rows in two halves, the last ones first."""
 
     def __init__(self, bank):
         self.bank = bank
@@ -81,7 +81,7 @@ class Halves:
         pass
 
 
-def test_a_sampler_that_has_others_write_its_rows_in_parts_is_rewarded_alike():
+def test_a_sampler_that_reports_rows_in_parts_gives_equal_rewards():
     async def beside(completions, **_):
         return variety_of(completions)
 
@@ -92,8 +92,8 @@ def test_a_sampler_that_has_others_write_its_rows_in_parts_is_rewarded_alike():
     np.testing.assert_array_equal(parts.scores.rewards, whole.scores.rewards)
 
 
-def test_what_is_abandoned_while_writing_leaves_no_call_behind():
-    """The calls begun are cancelled, and the next step is rewarded as if nothing had been."""
+def test_an_abandoned_rollout_cancels_its_calls():
+    """The next step is rewarded as usual."""
     stop, cancelled = Stop(), threading.Event()
 
     async def waits(completions, **_):
@@ -109,7 +109,7 @@ def test_what_is_abandoned_while_writing_leaves_no_call_behind():
     assert cancelled.wait(5)
 
 
-def test_a_run_tells_the_same_whoever_rewards_it(tmp_path):
+def test_results_do_not_depend_on_where_rewards_are_computed(tmp_path):
     async def variety(completion, answer, question):
         await asyncio.sleep(0.001)
         return verifier_functions.variety(completion, answer, question)
@@ -153,13 +153,13 @@ def test_each_process_of_a_squad_begins_whole_groups_of_its_own_part():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_who_is_judged_in_one_call_depends_neither_on_time_nor_on_the_number_of_workers(workers):
+def test_calls_do_not_depend_on_time_or_number_of_workers(workers):
     found = collected(verifier_functions.company, reward_workers=workers)
     assert set(found.scores.rewards.tolist()) == {2.0}, "a call is a group"
 
 
-def test_a_worker_that_hangs_is_killed_while_others_are_written():
-    """It has the same time as at the end: what it was at is excluded, and nothing else."""
+def test_a_hanging_worker_is_killed_during_sampling():
+    """Its time limit is the usual one; only its completion is excluded."""
     env = tiny_env(
         reward_fn=verifier_functions.hangs_at_first, reward_workers=1, reward_timeout=0.5, on_reward_error="exclude"
     )

@@ -21,7 +21,7 @@ def one_by_one(agent, text, tokens):
     return tokenizer.decode(written, skip_special_tokens=True)
 
 
-def test_texts_are_continued_greedily_by_the_member_that_is_asked():
+def test_texts_are_continued_greedily():
     population = tiny_population(2)
     for seed, agent in enumerate(population):
         randomise_adapter(agent, seed=seed)
@@ -34,7 +34,7 @@ def test_texts_are_continued_greedily_by_the_member_that_is_asked():
     ]
 
 
-def test_conversations_go_through_the_chat_template():
+def test_conversations_use_the_chat_template():
     agent = tiny_agent()
     randomise_adapter(agent)
     said = [{"role": "user", "content": "1+2="}]
@@ -42,7 +42,7 @@ def test_conversations_go_through_the_chat_template():
     assert agent.generate([said], shared_tokenizer()) == agent.generate(["u:1+2=\na:"], shared_tokenizer())
 
 
-def test_sampled_answers_stand_prompt_by_prompt_and_differ_from_call_to_call():
+def test_sampled_texts_are_ordered_by_prompt_and_differ_between_calls():
     agent = tiny_agent()
     randomise_adapter(agent, std=0.02)
     before = state_of(agent)
@@ -60,7 +60,7 @@ def test_sampled_answers_stand_prompt_by_prompt_and_differ_from_call_to_call():
     assert all(torch.equal(values, state_of(agent)[name]) for name, values in before.items())
 
 
-def test_the_tokenizer_comes_from_where_the_base_came_from(tmp_path):
+def test_the_tokenizer_is_loaded_from_the_bases_source(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     base = type(tiny_model()).from_pretrained(tmp_path)
     agent = GRPO(actor_network=base, pad_token_id=0, max_output_tokens=4)
@@ -70,7 +70,7 @@ def test_the_tokenizer_comes_from_where_the_base_came_from(tmp_path):
     assert agent.generate(TEXTS) == agent.generate(TEXTS, shared_tokenizer())
 
 
-def test_a_path_that_a_checkpoint_names_is_not_followed_for_a_tokenizer(tmp_path):
+def test_a_path_in_a_checkpoint_is_not_followed_for_a_tokenizer(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     shared_tokenizer().save_pretrained(tmp_path / "base")
     base = type(tiny_model()).from_pretrained(tmp_path / "base")
@@ -96,16 +96,16 @@ def test_a_path_that_a_checkpoint_names_is_not_followed_for_a_tokenizer(tmp_path
         (["1"], {"max_output_tokens": 0}, "max_output_tokens must be a whole number of at least 1"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(prompts, options, rule):
+def test_invalid_arguments_raise(prompts, options, rule):
     with pytest.raises(ValueError, match=rule):
         tiny_agent().generate(prompts, shared_tokenizer(), **options)
 
 
-def test_nothing_asked_is_nothing_answered():
+def test_no_prompts_give_no_texts():
     assert tiny_agent().generate([]) == []
 
 
-def test_small_networks_answer_no_texts():
+def test_small_networks_raise():
     with pytest.raises(ValueError, match="generate"):
         GRPO(Box(-1.0, 1.0, (2,)), Discrete(2)).generate(TEXTS)
     with pytest.raises(ValueError, match="generate"):

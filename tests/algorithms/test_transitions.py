@@ -1,4 +1,4 @@
-"""Small networks learn from single transitions: advantages on whole episodes, optimizer steps on their actions."""
+"""Small networks learn from single transitions: advantages of whole episodes, optimizer steps on actions."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def learner(slot=0, **choices):
 
 
 def experience(shared, **changes):
-    """Let all members act, and reward every step; episodes have different lengths."""
+    """Act with all members and reward every step; episodes have different lengths."""
     batch = acted_batch(CASE, shared.bank, range(shared.bank.size))
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     rewards = torch.where(batch.action_mask, steps, 0.0).sum(1)
@@ -33,8 +33,8 @@ def experience(shared, **changes):
 
 
 @pytest.mark.parametrize("kind", ["process", "return_to_go_group", "return_to_go_timestep"])
-def test_advantages_are_those_of_episodes_and_the_gradient_that_of_their_actions(kind):
-    """The gradient of the mean over all actions of -A log p, which one bank computes from whole episodes."""
+def test_advantages_are_those_of_episodes_and_gradients_those_of_actions(kind):
+    """The gradient of the mean over all actions of -A log p, computed by one bank from whole episodes."""
     shared, control = together(advantage=kind), together()
     batch = experience(shared)
     rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
@@ -65,7 +65,7 @@ def test_batch_size_counts_transitions(size):
     assert int(shared.bank.state(0)["step"]) == report.optimizer_steps
 
 
-def test_transitions_are_shuffled_one_by_one():
+def test_transitions_are_shuffled_individually():
     shared = together(2)
     batch = experience(shared).flatten_actions()
     own = (batch.member_ids == 1).nonzero()[:, 0]
@@ -76,7 +76,7 @@ def test_transitions_are_shuffled_one_by_one():
     assert sum(one != other for one, other in pairwise(groups)) > len(set(groups))
 
 
-def test_optimizer_steps_are_taken_on_shuffled_transitions():
+def test_optimizer_steps_use_shuffled_transitions():
     shared, control = together(advantage="return_to_go_timestep"), together()
     each = learner(batch_size=9)
     batch = experience(shared)
@@ -113,7 +113,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_members_learn_together_what_each_would_learn_alone(run):
+def test_members_learn_together_as_alone(run):
     shared = together(3, **RUNS[run], advantage="return_to_go_timestep")
     batch = experience(shared)
     learners = [learner(slot, **choices) for slot, choices in enumerate(MIXED)]
@@ -131,9 +131,9 @@ def test_members_learn_together_what_each_would_learn_alone(run):
         assert_states_agree(shared.bank.state(slot), state, lr=PLAIN["lr"])
 
 
-def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
+def test_a_member_whose_episodes_are_all_masked_takes_no_step():
     shared = together(2)
-    learn(shared, [learner(0), learner(1)], {"default": experience(shared)})  # so that there is momentum to drift on
+    learn(shared, [learner(0), learner(1)], {"default": experience(shared)})  # so that there is momentum
     before = shared.bank.state(1)
     batch = experience(shared)
     batch = replace(batch, action_mask=batch.action_mask & (batch.member_ids == 0)[:, None])
@@ -146,7 +146,7 @@ def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_of_whole_completions_are_refused(loss_type):
+def test_losses_of_whole_completions_raise(loss_type):
     shared, own = together(loss_type=loss_type), together()
     batch = experience(shared)
     if LOSS_TYPES[loss_type].aggregation == "token-mean":
@@ -154,7 +154,7 @@ def test_losses_of_whole_completions_are_refused(loss_type):
         return
     with pytest.raises(ValueError, match=f"loss_type.*{loss_type}"):
         learn(shared, [learner()], {"default": batch})
-    with pytest.raises(ValueError, match="loss_type"):  # one member's own is enough
+    with pytest.raises(ValueError, match="loss_type"):  # one member suffices
         learn(own, [learner(loss_type=loss_type)], {"default": batch})
     if LOSS_TYPES[loss_type].per_action:
         assert (

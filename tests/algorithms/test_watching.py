@@ -1,4 +1,4 @@
-"""Tests that somebody watches: episodes in a window, one after the other, worth what they are worth unseen."""
+"""Rendered tests: episodes in a window, one after the other, with the same returns."""
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,7 @@ from tests.tiny_training import tiny_agent, tiny_env
 from tests.training.test_multi_agent_runs import members
 
 DISPLAYS = ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY")
-SHORT = {"max_episode_steps": 3}  # they are shown at their own speed
+SHORT = {"max_episode_steps": 3}  # rendered in real time
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def no_display(monkeypatch):
 
 
 class Shown(gymnasium.Env):
-    """Notes what it is asked for; an episode is worth its start and how often its agent acts."""
+    """Records its calls; an episode's return is its start plus its number of steps."""
 
     metadata = {"render_modes": ["human"], "render_fps": 1000}  # noqa: RUF012
     observation_space, action_space = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
@@ -63,24 +63,24 @@ def log():
 
 
 @pytest.mark.parametrize("how", [{"render": True}, {}])
-def test_groups_are_watched_one_episode_at_a_time_and_score_the_same(display, log, how):
-    """Either when that is asked for, or where the environment is to have a window."""
+def test_rendered_groups_play_one_episode_at_a_time_with_equal_scores(display, log, how):
+    """With render=True or render_mode="human"."""
     agent = shown_agent()
     plain = GymnasiumGroups(Shown, max_episode_steps=10)
     render_tests = plain if how else GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
-    assert not [entry for entry in log if entry[0] == "human"]  # what looks at the environment needs no window
+    assert not [entry for entry in log if entry[0] == "human"]  # checks need no window
     assert render_tests.fingerprint() == plain.fingerprint()
     log.clear()
     watched = agent.test(render_tests, episodes=3, **how)
-    whole = [(what, value) for mode, what, value in log if mode == "human" and what != "close"]
+    whole = [(name, value) for mode, name, value in log if mode == "human" and name != "close"]
     seeds = [plain.reset_seed("validation", start) for start in range(3)]
-    assert [value for what, value in whole if what == "reset"] == seeds
-    assert [what for what, _ in whole] == ["reset", *["step"] * 4] * 3  # one after the other
+    assert [value for name, value in whole if name == "reset"] == seeds
+    assert [name for name, _ in whole] == ["reset", *["step"] * 4] * 3  # one after the other
     assert log[-1] == ("human", "close", None)
     assert watched == agent.test(plain, episodes=3)
 
 
-def test_learning_is_never_drawn(display, log):
+def test_training_is_never_rendered(display, log):
     env = GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
     agent = shown_agent()
     agent.learn_together(agent.members, [agent.learner()], agent_experience(agent, env))
@@ -93,17 +93,17 @@ def agent_experience(agent, env):
     return collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2).experience
 
 
-def test_a_single_environment_is_played_and_left_open(display, log):
+def test_a_single_environment_is_played_and_stays_open(display, log):
     env, agent = Shown(render_mode="human"), shown_agent()
     value = agent.test(env, episodes=2, render=True)
     assert [entry[1:] for entry in log if entry[1] == "reset"] == [("reset", 0), ("reset", 1)]
     assert not [entry for entry in log if entry[1] == "close"]
-    assert value == agent.test(Shown(), episodes=2)  # drawn or not
+    assert value == agent.test(Shown(), episodes=2)  # rendered or not
     assert agent.test(env) == agent.test(env, episodes=1)
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_cart_pole_is_drawn_by_its_own_code(display, normalised):
+def test_native_cart_pole_is_rendered_by_gymnasium(display, normalised):
     agent = step_agent(normalise_observations=normalised)
     env = gymnasium.make("CartPole-v1", render_mode="human", **SHORT)
     expected = []
@@ -116,10 +116,10 @@ def test_cart_pole_is_drawn_by_its_own_code(display, normalised):
         expected.append(earned)
     assert agent.test(env, episodes=2, render=True) == np.mean(expected)
     env.close()
-    assert agent.test(cart_pole(**SHORT), episodes=1, render=True) == 3.0  # of a native environment the plain one
+    assert agent.test(cart_pole(**SHORT), episodes=1, render=True) == 3.0  # the plain class of a native environment
 
 
-def test_a_team_is_watched(display):
+def test_a_team_is_rendered(display):
     class Seen(joint_probes.Favours):
         modes: list = []  # noqa: RUF012
 
@@ -140,7 +140,7 @@ def test_a_team_is_watched(display):
     assert member.test(PettingZooGroups(Seen, env_kwargs={"render_mode": "human"}), episodes=2) == watched
 
 
-def test_without_a_display_it_is_said_before_anything_is_opened(no_display, log):
+def test_a_missing_display_raises_first(no_display, log):
     agent = shown_agent()
     for env, options in (
         (GymnasiumGroups(Shown, max_episode_steps=10), {"render": True}),
@@ -158,7 +158,7 @@ def unseen():
 
 
 class Blind(Shown):
-    """Knows no window."""
+    """Cannot be rendered."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
@@ -166,7 +166,7 @@ class Blind(Shown):
         super().__init__("rgb_array" if render_mode else None)
 
 
-def test_what_cannot_be_watched_is_refused_with_the_reason(display):
+def test_environments_without_render_mode_raise(display):
     agent = shown_agent()
     with pytest.raises(ValueError, match=r"Blind cannot be rendered: .*\['rgb_array'\]"):
         agent.test(GymnasiumGroups(Blind, max_episode_steps=10), render=True)
@@ -185,6 +185,6 @@ def test_what_cannot_be_watched_is_refused_with_the_reason(display):
 def test_fewer_episodes_are_the_first_of_a_split():
     env, agent = cart_pole(), step_agent()
     first = [agent.test(env, episodes=count) * count for count in (1, 2, 3)]
-    assert np.diff([0, *first]).min() >= 1  # each start adds its own return
+    assert np.diff([0, *first]).min() >= 1  # each start adds its return
     assert agent.test(env, episodes=100) == agent.test(env)
     assert 0 <= tiny_agent().test(tiny_env(), episodes=1) <= 1

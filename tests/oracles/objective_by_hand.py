@@ -1,4 +1,4 @@
-"""A learning step as the papers write it: PEFT and PyTorch's AdamW, one completion and one action at a time."""
+"""A learning step by the papers' formulas: PEFT and PyTorch's AdamW, one completion and one action at a time."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tests.oracles.slow_losses import member_loss
 
 @dataclass(frozen=True)
 class Row:
-    """One completion: what was asked and answered, and which tokens count."""
+    """One completion: prompt, tokens and which of them count."""
 
     prompt: tuple[int, ...]
     tokens: list[int]
@@ -30,7 +30,7 @@ class Row:
 
 
 def rows_of(batch: Batch) -> list[Row]:
-    """Take a batch of one member apart."""
+    """Split a batch of one member into rows."""
     prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]
     present, counted = batch.present, batch.action_mask
     return [
@@ -83,15 +83,15 @@ def advantages_of(
 
 
 class ByHand:
-    """One member that learns alone, from one batch, as the papers write it.
+    """One member that learns alone from one batch.
 
     Args:
-        member: Its policy as a PEFT model of its own; trained in place.
-        batch: Rows of this member alone.
+        member: Its policy as a separate PEFT model; trained in place.
+        batch: Rows of this member.
         h: Its hyperparameters.
-        objective: Its own objective.
+        objective: Its objective.
         reference: The reference policy; None = the base.
-        eps: AdamW's.
+        eps: AdamW's epsilon.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ByHand:
         self.optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0)
         with torch.no_grad():
             self.old = [self.log_probs(row) for row in self.rows]
-            self.reference: list[Tensor] = []  # nobody asks for what has no weight
+            self.reference: list[Tensor] = []  # not needed without a weight
             if h.beta and reference is None:
                 with member.model.disable_adapter():
                     self.reference = [self.log_probs(row) for row in self.rows]
@@ -125,11 +125,11 @@ class ByHand:
         self.advantages = advantages_of(batch, objective, h, penalties)
 
     def log_probs(self, row: Row, member: PeftMember | None = None) -> Tensor:
-        """Return those of the counted tokens."""
+        """Return the selected counted tokens."""
         return row.pick((member or self.member).log_probs(row.prompt, row.tokens, temperature=self.h.temperature))
 
     def loss(self, chosen: Sequence[int], old: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the loss of an optimizer step of the given rows, in float64."""
+        """Return the loss of an optimizer step on these rows, in float64."""
         objective, h = self.objective, self.h
         mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
         rows = [self.rows[number] for number in chosen]
@@ -152,7 +152,7 @@ class ByHand:
         )
         actions = sum(len(values) for values in new)
         for number, row, values in zip(chosen, rows, new, strict=True):
-            extra = 0.0 * values  # so that a step in which every action is clipped has a gradient, of zeros
+            extra = 0.0 * values  # so that a step in which every action is clipped has a gradient of zeros
             if h.beta and objective.kl_placement == "loss":
                 extra = h.beta * divergence(objective.kl_estimator, values, self.reference[number].double())
                 if objective.kl_bias_correction:

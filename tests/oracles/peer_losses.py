@@ -1,4 +1,4 @@
-"""The losses that other libraries ship, called on log-probabilities: Liger's and TRL's own functions."""
+"""Losses of Liger and TRL on log-probabilities."""
 
 from collections import defaultdict
 from types import SimpleNamespace

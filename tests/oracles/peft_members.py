@@ -1,4 +1,4 @@
-"""One member as a user would train it apart: its own copy of the base, PEFT's adapters, PyTorch's AdamW."""
+"""One member trained alone: its own copy of the base, PEFT's adapters, PyTorch's AdamW."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ class PeftMember:
         self, base: PreTrainedModel, lora_config: LoraConfig, adapter: Mapping[str, Tensor], end_ids: Sequence[int]
     ) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about GPT-2's transposed weights, which PEFT then handles
+            warnings.simplefilter("ignore")  # PEFT warns about GPT-2's transposed weights
             self.model = get_peft_model(copy.deepcopy(base), copy.deepcopy(lora_config)).eval()
         own = dict(self.model.named_parameters())
         self.parameters = {name: own[name.replace(".weight", ".default.weight")] for name in adapter}
@@ -43,7 +43,7 @@ class PeftMember:
         return scores.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
     def entropies(self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float) -> Tensor:
-        """Return `[t]` entropies of the distributions that a completion's tokens were drawn from, with gradient."""
+        """Return `[t]` entropies of the token distributions, with gradient."""
         return torch.distributions.Categorical(logits=self._scores(prompt, completion, temperature, 0)).entropy()
 
     def _scores(self, prompt: Sequence[int], completion: Sequence[int], temperature: float, least: int) -> Tensor:
@@ -54,7 +54,7 @@ class PeftMember:
         return logits.masked_fill(ruled_out, -torch.inf).log_softmax(1)
 
     def probabilities(self, prompt: Sequence[int], *, temperature: float) -> Tensor:
-        """Return `[v]`: the chance of every next token, in float64."""
+        """Return `[v]`: the probability of every next token, in float64."""
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([list(prompt)])).logits[0, -1]
         return (logits.double() / temperature).softmax(0)

@@ -1,4 +1,4 @@
-"""GRPO written out in Python floats, one action at a time: slow, and too plain to be wrong in the same way."""
+"""GRPO in Python floats, one action at a time."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], eps: float) -> list[float]:
-    """Return (r - mean) / (std + eps) of each reward within its group; 0 where it says nothing."""
+    """Return (r - mean) / (std + eps) of each reward within its group; 0 for equal rewards."""
     result = []
     for reward, group in zip(rewards, groups, strict=True):
         peers = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]

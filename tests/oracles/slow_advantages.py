@@ -1,4 +1,4 @@
-"""Every advantage estimator written out in Python floats, one completion and one action at a time."""
+"""Every advantage estimator in Python floats, one completion and one action at a time."""
 
 import math
 import statistics
@@ -45,7 +45,7 @@ def gdpo(
     members: Sequence[int],
     eps: float,
 ) -> list[float]:
-    """Return one advantage per completion from several rewards each, as TRL's normalize_then_sum writes it."""
+    """Return one advantage per completion from several rewards each, as TRL's normalize_then_sum."""
     scores = [of_completions("outcome", column, groups, members, eps) for column in zip(*components, strict=True)]
     sums = [sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)]
     unscorable = [all(map(math.isnan, row)) for row in components]
@@ -68,7 +68,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 def of_actions(
     kind: str, episodes: Sequence[Sequence[float]], groups: Sequence[int], gamma: float, eps: float
 ) -> list[list[float]]:
-    """Return one advantage per step; every step of every episode earned a reward."""
+    """Return one advantage per step; every step of every episode has a reward."""
     returns = [returns_to_go(episode, gamma) for episode in episodes]
     result = []
     for own, (episode, group) in enumerate(zip(episodes, groups, strict=True)):

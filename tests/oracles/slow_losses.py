@@ -1,4 +1,4 @@
-"""Every loss type written out one action at a time from its formula; gradients flow through scalar tensors."""
+"""Every loss type one action at a time from its formula; gradients flow through scalar tensors."""
 
 import math
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def completion_losses(
             bounded.append(_clip(difference, -clip_low, math.inf))
         else:
             bounded.append(0 * difference)
-    # The geometric mean of the ratios, as the paper writes it.
+    # The geometric mean of the ratios.
     product = math.prod((torch.exp(value) for value in bounded), start=torch.ones((), dtype=torch.float64))
     return [-a * product ** (1 / actions) for a in advantages]
 
@@ -83,7 +83,7 @@ def member_loss(
     max_completion_length: int | None = None,
     **options: object,
 ) -> Tensor:
-    """Return one member's reduced loss; the completions come without padding and may be empty."""
+    """Return one member's reduced loss; completions have no padding and may be empty."""
     rows = [completion_losses(loss_type, *row, **options) for row in zip(new, old, advantages, strict=True)]
     zero = torch.zeros((), dtype=torch.float64)
     sums = [sum(row, zero) for row in rows]

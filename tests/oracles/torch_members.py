@@ -1,4 +1,4 @@
-"""What a stacked bank must equal: each member as its own torch module, distribution and torch.optim.AdamW."""
+"""Oracle of a stacked bank: each member as its own torch module, distribution and torch.optim.AdamW."""
 
 from itertools import pairwise
 
@@ -39,7 +39,7 @@ class TorchMember(nn.Module):
         return [*values, self.log_std] if self.box else values
 
     def load(self, flat: Tensor) -> None:
-        """Take the weights of a flat vector, which holds matrices as [in, out]."""
+        """Load the weights of a flat vector, which holds matrices as [in, out]."""
         start = 0
         with torch.no_grad():
             for parameter in self.ordered():
