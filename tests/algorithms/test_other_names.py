@@ -49,7 +49,6 @@ def test_every_sb3_argument_is_covered():
         ("vf_coef", "there is no critic"),
         ("gae_lambda", "there is no critic"),
         ("n_steps", "samples_per_step"),
-        ("target_kl", "kl_target"),
         ("policy", "the network follows from the spaces"),
         ("buffer_size", "there is no replay buffer"),
         ("callback", "the body of a loop over evolve"),

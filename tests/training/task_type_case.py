@@ -1,4 +1,4 @@
-"""Tests that every TaskType passes: subclass the test case and give a tiny configuration."""
+"""Conformance suite of task types."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class TaskTypeTestCase(ABC):
 
     @abstractmethod
     def values(self, folder: Path) -> dict[str, Any]:
-        """Return a configuration as YAML gives it, with `schedule.generations` of 1; files may be put into a folder."""
+        """Return a configuration as in YAML with `schedule.generations` of 1; files may be put into the folder."""
 
     @pytest.fixture
     def given(self, tmp_path: Path) -> dict[str, Any]:
@@ -40,15 +40,15 @@ class TaskTypeTestCase(ABC):
     def prepared(self, kind: AnyTaskType, given: Mapping[str, Any]) -> PreparedRun:
         return kind.prepare(parse_config(given))
 
-    def test_it_is_found_by_its_word_and_by_its_tasks(self, kind):
+    def test_task_type_is_found_by_name_and_by_task(self, kind):
         assert TASK_TYPES[kind.word] is kind
         assert kind.tasks
         for other in TASK_TYPES.values():
             shared = {task.key for task in kind.tasks} & {task.key for task in other.tasks}
             assert other is kind or not shared
-        assert all(task.what for task in kind.tasks)
+        assert all(task.description for task in kind.tasks)
 
-    def test_what_is_left_out_is_its_own_default_and_reads_back_equal(self, kind, given, tmp_path):
+    def test_defaults_round_trip(self, kind, given, tmp_path):
         config = parse_config({**given, "agent": {}, "hyperparameters": {}})
         assert isinstance(config.agent, kind.agent)
         assert config.agent.objective == kind.objective
@@ -57,11 +57,11 @@ class TaskTypeTestCase(ABC):
         write_config(config, tmp_path)
         assert load_config(tmp_path / CONFIG_FILE) == config
 
-    def test_an_objective_given_in_part_keeps_the_rest(self, kind, given):
+    def test_a_partial_objective_keeps_the_other_defaults(self, kind, given):
         config = parse_config({**given, "agent": {"objective": {"advantage_eps": 1e-5}}})
         assert config.agent.objective == replace(kind.objective, advantage_eps=1e-5)
 
-    def test_what_is_going_to_happen_is_said_in_words(self, prepared, given):
+    def test_the_plan_is_printed(self, prepared, given):
         config = prepared.config
         for rows in (prepared.facts(), prepared.forecast().rows(config), config.task.facts()):
             assert all(name and words and "\n" not in words for name, words in rows.items())
@@ -69,28 +69,27 @@ class TaskTypeTestCase(ABC):
         assert "population" in prepared.facts()
         assert {"samples", "groups", "steps"} <= set(prepared.forecast().rows(config))
 
-    def test_the_memory_of_a_run_is_the_same_however_it_is_begun(self, kind, prepared):
+    def test_memory_does_not_depend_on_how_a_run_starts(self, kind, prepared):
         need = prepared.forecast().need
         assert need == kind.need(
             prepared.population(), prepared.env, prepared.config.schedule, prepared.config.experience
         )
         assert need is None or (need.size > 0 and need.savings)
 
-    def test_founders_are_of_the_kind_and_as_many_as_asked_for(self, kind, prepared):
+    def test_founders_have_the_right_class_and_number(self, kind, prepared):
         population = prepared.population()
         assert len(population) == prepared.config.population.size
         assert population.members.kind == kind.word
         population.check(prepared.env)
 
-    def test_the_same_configuration_makes_the_same_founders(self, kind, prepared, given):
+    def test_founders_are_deterministic(self, kind, prepared, given):
         one, other = prepared.population(), kind.prepare(parse_config(given)).population()
         for mine, yours in zip(one, other, strict=True):
             assert mine.hyperparameters == yours.hyperparameters
             assert mine.state().keys() == yours.state().keys()
             assert all(torch.equal(mine.state()[name], yours.state()[name]) for name in mine.state())
 
-    def test_a_run_goes_through_its_life(self, kind, prepared, given, tmp_path):
-        """It trains, is stored, comes back with the states it had, trains on, and is reported in its own words."""
+    def test_a_run_trains_stores_resumes_and_is_reported(self, kind, prepared, given, tmp_path):
         folder = tmp_path / "run"
         with closing(prepared.env):
             run = start(prepared, folder)
@@ -112,7 +111,7 @@ class TaskTypeTestCase(ABC):
         assert len(summary.generations) == 2
         assert (folder / "completions").is_dir() == (kind.completions > 0)
 
-    def test_what_can_be_done_with_the_best_member_can_be_done(self, kind, tmp_path):
+    def test_best_member_can_be_used_as_promised(self, kind, tmp_path):
         from evogrpo.cli.main import make_parser
 
         assert kind.uses(tmp_path) or kind.commands(tmp_path)
@@ -122,6 +121,6 @@ class TaskTypeTestCase(ABC):
         for words in kind.commands(tmp_path).values():
             assert make_parser().parse_args([str(word) for word in words]).command
 
-    def test_a_device_that_is_not_there_is_refused(self, kind, given):
+    def test_an_unavailable_device_is_refused(self, kind, given):
         with pytest.raises(ValueError, match="'cuda:99'"):
             kind.prepare(parse_config({**given, "device": "cuda:99"}))

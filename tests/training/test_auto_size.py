@@ -1,4 +1,4 @@
-"""Sizes that a configuration leaves open. The clock of these tests moves when an environment steps."""
+"""Automatic sizes of a run. The clock of these tests moves when an environment steps."""
 
 import re
 import time
@@ -31,7 +31,7 @@ def clock(monkeypatch):
 
 
 def configured(seconds=None, **sections):
-    """Return a configuration in which every size is open but those given."""
+    """Return a configuration in which all sizes but these are automatic."""
     values = {"task": {"env": "CartPole-v1"}, **AUTO, **sections}
     values["schedule"] = {
         **AUTO["schedule"],
@@ -69,7 +69,7 @@ FULL = (8, 32, 64, 256)
         (None, FULL),
     ],
 )
-def test_a_step_is_measured_and_sizes_leave_time_for_a_hundred(clock, seconds, expected):
+def test_sizes_are_chosen_for_a_hundred_steps(clock, seconds, expected):
     prepared = prepare_in(configured(seconds), costly(clock))
     assert sizes(prepared.config) == expected
     assert not prepared.config.auto
@@ -86,12 +86,12 @@ def test_measuring_takes_a_small_part_of_the_time(clock):
     for seconds in (20.0, 100.0, 1000.0):
         before = clock.now
         prepare_in(configured(seconds), env)
-        assert clock.now - before <= min(0.05 * seconds, 10.0) + 1.0  # up to one step of all environments more
+        assert clock.now - before <= min(0.05 * seconds, 10.0) + 1.0  # one step of all environments may be added
 
 
 def test_episodes_are_expected_to_become_longer(clock):
     class Short(probes.Endless):
-        """Ends after 4 of at most 100 steps, for now."""
+        """Ends after 4 of at most 100 steps."""
 
         def reset(self, *, seed=None, options=None):
             self.left = 4
@@ -105,13 +105,13 @@ def test_episodes_are_expected_to_become_longer(clock):
 
     from evogrpo import GymnasiumGroups
 
-    # 256 episodes take 3.1 s now, and 15.4 s at the geometric mean of 4 and 100 steps.
+    # 256 episodes take 3.1 s at 4 steps, and 15.4 s at the geometric mean of 4 and 100 steps.
     env = GymnasiumGroups(Short, max_episode_steps=100)
     assert sizes(prepare_in(configured(15.5 * 100), env).config) == FULL
     assert sizes(prepare_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
 
 
-def test_where_not_even_one_group_fits_groups_are_smaller(clock):
+def test_groups_shrink_if_not_one_fits(clock):
     small = {"hyperparameters": {"group_size": "auto"}, "schedule": {"validation_questions": 4}}
     for seconds, group in ((250.0, 8), (50.0, 8), (30.0, 4), (13.0, 2)):
         prepared = prepare_in(configured(seconds, **small), costly(clock, steps=100, seconds=0.0025))
@@ -122,13 +122,13 @@ def test_where_not_even_one_group_fits_groups_are_smaller(clock):
         assert abs(int(re.search(r"about (\d+) learning steps fit", said).group(1)) - steps) <= 1
 
 
-def test_where_nothing_can_be_measured_in_time_the_smallest_sizes_are_taken(clock):
+def test_smallest_sizes_if_nothing_can_be_measured_in_time(clock):
     small = {"hyperparameters": {"group_size": "auto"}}
     prepared = prepare_in(configured(6.0, **small), costly(clock, steps=100, seconds=0.0025))
     assert sizes(prepared.config)[:2] == (1, 2)
 
 
-def test_what_is_given_stays(clock):
+def test_explicit_sizes_are_kept(clock):
     config = configured(450.0, population={"size": 3}, schedule={"test_questions": 5})
     prepared = prepare_in(config, costly(clock))
     assert sizes(prepared.config) == (3, 8, 32, 5)
@@ -138,7 +138,7 @@ def test_what_is_given_stays(clock):
     assert "sizes" not in prepare_in(given, costly(clock)).facts()
 
 
-def test_open_sizes_are_no_more_than_is_held_out(clock, tmp_path):
+def test_automatic_sizes_are_limited_by_the_held_out_starts(clock, tmp_path):
     prepared = prepare_in(configured(), costly(clock, validation_size=20, test_size=30))
     assert sizes(prepared.config) == (8, 32, 20, 30)
     with pytest.raises(ValueError, match="validation split must hold at least 2 starts, got 1"):
@@ -150,7 +150,7 @@ def test_groups_stay_whole(clock):
     assert prepare_in(config, costly(clock)).config.schedule.samples_per_step == 12
 
 
-def test_images_are_as_many_as_memory_holds(monkeypatch):
+def test_images_are_limited_by_memory(monkeypatch):
     class Images(gymnasium.Env):
         observation_space = spaces.Box(0, 255, (96, 96, 3), np.uint8)
         action_space = spaces.Discrete(2)
@@ -175,7 +175,7 @@ def test_images_are_as_many_as_memory_holds(monkeypatch):
         assert there < 1e9 or prepared.forecast().need.size <= there / 2
 
 
-def test_a_run_keeps_the_sizes_that_were_chosen(clock, tmp_path):
+def test_a_resumed_run_keeps_its_sizes(clock, tmp_path):
     config = configured(400.0, task={"env": "CartPole-v1", "max_episode_steps": 10}, population={"size": 2})
     prepared = task_type_of(config.task).prepare(config)
     start(prepared, tmp_path / "run")
@@ -188,7 +188,7 @@ def test_a_run_keeps_the_sizes_that_were_chosen(clock, tmp_path):
 
 
 @pytest.mark.parametrize("task", [{"name": "two_digit_sums"}, {"parallel_env": "mpe2.simple_spread_v3"}])
-def test_other_runs_are_told_to_give_numbers(task):
+def test_auto_is_refused_for_other_runs(task):
     from evogrpo.envs.text.tasks import TASKS
 
     task = {"name": next(iter(TASKS))} if "name" in task else task
@@ -196,7 +196,7 @@ def test_other_runs_are_told_to_give_numbers(task):
         parse_config({"task": task, "population": {"size": "auto"}, "schedule": {"generations": 2}})
 
 
-def test_auto_is_a_size_and_nothing_else():
+def test_auto_is_the_only_name_of_a_size():
     with pytest.raises(ValueError, match=r"schedule\.generations must be an integer, got 'auto'"):
         configured(schedule={"generations": "auto"})
     with pytest.raises(ValueError, match="auto"):
@@ -204,7 +204,7 @@ def test_auto_is_a_size_and_nothing_else():
 
 
 @pytest.mark.parametrize("learn_from", ["leader", "all"])
-def test_sizes_are_chosen_for_members_that_learn_from_each_other(clock, learn_from):
+def test_sizes_with_shared_experience(clock, learn_from):
     prepared = prepare_in(configured(3500.0, experience={"learn_from": learn_from}), costly(clock))
     size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
     assert size > 1

@@ -1,4 +1,4 @@
-"""What a configuration leaves out, or calls auto, evolution finds: over wide ranges, and only what can matter."""
+"""Automatic search spaces and strategies of configurations."""
 
 import dataclasses
 import inspect
@@ -28,7 +28,7 @@ SPACES = (gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discre
 
 @pytest.mark.parametrize("ranges", [LANGUAGE_RANGES, NETWORK_RANGES], ids=["language", "networks"])
 class TestRanges:
-    def test_every_hyperparameter_has_one(self, ranges):
+    def test_every_hyperparameter_has_a_range(self, ranges):
         assert set(ranges) == set(HYPERPARAMETER_NAMES)
         HyperparameterConfig(**ranges)
 
@@ -37,7 +37,7 @@ class TestRanges:
         assert high / low == pytest.approx(1000)
 
 
-def test_a_dataset_and_a_reward_are_enough():
+def test_a_dataset_and_a_reward_suffice():
     config = parse_config(QUESTIONS)
     assert list(config.search_space) == list(DEFAULT_SEARCHED)
     assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
@@ -51,7 +51,7 @@ def test_a_dataset_and_a_reward_are_enough():
 
 
 @pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
-def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
+def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values):
     assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
     assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"lr", "group_size"}
@@ -62,9 +62,9 @@ def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
 
 @pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
 class TestHowASearchGoes:
-    """Where neither what evolves nor how is said: as the study's best search of unknown values."""
+    """Without search space and strategy: the best search of the study."""
 
-    def test_it_narrows_and_members_share_what_they_sample(self, values):
+    def test_default_search_narrows_and_shares_experience(self, values):
         config = parse_config({**values, "schedule": {"generations": 3}})
         assert config.strategy == Narrowing()
         assert config.experience == SharedExperience()
@@ -83,13 +83,13 @@ class TestHowASearchGoes:
         ],
         ids=lambda said: next(iter(said)),
     )
-    def test_whoever_says_part_of_it_gets_the_plain_defaults_of_the_rest(self, values, said):
+    def test_a_partial_search_setting_gets_plain_defaults(self, values, said):
         config = parse_config({**values, "schedule": {"generations": 3}, **said})
         plain = {"strategy": Tournament(), "experience": None, "fitness": FitnessConfig()}
         assert all(getattr(config, name) == default for name, default in plain.items() if name not in said)
         assert config.schedule.samples_per_step == 64
 
-    def test_fitness_goes_by_validation_where_a_generation_sees_too_few_starts(self, values):
+    def test_few_starts_per_generation_use_validation_fitness(self, values):
         schedule = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16}
         assert parse_config({**values, "schedule": schedule}).fitness == FitnessConfig()
         config = parse_config({**values, "schedule": schedule, "hyperparameters": {"group_size": 8}})
@@ -101,12 +101,12 @@ class TestHowASearchGoes:
         assert config.schedule.samples_per_step == samples
 
 
-def test_members_that_each_see_in_their_own_way_share_nothing():
+def test_no_shared_experience_with_separate_observation_statistics():
     config = parse_config({**PLAY, "agent": {"normalise_observations": True}})
     assert (config.experience, config.strategy) == (None, Tournament())
 
 
-def test_a_clip_is_searched_where_shared_samples_make_it_count():
+def test_clips_are_searched_if_shared_samples_make_them_effective():
     once = {"update_epochs": 1, "batch_size": 64}
     shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
     assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).search_space
@@ -119,11 +119,11 @@ def test_a_clip_is_searched_where_shared_samples_make_it_count():
 )
 def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, section):
     config = parse_config({**values, "search_space": {}, section: {name: "auto"}})
-    chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # by measuring, before the run
+    chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # measured before the run
     assert dict(config.search_space) == ({} if chosen else {name: ranges[name]})
 
 
-def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
+def test_a_first_value_is_kept_beside_an_automatic_range():
     config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
     assert config.hyperparameters.lr == 2e-5
     assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
@@ -131,7 +131,7 @@ def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
         parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
 
 
-def test_what_cannot_matter_does_not_evolve():
+def test_ineffective_hyperparameters_do_not_evolve():
     once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
     assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).search_space
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
@@ -141,7 +141,7 @@ def test_what_cannot_matter_does_not_evolve():
         parse_config({**QUESTIONS, **odd})
 
 
-def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
+def test_group_sizes_evolve_only_if_several_divide_the_samples():
     values = {**PLAY, "population": {"size": "auto"}, "schedule": {"generations": 1, "samples_per_step": "auto"}}
     config = parse_config(values)
     for samples, evolves in ((32, True), (8, True), (4, False)):
@@ -151,39 +151,39 @@ def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
 
 
 class TestInPython:
-    def test_a_population_searches_what_is_not_given(self):
+    def test_populations_search_missing_hyperparameters(self):
         members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
         assert set(members.space) == set(DEFAULT_SEARCHED) - {"lr"}
         assert {agent.hyperparameters.lr for agent in members} == {1e-3}
         assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
 
-    def test_group_sizes_evolve_only_where_the_samples_of_a_step_are_known(self):
+    def test_group_sizes_evolve_only_with_known_samples_per_step(self):
         assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
 
-    def test_language_models_have_ranges_of_their_own(self):
+    def test_language_models_have_different_ranges(self):
         members = GRPO.population(2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", samples_per_step=16)
         assert members.space["lr"] == LANGUAGE_RANGES["lr"]
 
-    def test_an_objective_is_heeded(self):
+    def test_the_objective_is_respected(self):
         soft = GRPO.population(
             2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", objective=Objective(loss_type="sapo")
         )
         assert "clip_coef" not in soft.space
 
-    def test_one_agent_evolves_nothing(self):
+    def test_a_single_agent_evolves_nothing(self):
         with pytest.raises(ValueError, match="hp_config must be"):
             GRPO(*SPACES, hp_config="auto")
         with pytest.raises(ValueError, match="hp_config must be"):
             GRPO.population(2, *SPACES, hp_config="automatic")
 
 
-def test_a_range_of_ones_own_beside_auto_stays():
+def test_an_explicit_range_beside_auto_is_kept():
     config = parse_config({**QUESTIONS, "search_space": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
     assert config.search_space["lr"] == RLParameter(min=1e-5, max=1e-4)
     assert config.search_space["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
 
 
-def test_the_spaces_and_settings_of_the_page_on_evolution_are_ones_that_can_be_written():
+def test_documented_search_spaces_and_settings_are_valid():
     blocks = re.findall(r"```yaml\n(.*?)```", EVOLUTION, flags=re.DOTALL)
     assert blocks
     for block in blocks:
@@ -192,7 +192,7 @@ def test_the_spaces_and_settings_of_the_page_on_evolution_are_ones_that_can_be_w
         ).search_space
 
 
-def test_the_page_on_evolution_names_the_strategies_and_those_that_backtrack():
+def test_documentation_names_all_strategies():
     table, after = EVOLUTION.split("| name | what it does |")[1].split("\n\n")[:2]
     named = set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:])))
     assert named == set(BUILT_IN)

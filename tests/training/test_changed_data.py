@@ -1,4 +1,4 @@
-"""A run goes on with the questions, rewards and environment that it began with, or says that it does not."""
+"""A resumed run requires the questions, rewards and environment of its start unless a change is allowed."""
 
 import warnings
 
@@ -45,12 +45,12 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("make", "message"), CHANGED)
-def test_another_dataset_template_or_reward_is_refused_before_the_members_are_restored(begun, make, message):
+def test_changed_dataset_template_or_reward_is_refused_before_members_are_restored(begun, make, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*allow_changed_data=True"):
         resume(begun, make(), actor_network=None)  # without a base nothing could be restored
 
 
-def test_a_change_that_is_allowed_is_noted(begun):
+def test_an_allowed_change_is_recorded(begun):
     run = resume(
         begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), allow_changed_data=True, generations=2
     )
@@ -64,12 +64,12 @@ def test_a_change_that_is_allowed_is_noted(begun):
     assert "changed during the run" in page
     assert "before step 1: reward generous: none -&gt; weight 1" in page
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what was allowed is now what the run goes on with
+        warnings.simplefilter("error")  # the allowed change is the new reference
         resume(begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), generations=9)
 
 
 class Silent:
-    """An environment of a stranger's that says nothing about itself."""
+    """A user environment without a fingerprint."""
 
     def __init__(self, env):
         self._env = env
@@ -77,7 +77,7 @@ class Silent:
             setattr(self, name, getattr(env, name))
 
 
-def test_an_environment_that_says_nothing_is_told_of_once(tmp_path):
+def test_a_missing_fingerprint_warns_once(tmp_path):
     list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **BRIEF, test_questions=0))
     assert open_run(tmp_path).record["data"] is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint")):
@@ -86,7 +86,7 @@ def test_an_environment_that_says_nothing_is_told_of_once(tmp_path):
         assert [each.filename for each in told] == [__file__]
 
 
-def test_an_environment_with_other_arguments_is_refused(tmp_path):
+def test_changed_environment_arguments_are_refused(tmp_path):
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=9)
     population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
     list(evolve(population, env, run_dir=tmp_path, **BRIEF, test_questions=0))

@@ -1,4 +1,4 @@
-"""What TensorBoard shows: the population beside its members, for each kind of run what means something there."""
+"""TensorBoard scalars of all kinds of runs."""
 
 import re
 import threading
@@ -45,13 +45,13 @@ def begun(kind):
 
 @pytest.fixture(scope="module", params=["language", "networks", "team"])
 def run(request, tmp_path_factory):
-    """Train, stop after a generation, and go on; returns the kind, the folder and what the generations reported."""
+    """Train, stop after a generation and resume; return the kind, the folder and the reports of generations."""
     folder = tmp_path_factory.mktemp("charts") / "run"
     population, env = begun(request.param)
     quick = QUICK | {"generations": 1, "run_dir": folder}
     reports = list(evolve(population, env, **quick))
     for file in (folder / "tensorboard").glob("events.out.tfevents.*"):
-        # Goes on a second later, as far as TensorBoard can see: files of one second it reads in any order.
+        # Resumes a second later: TensorBoard reads files of the same second in any order.
         file.rename(
             file.with_name(re.sub(r"(?<=tfevents\.)\d+", lambda second: f"{int(second[0]) - 1:010d}", file.name))
         )
@@ -60,7 +60,7 @@ def run(request, tmp_path_factory):
     return request.param, folder, reports
 
 
-def test_the_population_stands_beside_its_members(run):
+def test_population_and_members_have_separate_folders(run):
     _, folder, reports = run
     logs = logs_of(folder)
     slots = range(len(reports[0].members))
@@ -75,7 +75,7 @@ def test_the_population_stands_beside_its_members(run):
     assert fitness == pytest.approx([report.best.fitness for report in reports])
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(run):
+def test_a_resumed_run_continues_the_curves(run):
     _, folder, _ = run
     logs = logs_of(folder)
     journal = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
@@ -95,15 +95,14 @@ def test_tags_are_the_names_of_the_journal(run):
     assert {name for tag in tags if (name := tag.partition("/")[0]) in HYPERPARAMETER_NAMES} == {"lr"}
 
 
-def test_one_chart_holds_the_curves_of_fitness(run):
+def test_fitness_curves_share_one_chart(run):
     logs = logs_of(run[1])
     assert "custom_scalars__config__" in logs.Tags()["tensors"]
     (first, *_) = logs.Tensors("custom_scalars__config__")
     assert b"^fitness/" in first.tensor_proto.string_val[0]
 
 
-def test_what_a_run_that_was_killed_had_not_saved_is_replaced(tmp_path):
-    """Steps that were logged after the newest checkpoint are taken, and shown, again."""
+def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
     env, population = cart_pole(), step_population(2, cart_pole(), hp_config=EVOLVING)
     folder = tmp_path / "run"
     schedule = Schedule(**QUICK)
@@ -120,20 +119,20 @@ def test_what_a_run_that_was_killed_had_not_saved_is_replaced(tmp_path):
     assert [step for step, _ in curve(logs, "fitness/slot_0")] == [1, 3]
 
 
-def test_a_hyperparameter_that_differs_is_shown_though_it_does_not_evolve():
+def test_a_differing_fixed_hyperparameter_is_shown():
     population = step_population(2, cart_pole())
     run = evolve(population, cart_pole(), **QUICK | {"generations": 1})
     (report,) = run
-    shown = generation_curves(report.members, ()).keys()
-    assert {f"fitness/{which}" for which in ("slot_0", "slot_1", "best", "mean")} <= shown
-    assert not {tag.partition("/")[0] for tag in shown} & set(HYPERPARAMETER_NAMES)
+    scalars = generation_curves(report.members, ()).keys()
+    assert {f"fitness/{which}" for which in ("slot_0", "slot_1", "best", "mean")} <= scalars
+    assert not {tag.partition("/")[0] for tag in scalars} & set(HYPERPARAMETER_NAMES)
     population[1].lr = 0.5
     (report,) = evolve(population, cart_pole(), **QUICK | {"generations": 1})
     assert generation_curves(report.members, ())["lr/slot_1"] == 0.5
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what is open in /proc")
-def test_runs_that_have_ended_leave_nothing_open(tmp_path):
+def test_finished_runs_leave_no_open_files(tmp_path):
     def held():
         names = [entry.readlink().name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
         writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__]

@@ -1,4 +1,4 @@
-"""The completions table: what was written, what it earned, and files that are safe to look at."""
+"""Tables of completions."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def sometimes(completions, answer, **columns):
     ]
 
 
-def test_every_step_leaves_a_table_of_what_members_wrote_and_earned(tmp_path):
+def test_every_step_writes_completions_rewards_and_advantages(tmp_path):
     env = tiny_env(reward_funcs=[lengths, sometimes], reward_weights=[0.1, 2.0])
     population = tiny_population(3, hp_config=SPACE, update_epochs=2)
     before = {slot: population[slot].clone() for slot in range(3)}
@@ -60,7 +60,7 @@ def test_every_step_leaves_a_table_of_what_members_wrote_and_earned(tmp_path):
             assert row["rewards/sometimes"] == (None if odd else pytest.approx(len(set(row["completion"])) / 8))
             total = 0.1 * row["rewards/lengths"] + 2.0 * (row["rewards/sometimes"] or 0.0)
             assert row["reward"] == pytest.approx(total)
-    # The first step once more: the same rows with the advantages that the members learnt from.
+    # Replay the first step: the same rows with the members' advantages.
     first = rows_of(tmp_path / "run", 0)
     assert [sum(row["index"] == index for row in first) for index in range(3)] == [4, 3, 3]
     collected = population_batch(before, env)
@@ -86,12 +86,12 @@ def moved(batch):
     return replace(batch, member_ids=batch.member_ids * 0)
 
 
-def test_nothing_is_written_where_nothing_is_wanted(tmp_path):
+def test_nothing_is_written_if_disabled(tmp_path):
     list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path / "run", completions=0, **STEPS))
     assert not (tmp_path / "run" / "completions").exists()
 
 
-def test_a_resumed_run_leaves_the_same_tables(tmp_path):
+def test_a_resumed_run_writes_the_same_tables(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     finish(tiny_run(whole))
     run = tiny_run(parts)
@@ -100,7 +100,7 @@ def test_a_resumed_run_leaves_the_same_tables(tmp_path):
         next(reports)
     run.stop()
     list(reports)
-    (parts / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed in a step that is done again
+    (parts / "completions" / "step-000003.jsonl").write_text("torn")  # as if killed during a step that is repeated
     finish(resumed_run(parts))
     for step in (0, 1, 2, 4, 5):
         assert rows_of(whole, step) == rows_of(parts, step)
@@ -112,7 +112,7 @@ def hostile(text="\x1b[31m\x7f\u202e\u2028\n{}<script>"):
     )
 
 
-def test_lines_are_json_that_does_nothing_to_a_terminal(tmp_path):
+def test_lines_are_json_without_control_characters(tmp_path):
     CompletionsLog(tmp_path / "new" / "completions").write(12, [hostile()])
     (path,) = (tmp_path / "new" / "completions").iterdir()
     content = path.read_bytes()
@@ -135,7 +135,7 @@ def logging_reward(completions, trainer_state, log_extra, log_metric, **_):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_what_reward_functions_log_stands_beside_the_completions_and_the_metrics(tmp_path, form):
+def test_values_logged_by_reward_functions_are_in_tables_and_metrics(tmp_path, form):
     env = tiny_env(reward_funcs=logging_reward)
     options = {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0}
     population = tiny_population(2, objective=Objective(dynamic_sampling=1))
@@ -175,7 +175,7 @@ def test_parquet_holds_the_same(tmp_path):
         ([1, True, "\ud800"], "string", ["1", "True", "?"]),
     ],
 )
-def test_parquet_keeps_types_of_logged_columns(tmp_path, logged, kind, stored):
+def test_the_size_of_a_table_is_bounded(tmp_path, logged, kind, stored):
     rows = [replace(hostile(), columns={"logged": value, "reward": 9, "rewards/f": 9}) for value in logged]
     CompletionsLog(tmp_path, form="parquet").write(0, rows)
     table = pyarrow.parquet.read_table(tmp_path / "step-000000.parquet")
@@ -185,13 +185,13 @@ def test_parquet_keeps_types_of_logged_columns(tmp_path, logged, kind, stored):
     assert table.column("rewards/f").to_pylist() == [0.5] * 3
 
 
-def test_every_field_of_an_example_is_written(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     CompletionsLog(tmp_path).write(0, [hostile()])
     row = json.loads((tmp_path / "step-000000.jsonl").read_text())
     assert set(row) >= {each.name for each in fields(Example)} - {"rewards", "columns"}
 
 
-def test_a_table_is_bounded(tmp_path):
+def test_parquet_without_its_package_is_refused_first(tmp_path):
     CompletionsLog(tmp_path, limit=3).write(0, [hostile()] * 10)
     assert (tmp_path / "step-000000.jsonl").read_text().count("\n") == 3
 

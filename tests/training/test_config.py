@@ -1,4 +1,4 @@
-"""The configuration: strict, complete when written back, and refused before anything expensive."""
+"""Configuration files: strict reading, complete writing, overrides, datasets."""
 
 import importlib.resources
 import json
@@ -25,7 +25,7 @@ OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}
 
 
 def with_(path, value):
-    """Return the minimal configuration with one key changed, as YAML would give it."""
+    """Return the minimal configuration with one key changed."""
     nested = value
     for key in reversed(path.split(".")):
         nested = {key: nested}
@@ -76,26 +76,23 @@ FULL = {
 }
 
 
-# ---- reading YAML
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-4", 1e-4), ("1E5", 1e5), ("-2.5e3", -2.5e3), ("1.0e-4", 1e-4), ("12", 12), ("0.5", 0.5), ("1e-4x", "1e-4x")],
 )
-def test_numbers_are_read_as_people_write_them(text, value):
+def test_numbers_in_scientific_notation_are_read(text, value):
     read = read_yaml(text, "test")
     assert read == value
     assert type(read) is type(value)
 
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "x: {a: 1, a: 1}", "- {a: 1, b: 2, a: 1}"])
-def test_a_key_that_stands_twice_is_refused(text):
+def test_repeated_keys_are_refused(text):
     with pytest.raises(ValueError, match=r"line \d, column \d+: .*'a'"):
         read_yaml(text, "test")
 
 
-def test_a_key_that_yaml_reads_as_something_else_is_refused():
+def test_keys_that_are_no_strings_are_refused():
     with pytest.raises(ValueError, match="must be text, got True"):
         read_yaml("on: 1", "test")
 
@@ -106,14 +103,11 @@ def test_yaml_never_builds_objects():
 
 
 @pytest.mark.parametrize(("content", "message"), [("a: [1", "line 1"), ("[1, 2]", "mapping"), ("", "mapping")])
-def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
+def test_a_file_without_a_mapping_is_refused(tmp_path, content, message):
     path = tmp_path / "c.yaml"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_yaml_file(path)
-
-
-# ---- strictness
 
 
 @pytest.mark.parametrize(
@@ -137,7 +131,7 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("logging_tensorboard", "'logging.tensorboard'"),
     ],
 )
-def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, message):
+def test_unknown_keys_are_refused_with_path_and_suggestion(path, message):
     with pytest.raises(ValueError, match=message):
         parse_config(with_(path, 1))
 
@@ -203,26 +197,23 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("task", {"reasoning_gym": "chain_sum", "sizes": {"tarin": 1}}, "did you mean 'train'"),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_path(path, value, message):
+def test_invalid_values_are_refused_with_their_path(path, value, message):
     values = {**MINIMAL, path: value} if path == "task" else with_(path, value)
     with pytest.raises(ValueError, match=message):
         parse_config(values)
 
 
-def test_a_group_size_must_divide_the_samples():
+def test_group_size_must_divide_the_samples():
     with pytest.raises(ValueError, match=r"must divide samples_per_step=64.*got 5"):
         parse_config({**MINIMAL, "hyperparameters": {"group_size": 5}, "search_space": {}})
 
 
-def test_a_run_needs_an_end():
+def test_a_run_needs_a_limit():
     with pytest.raises(ValueError, match="schedule: A run needs a limit"):
         parse_config({"model": "m", "task": {"name": "two_digit_sums"}, "schedule": {"samples_per_step": 16}})
 
 
-# ---- writing back
-
-
-def test_the_resolved_configuration_names_every_default_and_reads_back_equal(tmp_path):
+def test_the_resolved_configuration_has_all_defaults_and_round_trips(tmp_path):
     config = parse_config(with_("search_space.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
     write_config(config, tmp_path)
     stored = read_yaml_file(tmp_path / CONFIG_FILE)
@@ -233,7 +224,7 @@ def test_the_resolved_configuration_names_every_default_and_reads_back_equal(tmp
     assert stored["task"]["on_reward_error"] == "raise"
 
 
-def test_every_kind_of_task_reads_back_equal(tmp_path):
+def test_every_task_type_round_trips(tmp_path):
     own = {**OWN, "form": "trl", "reward": ["r.py:f", "m:g"], "reward_weights": [1, 0.5], "seed": 3}
     templated = {**OWN, "conversation_template": [{"role": "user", "content": "Q: {question}"}]}
     reasoning = {"reasoning_gym": "chain_sum", "sizes": {"train": 9}, "options": {"min_terms": 2}}
@@ -249,10 +240,7 @@ def test_a_hyperparameter_set_to_null_does_not_evolve():
     assert "lr" not in parse_config(override(values, ["search_space.lr=null"])).search_space
 
 
-# ---- overrides and paths
-
-
-def test_overrides_are_typed_and_the_later_wins():
+def test_overrides_are_typed_and_the_last_one_wins():
     values = override(MINIMAL, ["schedule.generations=5", "hyperparameters.lr=1e-5", "schedule.generations=7"])
     config = parse_config(values)
     assert config.schedule.generations == 7
@@ -266,12 +254,12 @@ def test_a_malformed_override_is_refused(text):
         override(MINIMAL, [text])
 
 
-def test_an_override_through_a_value_is_refused():
+def test_an_override_below_a_value_is_refused():
     with pytest.raises(ValueError, match=r"model .*'smollm2-135m'"):
         override(MINIMAL, ["model.size=3"])
 
 
-def test_paths_are_relative_to_what_names_them(tmp_path, monkeypatch):
+def test_paths_are_relative_to_their_source(tmp_path, monkeypatch):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     (project / "base").mkdir(parents=True)
     elsewhere.mkdir()
@@ -289,15 +277,12 @@ def test_paths_are_relative_to_what_names_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "someone/some-model"])
-def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path, name):
+def test_a_model_that_is_no_folder_keeps_its_name(tmp_path, name):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**MINIMAL, "model": name}))
     assert load_config(tmp_path / "c.yaml").model == name
 
 
-# ---- the packaged demo
-
-
-def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
+def test_the_demo_configuration_is_valid():
     source = importlib.resources.files("evogrpo.training.configuration") / "demo.yaml"
     config = parse_config(read_yaml(source.read_text(encoding="utf-8"), "demo.yaml"))
     assert isinstance(config.task, BuiltinTask)
@@ -309,7 +294,7 @@ def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
     assert config.schedule.generations >= 3
 
 
-def test_an_objective_survives_being_written_and_read(tmp_path):
+def test_an_objective_round_trips(tmp_path):
     config = parse_config(_merged(MINIMAL, FULL))
     objective = config.agent.objective
     assert {name: getattr(objective, name) for name in FULL["agent"]["objective"]} == FULL["agent"]["objective"]
@@ -319,7 +304,7 @@ def test_an_objective_survives_being_written_and_read(tmp_path):
     assert load_config(tmp_path / CONFIG_FILE) == config
 
 
-def test_a_value_can_be_none_in_a_file_and_in_an_override(tmp_path):
+def test_null_is_a_value_in_files_and_overrides(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(_merged(MINIMAL, {"hyperparameters": {"advantage_clip": 2.0}})))
     assert load_config(path).hyperparameters.advantage_clip == 2.0
@@ -329,7 +314,7 @@ def test_a_value_can_be_none_in_a_file_and_in_an_override(tmp_path):
     assert config.hyperparameters.gamma == 0.9
 
 
-def test_an_imported_configuration_is_one_of_ours():
+def test_an_imported_configuration_is_valid():
     keys = {"adv_estimator": "grpo", "rollout_batch_size": 4, "num_return_sequences_in_group": 8, "gamma": 0.9}
     keys |= {"response_length": 64, "prompt_length": 32, "seed": 3, "dual_clip_loss": True}
     imported = Objective.from_roll(keys)
@@ -339,9 +324,6 @@ def test_an_imported_configuration_is_one_of_ours():
     assert config.hyperparameters == Hyperparameters(**imported.hyperparameters)
     assert (config.agent.max_output_tokens, config.seed) == (64, 3)
     assert (config.schedule.samples_per_step, config.task.max_prompt_length) == (32, 32)
-
-
-# ---- questions of files and of the hub
 
 
 @pytest.mark.parametrize(
@@ -354,17 +336,17 @@ def test_an_imported_configuration_is_one_of_ours():
         ("a.json", '[{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]'),
     ],
 )
-def test_files_are_read_with_or_without_a_byte_order_mark(tmp_path, name, content):
+def test_byte_order_marks_are_ignored(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
     assert read_rows(tmp_path / name) == [{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]
 
 
-def test_what_separates_columns_is_looked_for_outside_of_quotes(tmp_path):
+def test_separators_in_quotes_are_ignored(tmp_path):
     (tmp_path / "a.csv").write_text('question;"source, year";answer\n2+2?;"x; y, 3";4\n')
     assert read_rows(tmp_path / "a.csv") == [{"question": "2+2?", "source, year": "x; y, 3", "answer": "4"}]
 
 
-def test_rows_may_be_huge(tmp_path):
+def test_rows_may_be_very_large(tmp_path):
     (tmp_path / "a.csv").write_text(f"question,answer\n{'x' * 300_000},y\n")
     assert len(read_rows(tmp_path / "a.csv")[0]["question"]) == 300_000
 
@@ -379,14 +361,14 @@ def test_rows_may_be_huge(tmp_path):
         ("a.jsonl", '{"question": "a"}\nnot json\n', "line 2 of"),
     ],
 )
-def test_files_that_are_not_what_they_seem_are_refused_by_row(tmp_path, name, content, message):
+def test_invalid_rows_are_refused_with_their_number(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name)
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_a_file_that_is_not_there_is_answered_with_those_that_are(tmp_path, ending):
+def test_a_missing_file_lists_the_existing_ones(tmp_path, ending):
     pytest.importorskip("datasets", reason="reads .parquet files")
     asked = tmp_path / f"sum.{ending}"
     with pytest.raises(ValueError, match=r"there is no such file: paths in a configuration are relative to it"):
@@ -399,13 +381,13 @@ def test_a_file_that_is_not_there_is_answered_with_those_that_are(tmp_path, endi
         read_rows(asked)
 
 
-def test_a_task_is_called_by_the_names_of_its_files():
+def test_a_task_is_named_by_its_files():
     task = {**OWN, "dataset": {"train": "/far/away/sums.csv"}, "reward": "/far/away/mine.py:score"}
     assert parse_config({**MINIMAL, "task": task}).task.label == "sums.csv, mine.py:score"
     assert parse_config({**MINIMAL, "task": task | {"reward": "json:loads"}}).task.label == "sums.csv, json:loads"
 
 
-def test_a_dataset_of_the_hub_is_named_by_its_id(tmp_path):
+def test_a_hub_dataset_is_named_by_its_id(tmp_path):
     task = {**OWN, "dataset": {"hub": "openai/gsm8k", "subset": "main", "test": "test"}}
     config = parse_config({**MINIMAL, "task": task})
     assert config.task.label.startswith("openai/gsm8k main, ")
@@ -421,12 +403,12 @@ def test_a_dataset_of_the_hub_is_named_by_its_id(tmp_path):
     ("dataset", "message"),
     [({}, "train must be given"), ({"train": "a.csv", "subset": "main"}, "subset and revision")],
 )
-def test_a_dataset_that_is_not_named_is_refused(dataset, message):
+def test_unnamed_datasets_are_refused(dataset, message):
     with pytest.raises(ValueError, match=message):
         parse_config({**MINIMAL, "task": {**OWN, "dataset": dataset}})
 
 
-def test_a_local_folder_is_read_as_the_hub_is(tmp_path, monkeypatch):
+def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: in Python as on the command line, on a terminal, in a notebook and in a log."""
+"""Display of a run: terminal, notebook and log."""
 
 import dataclasses
 import io
@@ -22,15 +22,15 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def on_a_terminal(monkeypatch):
-    """Let stdout write to a terminal of 80 columns, and return it."""
-    stream = Terminal()  # in the test itself: pytest changes stdout after fixtures
+    """Redirect stdout to a terminal of 80 columns and return it."""
+    stream = Terminal()  # in the test: pytest changes stdout after fixtures
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
@@ -44,25 +44,22 @@ def quick_run(**options):
 
 
 def drawn(shown, width=80):
-    """Return what a terminal would show of it right now."""
+    """Return the text on the terminal."""
     console = Console(file=io.StringIO(), force_terminal=False, width=width)
     console.print(shown)
     return console.file.getvalue()
 
 
-# ---- in Python
-
-
-def test_nothing_is_shown_where_nobody_looks(capfd):
+def test_nothing_is_shown_without_a_terminal(capfd):
     assert len(list(quick_run())) == 2
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_shows_the_run_and_is_left_to_the_loop(monkeypatch, tmp_path):
+def test_a_terminal_shows_the_run(monkeypatch, tmp_path):
     terminal = on_a_terminal(monkeypatch)
     for generation in quick_run(run_dir=tmp_path / "run"):
-        assert sys.stdout is terminal  # nothing stands between the loop and its terminal
-        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h")  # the cursor is back
+        assert sys.stdout is terminal  # stdout is restored between reports
+        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h")
         print("mine", generation.generation)
     said = CONTROL.sub("", terminal.getvalue())
     for text in ("measuring the untrained base", "untrained base: fitness", "mine 1"):
@@ -74,7 +71,7 @@ def test_a_terminal_shows_the_run_and_is_left_to_the_loop(monkeypatch, tmp_path)
     assert "Generation 3 of 3" in CONTROL.sub("", terminal.getvalue())
 
 
-def test_what_is_printed_meanwhile_goes_above_the_display(monkeypatch):
+def test_printed_text_stays_above_the_display(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
 
     def chatty(completion, answer, question):
@@ -87,7 +84,7 @@ def test_what_is_printed_meanwhile_goes_above_the_display(monkeypatch):
     assert all(CONTROL.sub("", line).strip() == "thinking of it" for line in lines if "thinking" in line)
 
 
-def test_a_loop_that_is_left_leaves_a_clean_terminal(monkeypatch):
+def test_leaving_the_loop_cleans_the_terminal(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     run = quick_run()
     for _ in run:
@@ -99,13 +96,13 @@ def test_a_loop_that_is_left_leaves_a_clean_terminal(monkeypatch):
     assert "enough after learning step 2; nothing was recorded" in CONTROL.sub("", terminal.getvalue())
 
 
-def test_an_error_of_the_users_leaves_a_clean_terminal(monkeypatch):
+def test_an_error_of_user_code_cleans_the_terminal(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
 
     calls = iter(range(100))
 
     def broken(completion, answer, question):
-        if next(calls) > 4:  # the first call tries it, before anything is shown
+        if next(calls) > 4:  # the first call is the trial, before anything is shown
             raise KeyError("mine")
         return 0.0
 
@@ -119,13 +116,13 @@ def test_an_error_of_the_users_leaves_a_clean_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
-def test_who_asks_decides(monkeypatch, progress, shown):
+def test_progress_and_terminal_decide(monkeypatch, progress, shown):
     terminal = on_a_terminal(monkeypatch)
     list(quick_run(progress=progress))
     assert ("Generation 2 of 2" in terminal.getvalue()) is shown
 
 
-def test_a_log_gets_lines_where_they_are_asked_for(capfd):
+def test_a_log_gets_lines_if_requested(capfd):
     list(quick_run(progress=True))
     output, errors = capfd.readouterr()
     assert not CONTROL.search(output)
@@ -135,15 +132,12 @@ def test_a_log_gets_lines_where_they_are_asked_for(capfd):
 
 
 @pytest.mark.parametrize("progress", ["yes", 2, 0.5])
-def test_progress_is_a_choice_of_three(progress):
+def test_progress_has_three_values(progress):
     with pytest.raises(ValueError, match="progress must be True, False or None"):
         quick_run(progress=progress)
 
 
-# ---- how far it is
-
-
-def test_the_bar_moves_inside_every_part_of_a_run():
+def test_the_bar_advances_in_every_part_of_a_run():
     console = Console(file=io.StringIO(), force_terminal=False)
     heard = []
 
@@ -170,7 +164,7 @@ def test_the_bar_moves_inside_every_part_of_a_run():
         "testing on 36 questions",
     ]
     inside = list(within.values())
-    assert inside == sorted(set(inside))  # every part is further than the one before
+    assert inside == sorted(set(inside))  # every part is further than the previous one
     assert fractions == sorted(fractions)
     assert fractions[0] == 0
     assert inside[-1] <= fractions[-1] + 1e-9 <= 1 + 2e-9
@@ -178,7 +172,7 @@ def test_the_bar_moves_inside_every_part_of_a_run():
     assert max(len(line) for _, _, shown in heard for line in shown.split("\n")) <= 80
 
 
-def test_the_star_marks_what_is_kept():
+def test_the_star_marks_the_best_member():
     falling = iter(range(10**6, 0, -1))
     console = Console(file=io.StringIO(), width=140)
     run = tiny_run(None, env=tiny_env(reward_fn=lambda completion, answer, question: float(next(falling))))
@@ -194,7 +188,7 @@ def test_the_star_marks_what_is_kept():
 
 
 @pytest.mark.parametrize("width", [140, 80])
-def test_a_member_whose_rewards_never_differ_is_named_in_the_table(width):
+def test_a_member_with_constant_rewards_is_marked(width):
     def score(completion, answer, question):
         return 1.0
 
@@ -208,10 +202,7 @@ def test_a_member_whose_rewards_never_differ_is_named_in_the_table(width):
     assert "equal" not in member_note(learning, report, short=width < 100)
 
 
-# ---- in a notebook
-
-
-def test_a_notebook_shows_one_output_that_changes_and_is_emptied(monkeypatch):
+def test_a_notebook_updates_and_clears_one_output(monkeypatch):
     shown = []
 
     class Handle:
@@ -226,7 +217,7 @@ def test_a_notebook_shows_one_output_that_changes_and_is_emptied(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
     region = NotebookRegion(Console(file=io.StringIO(), width=60), Text("half <done>"))
     with region:
-        region.refresh()  # too soon after the first drawing
+        region.refresh()  # too soon after the first update
         region._drawn -= 1
         region.refresh()
     assert [text.count("half &lt;done&gt;") for text in shown] == [1, 1, 0]
@@ -234,7 +225,7 @@ def test_a_notebook_shows_one_output_that_changes_and_is_emptied(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
-def test_names_of_hyperparameters_stand_whole_in_one_line(width):
+def test_hyperparameter_names_stay_on_one_line(width):
     console = Console(file=io.StringIO(), width=width)
     run = tiny_run(None, generations=1)
     names = ["lr", "clip_coef", "update_epochs"]

@@ -1,4 +1,4 @@
-"""A run from which nothing can be learnt says so early, once, with what to change."""
+"""Warning about rewards without a learning signal."""
 
 import warnings
 
@@ -20,15 +20,15 @@ def run(env, **schedule):
 
 
 @pytest.mark.parametrize("value", [0.0, 1, -2.5])
-def test_a_constant_reward_is_told_of_once(value):
+def test_constant_rewards_warn_once(value):
     messages, told = run(tiny_env(reward_fn=lambda completion, answer, question: value))
     (message,) = messages
     assert f"the first 3 learning steps: all rewards were {value:g}" in message
     assert "partial credit" in message
-    assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's own line
+    assert {each.filename for each in told if str(each.message) == message} == {__file__}  # the user's line
 
 
-def test_a_reward_that_only_questions_decide_is_told_of():
+def test_rewards_that_depend_on_the_question_only_warn():
     def by_question(completion, answer, question):
         return float(answer)
 
@@ -36,7 +36,7 @@ def test_a_reward_that_only_questions_decide_is_told_of():
     assert "the first 2 learning steps: all rewards within each group were equal" in message
 
 
-def test_rewards_that_differ_once_are_enough():
+def test_one_difference_prevents_the_warning():
     seen = []
 
     def late(completions, **_):
@@ -47,7 +47,7 @@ def test_rewards_that_differ_once_are_enough():
     assert run(tiny_env())[0] == []
 
 
-def test_a_reward_that_never_applies_is_told_of():
+def test_rewards_that_never_apply_warn():
     calls = []
 
     def held_out_only(completions, **_):
@@ -58,14 +58,14 @@ def test_a_reward_that_never_applies_is_told_of():
     assert "no reward applied to any sample" in message
 
 
-def test_small_networks_that_always_earn_the_same_are_told_of():
+def test_constant_returns_of_environments_warn():
     env = GymnasiumGroups("MountainCar-v0", max_episode_steps=5)
     population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
     with pytest.warns(UserWarning, match="all rewards were -5"):
         list(evolve(population, env, **(BRIEF | {"generations": 1, "steps_per_generation": 3})))
 
 
-def test_a_run_that_goes_on_is_past_its_first_steps(tmp_path):
+def test_a_resumed_run_does_not_warn(tmp_path):
     def solved(completion, answer, question):
         return 1.0
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run in an environment of the caller's own, made and stored as by Stable-Baselines3."""
+"""EvalCallback: evaluations stored as by Stable-Baselines3."""
 
 import gymnasium
 import numpy as np
@@ -17,14 +17,14 @@ def limited(steps=20):
 
 
 class Tells(gymnasium.Wrapper):
-    """Tells at an episode's end whether it went well, as goal environments do."""
+    """Reports success at an episode's end, as goal environments do."""
 
     def step(self, action):
         seen, reward, terminated, truncated, info = self.env.step(action)
         return seen, reward, terminated, truncated, {**info, "is_success": bool(truncated)}
 
 
-def test_evaluations_are_logged_and_the_best_is_kept(tmp_path):
+def test_evaluations_are_logged_and_the_best_is_saved(tmp_path):
     evaluation = EvalCallback(
         limited(), n_eval_episodes=3, eval_freq=1, log_path=tmp_path / "logs", best_model_save_path=tmp_path / "kept"
     )
@@ -48,8 +48,7 @@ def test_evaluations_are_logged_and_the_best_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_the_file_is_that_of_stable_baselines3(told, tmp_path):
-    """Its own callback and ours, in the same environment: the same arrays, for whoever reads them."""
+def test_the_file_equals_stable_baselines3s(told, tmp_path):
     pytest.importorskip("stable_baselines3")
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import EvalCallback as TheirCallback
@@ -76,8 +75,8 @@ def test_the_file_is_that_of_stable_baselines3(told, tmp_path):
             assert (stored[name].dtype, stored[name].shape) == (expected[name].dtype, expected[name].shape), name
 
 
-def test_returns_are_those_of_evaluate_policy():
-    """Greedy episodes of a monitored environment, counted by Stable-Baselines3 and by us."""
+def test_returns_equal_evaluate_policy():
+    """Greedy episodes of a monitored environment, by Stable-Baselines3 and by this library."""
     pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.monitor import Monitor
@@ -89,7 +88,7 @@ def test_returns_are_those_of_evaluate_policy():
     evaluation = EvalCallback(Doubled(Monitor(limited())), n_eval_episodes=3, eval_freq=1, seed=5)
     run = train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
     mean, _ = evaluate_policy(run.best, Monitor(First(limited(), 5)), n_eval_episodes=3)
-    assert evaluation.last_mean_reward == mean  # what the monitor saw, not what is wrapped around it
+    assert evaluation.last_mean_reward == mean  # the monitor's reward, not the wrapper's around it
 
 
 class First(gymnasium.Wrapper):
@@ -104,7 +103,7 @@ class First(gymnasium.Wrapper):
         return self.env.reset(seed=seed, options=options)
 
 
-def test_it_waits_for_its_steps_and_ends_the_run_at_its_threshold():
+def test_evaluates_at_its_frequency_and_stops_at_its_threshold():
     waiting = EvalCallback(limited, n_eval_episodes=1, eval_freq=10**6)
     assert train("CartPole-v1", generations=2, callback=waiting, **SMALL).result.complete
     assert waiting.evaluations_timesteps == []
@@ -115,8 +114,7 @@ def test_it_waits_for_its_steps_and_ends_the_run_at_its_threshold():
     assert not run.result.complete
 
 
-def test_it_is_called_in_a_loop_over_evolve_and_changes_nothing_there():
-    """The members learn what they learn without it."""
+def test_a_callback_in_a_loop_over_evolve_does_not_affect_training():
     populations = []
     for evaluation in (None, EvalCallback(limited, eval_freq=1, deterministic=False)):
         env = cart_pole()
@@ -144,7 +142,7 @@ class Endless(gymnasium.Env):
         return np.zeros(4, np.float32), 1.0, False, False, {}
 
 
-def test_an_environment_without_a_limit_is_played_as_long_as_the_one_trained_in():
+def test_an_environment_without_a_limit_uses_the_training_limit():
     evaluation = EvalCallback(Endless, n_eval_episodes=2, eval_freq=1)
     train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
     assert evaluation.evaluations_length == [[20, 20]]
@@ -162,12 +160,12 @@ def test_an_environment_without_a_limit_is_played_as_long_as_the_one_trained_in(
         (limited, {"deterministic": "yes"}, "deterministic must be True or False"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_when_it_is_made(env, settings, rule):
+def test_invalid_arguments_are_refused_at_construction(env, settings, rule):
     with pytest.raises(ValueError, match=rule):
         EvalCallback(env, **settings)
 
 
-def test_members_that_do_not_fit_are_refused():
+def test_incompatible_members_are_refused():
     evaluation = EvalCallback("Pendulum-v1", eval_freq=1)
     with pytest.raises(ValueError, match="its observation_space is"):
         train("CartPole-v1", generations=1, callback=evaluation, **SMALL)

@@ -1,4 +1,4 @@
-"""The loop end to end: what it reports, what it records and what it keeps."""
+"""evolve: reports, records and saved members."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ SPENDING = {"samples_per_step": 8, "validation_questions": 6, "test_questions": 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A run that has come to its end."""
+    """A finished run."""
 
     folder: Path
     population: Any
@@ -71,7 +71,7 @@ def test_reports_are_numbered_and_frozen(run):
             report.best.fitness = 1.0
 
 
-def test_members_in_a_report_are_those_that_the_last_plan_made(run):
+def test_reported_members_are_those_of_the_last_plan(run):
     assert sum(len(report.plan.children) for report in run.reports[:-1]) > 0
     for before, after in zip(run.reports, run.reports[1:], strict=False):
         born = {child.slot: child for child in before.plan.children}
@@ -88,7 +88,7 @@ def test_members_in_a_report_are_those_that_the_last_plan_made(run):
     assert indices == list(range(len(indices)))
 
 
-def test_the_journal_holds_every_event_whole(run):
+def test_the_journal_holds_every_event(run):
     assert [event["event"] for event in run.journal] == [
         "run",
         "baseline",
@@ -146,7 +146,7 @@ def test_the_journal_holds_every_event_whole(run):
     assert run.journal[-1]["reason"] == "4 generations"
 
 
-def test_the_base_is_measured_before_anything_is_learnt(run):
+def test_the_base_is_measured_first(run):
     env = tiny_env()
     scores = evaluate(tiny_population(1).members, [0], env, "validation")[0]
     assert run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
@@ -154,7 +154,7 @@ def test_the_base_is_measured_before_anything_is_learnt(run):
     assert run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
 
 
-def test_the_best_ever_is_kept_as_it_was_when_it_earned_its_fitness(run):
+def test_the_best_member_is_saved_with_the_state_of_its_fitness(run):
     fitness = {
         (event["generation"], member["index"]): member["fitness"]
         for event in run.events("generation")
@@ -169,10 +169,10 @@ def test_the_best_ever_is_kept_as_it_was_when_it_earned_its_fitness(run):
     (test,) = run.events("test")
     assert test["index"] == kept.index
     assert test["after"]["fitness"] == pytest.approx(kept.test(tiny_env(), split="test"))
-    PeftModel.from_pretrained(tiny_model(), run.folder / "best")  # a standard adapter folder as well
+    PeftModel.from_pretrained(tiny_model(), run.folder / "best")  # also a standard adapter folder
 
 
-def test_only_the_newest_checkpoints_stay(run):
+def test_only_the_newest_checkpoints_are_kept(run):
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert names == ["generation-0003", "generation-0004"]
     names = [LOCK, "best", "checkpoints", "completions", "journal.jsonl", "tensorboard"]
@@ -189,9 +189,9 @@ def test_tensorboard_reads_the_logs(run):
     fitness = [(scalar.step, scalar.value) for scalar in logs.Scalars("fitness/slot_0")]
     expected = [(report.step - 1, pytest.approx(report.members[0].fitness)) for report in run.reports]
     assert fitness == expected
-    assert len(logs.Scalars("learning_rate/slot_3")) == 8  # what a step used
-    assert len(logs.Scalars("lr/slot_3")) == 4  # what a generation had
-    assert "loss_type/slot_3" not in logs.Tags()["scalars"]  # None, and names, are no scalars
+    assert len(logs.Scalars("learning_rate/slot_3")) == 8  # of a step
+    assert len(logs.Scalars("lr/slot_3")) == 4  # of a generation
+    assert "loss_type/slot_3" not in logs.Tags()["scalars"]  # None and names are no scalars
 
 
 def test_examples_show_one_completion_of_every_member(run):
@@ -204,8 +204,8 @@ def test_examples_show_one_completion_of_every_member(run):
             assert example.step == report.step - 1
 
 
-def test_costs_are_recorded_and_equal_where_group_sizes_are():
-    # With a divergence to measure, no completion is skipped for teaching nothing.
+def test_costs_are_recorded_and_equal_for_equal_group_sizes():
+    # With beta, completions without signal are evaluated as well.
     space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
     reports = finish(tiny_run(None, options={"hp_config": space, "min_output_tokens": 6, "beta": 0.01}, generations=2))
     steps = [report for report in reports if isinstance(report, StepReport)]
@@ -214,28 +214,28 @@ def test_costs_are_recorded_and_equal_where_group_sizes_are():
             own = [step for step in steps if step.generation == report.generation]
             (tokens,) = {member.tokens for member in report.members}
             assert 3 * tokens == sum(step.tokens for step in own)
-            # Sampled once; then one pass for the reference and two epochs, each over the same prompts and completions.
+            # Sampled once; one pass for the reference and two epochs over the same prompts and completions.
             prompt = len(tiny_env().open("train", [0]).prompts[0])
             assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
             assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in own))
             assert all(member.seconds > 0 for member in report.members)
 
 
-def test_metrics_are_means_over_the_generations_steps(run):
+def test_metrics_are_means_over_a_generations_steps(run):
     for report, events in zip(run.reports, zip(*[iter(run.events("step"))] * 2, strict=True), strict=True):
         for member in report.members:
             values = [event["members"][member.slot]["reward"] for event in events]
             assert member.metrics["reward"] == pytest.approx(sum(values) / 2)
 
 
-def test_a_run_without_a_folder_keeps_no_record(tmp_path, monkeypatch):
+def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reports = finish(tiny_run(None, generations=1))
     assert [type(report) for report in reports] == [StepReport, StepReport, GenerationReport, TestReport]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_test_split_can_be_left_alone(tmp_path):
+def test_the_test_can_be_skipped(tmp_path):
     asked = []
 
     def reward(completion, answer, question):
@@ -249,7 +249,7 @@ def test_the_test_split_can_be_left_alone(tmp_path):
     assert not held_out & set(asked)
 
 
-def test_wrapped_members_evolve_as_well():
+def test_wrapped_members_evolve():
     class Wrapped:
         def __init__(self, agent):
             self.wrapped = agent
@@ -259,7 +259,7 @@ def test_wrapped_members_evolve_as_well():
     assert population.best.wrapped.index == report.best.index
 
 
-def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
+def test_a_finished_run_has_a_result(tmp_path):
     env = tiny_env()
     run = evolve(tiny_population(2), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, **SPENDING)
     with pytest.raises(RuntimeError, match="no result"):
@@ -272,7 +272,7 @@ def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
     best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
     assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
     assert result.best.hyperparameters == best.hyperparameters
-    # What the journal has, and the paired difference of the scores: computed again from the best member's folder.
+    # Equal to the journal, and the paired difference recomputed from the best member's folder.
     (test,) = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "test"]
     assert result.test == TestReport.from_json(test)
     after = np.array(
@@ -285,10 +285,10 @@ def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
     assert result.test.gain.mean == pytest.approx(gains.mean())
     assert result.test.gain.standard_error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
     assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
-    assert list(run) == []  # it has ended: iterating again neither trains nor tests
+    assert list(run) == []  # iterating again neither trains nor tests
 
 
-def test_a_loop_that_was_left_goes_on_where_it_was():
+def test_a_left_loop_continues():
     run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
     for report in run:
         if report.generation == 1:
@@ -297,7 +297,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was():
     assert run.result.run_dir is None
 
 
-def test_a_run_that_was_stopped_has_a_result_as_well():
+def test_a_stopped_run_has_a_result():
     run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
     for _ in run:
         run.stop("enough")

@@ -1,4 +1,4 @@
-"""Code of the user's that asks for the program's end: in the middle of a run that is an error, and never success."""
+"""User code that exits the program during a run is an error."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ ENDS = {
 
 
 def status_of(work):
-    """Do something in a process that was forked off, and return its status: 99 once it is done, 98 if it raises."""
+    """Run a function in a forked process and return its status: 99 if it returns, 98 if it raises."""
     if (child := os.fork()) == 0:
         try:
             work()
@@ -37,7 +37,7 @@ def status_of(work):
 
 
 class Ending(gymnasium.Wrapper):
-    """Ends the program after some steps, in one of its methods."""
+    """Exits after some steps, in one of its methods."""
 
     end, where, left = staticmethod(lambda: None), "step", 10**9
 
@@ -54,14 +54,14 @@ class Ending(gymnasium.Wrapper):
 
 
 class EndingStrategy(Tournament):
-    """Ends the program in the place of a plan."""
+    """Exits instead of planning."""
 
     def plan(self, history, rng):
         Ending.end()
 
 
 def run_in(where, end, folder):
-    """Train until code of the user's ends the program there."""
+    """Train until user code exits at this place."""
     if where in ("reward", "async reward"):
 
         def reward(completion, answer, question):
@@ -92,18 +92,18 @@ def run_in(where, end, folder):
         ("plan", "StrategyError", "sys.exit(0)"),
     ],
 )
-def test_an_end_in_the_middle_of_a_run_is_an_error_and_the_run_is_kept(where, error, end, tmp_path, capfd):
+def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, end, tmp_path, capfd):
     shared_model()
     assert status_of(lambda: run_in(where, ENDS[end], tmp_path / "run")) == 98
     said = capfd.readouterr().err
     assert f"{error}: " in said
     assert "SystemExit" in said
     assert (tmp_path / "run" / "checkpoints" / "generation-0000").is_dir()
-    if where != "plan":  # which comes after what is saved
+    if where != "plan":  # the plan comes after the checkpoint
         assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in ("run", "baseline", "step", "stopped")
 
 
-def test_once_a_run_has_no_control_the_program_ends_as_it_likes(tmp_path):
+def test_an_exit_after_a_run_is_unchanged(tmp_path):
     run = evolve(step_population(2), cart_pole(), **QUICK)
     next(run)
 
@@ -115,7 +115,7 @@ def test_once_a_run_has_no_control_the_program_ends_as_it_likes(tmp_path):
         leave_amid()
 
 
-def test_a_handler_of_the_programs_own_may_end_it(tmp_path):
+def test_a_signal_handler_of_the_program_may_exit(tmp_path):
     class Signalled(gymnasium.Wrapper):
         def step(self, action):
             if self.unwrapped.spec is not None and (tmp_path / "go").exists():
@@ -152,7 +152,7 @@ def write_task(rewards):
     ("where", "end"),
     [("module", "raise SystemExit"), ("reward", "raise SystemExit")],
 )
-def test_no_command_ends_with_success_because_code_of_the_users_ended_it(end, where, tmp_path, monkeypatch, capfd):
+def test_commands_fail_if_user_code_exits(end, where, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     call = f"    {end}\n" if where == "reward" else "    return 0.0\n"
     write_task(f"{end if where == 'module' else ''}\ndef score(completion, answer, question):\n{call}")
@@ -174,11 +174,11 @@ def score(completion, answer, question):
 """
 
 
-def test_of_a_process_that_ended_behind_pythons_back_the_records_say_so(tmp_path, monkeypatch, capfd):
+def test_an_os_exit_shows_in_the_records(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     write_task(BEHIND)
     Path("after").write_text("60")
-    # Nobody inside a process can help that it ends so; its records can tell.
+    # A process cannot prevent os._exit; the records show it.
     assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
     assert main(["best", "run"]) == 0
     assert "still active, or killed" in " ".join(capfd.readouterr().out.split())

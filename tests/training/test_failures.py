@@ -1,4 +1,4 @@
-"""One bad member, or a mistake in the user's reward function, never costs the run."""
+"""Failed members and failing reward functions do not end a run without a checkpoint."""
 
 import warnings
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.tiny_training import (
     without_times,
 )
 
-DEADLY = 1e37  # one Adam step of this length takes weights to where the logits overflow
+DEADLY = 1e37  # one Adam step of this size makes the logits overflow
 
 
 def events(folder: Path, name: str):
@@ -34,16 +34,17 @@ def events(folder: Path, name: str):
 
 
 def with_rates(folder, rates, **choices):
-    """Return a run whose members, equal in group size, have the given learning rates."""
+    """Return a run whose members have these learning rates and equal group sizes."""
     run = tiny_run(folder, size=len(rates), options={"hp_config": None, "max_grad_norm": 1.0}, **choices)
     for agent, rate in zip(run.population, rates, strict=True):
         agent.lr = rate
     return run
 
 
-@pytest.mark.parametrize("deadly", [DEADLY, 1e38])
-@pytest.mark.parametrize("strategy", [Tournament(z=0.0), Fixed()], ids=["tournament", "none"])
-def test_a_member_that_breaks_is_replaced_by_a_healthy_clone(tmp_path, strategy, deadly):
+@pytest.mark.parametrize(
+    ("strategy", "deadly"), [(Tournament(z=0.0), DEADLY), (Fixed(), 1e38)], ids=["tournament", "none"]
+)
+def test_a_failed_member_is_replaced_by_a_healthy_clone(tmp_path, strategy, deadly):
     run = with_rates(tmp_path / "run", [1e-3, deadly, 2e-3], strategy=strategy)
     reports = run.reports()
     first = next(reports)
@@ -71,14 +72,14 @@ def test_a_member_that_breaks_is_replaced_by_a_healthy_clone(tmp_path, strategy,
     assert [member["slot"] for member in steps[2]["members"]] == [0, 1, 2]
 
 
-def test_a_network_that_gives_no_numbers_is_told_of_though_all_rewards_are_equal():
+def test_a_network_with_nan_outputs_fails_despite_equal_rewards():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 2)
 
         def forward(self, seen):
-            return self.layer(seen.log())  # of what may be negative
+            return self.layer(seen.log())  # of values that may be negative
 
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=4)
     population = GRPO.population(2, env.observation_space, env.action_space, actor_network=Broken())
@@ -86,8 +87,7 @@ def test_a_network_that_gives_no_numbers_is_told_of_though_all_rewards_are_equal
         list(evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=16, progress=False))
 
 
-def test_the_others_never_notice(tmp_path):
-    """Before the failure is known, not a bit of theirs differs from a run in which nobody broke."""
+def test_other_members_are_bit_equal_in_the_failing_step(tmp_path):
     broken, healthy = (with_rates(None, [1e-3, rate, 2e-3]) for rate in (DEADLY, 1e-3))
     one, other = (next(run.reports()) for run in (broken, healthy))
     assert one.learned[1].failed is not None
@@ -97,8 +97,8 @@ def test_the_others_never_notice(tmp_path):
         assert equal_states(state_of(broken.population[slot]), state_of(healthy.population[slot]))
 
 
-def test_what_follows_is_the_same_up_to_rounding(tmp_path):
-    """Once it is known, the others' batches are smaller: the same numbers, except for how they are rounded."""
+def test_other_members_differ_by_rounding_afterwards(tmp_path):
+    """Their batches are smaller without the failed member."""
     histories = []
     for rate in (DEADLY, 1e-3):
         reports = finish(with_rates(None, [1e-3, rate, 2e-3], strategy=Fixed(), generations=1))
@@ -116,17 +116,17 @@ def test_what_follows_is_the_same_up_to_rounding(tmp_path):
             assert step == pytest.approx(twin, abs=1e-4)
 
 
-def test_when_every_member_breaks_the_run_ends_with_the_reasons(tmp_path):
+def test_a_run_ends_if_all_members_failed(tmp_path):
     run = with_rates(tmp_path / "run", [DEADLY, DEADLY])
     with pytest.raises(RuntimeError, match=r"All members failed.*member 0: .*member 1: "):
         finish(run)
     (stopped,) = events(tmp_path / "run", "stopped")
     assert "all members failed" in stopped["reason"]
-    again = resumed_run(tmp_path / "run")  # the founders, before they failed
+    again = resumed_run(tmp_path / "run")  # the founders before they failed
     assert all(agent.failed is None for agent in again.population)
 
 
-def test_a_failed_member_is_still_failed_after_a_resume(tmp_path):
+def test_a_failed_member_stays_failed_after_a_resume(tmp_path):
     run = with_rates(tmp_path / "run", [1e-3, DEADLY, 2e-3])
     reports = run.reports()
     next(reports)
@@ -138,11 +138,8 @@ def test_a_failed_member_is_still_failed_after_a_resume(tmp_path):
     assert equal_states(final_states(tmp_path / "run"), final_states(tmp_path / "whole"))
 
 
-# ---- the user's reward function
-
-
 class Fragile:
-    """A reward function that raises at one of its calls; by its name, and else, it is `variety`."""
+    """`variety`, which raises at one of its calls."""
 
     __name__ = "variety"
 
@@ -176,25 +173,25 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_reward_function_that_raises_stops_the_run_where_it_can_be_mended(whole, tmp_path, moment):
+def test_a_raising_reward_function_stops_the_run_resumably(whole, tmp_path, moment):
     call, steps = MOMENTS[moment]
     run = tiny_run(tmp_path / "run", env=tiny_env(reward_fn=Fragile(call)))
     with pytest.raises(RewardError, match=r"'variety' raised ZeroDivisionError.*own mistake.*for the completion"):
         finish(run)
     again = resumed_run(tmp_path / "run")
-    assert again.run_state.step == steps  # nothing that was learnt is lost
+    assert again.run_state.step == steps  # all learned steps are saved
     finish(again)
     assert events_of(tmp_path / "run") == events_of(whole)
     assert equal_states(final_states(tmp_path / "run"), final_states(whole))
 
 
-def test_the_journal_says_what_stopped_the_run(tmp_path):
+def test_the_journal_records_the_error(tmp_path):
     with pytest.raises(RewardError):
         finish(tiny_run(tmp_path / "run", env=tiny_env(reward_fn=Fragile(BASELINE + 5))))
     assert [event["reason"] for event in events(tmp_path / "run", "stopped")] == ["RewardError in learning step 0"]
 
 
-def test_completions_whose_reward_raises_can_be_left_out(tmp_path):
+def test_completions_with_raising_rewards_can_be_excluded(tmp_path):
     def picky(completion: str, answer: str, question: str) -> float:
         if len(completion) % 3 == 1 and question.startswith("1"):
             raise ValueError("not this one")
@@ -207,7 +204,7 @@ def test_completions_whose_reward_raises_can_be_left_out(tmp_path):
     assert events(tmp_path / "run", "stopped")[-1]["reason"].endswith("generations")
 
 
-def test_a_reward_that_does_not_apply_to_held_out_questions_stops_the_run(tmp_path):
+def test_missing_rewards_of_held_out_questions_stop_the_run(tmp_path):
     def absent(prompts, **columns):
         return [None] * len(prompts)
 

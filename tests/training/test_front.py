@@ -1,4 +1,4 @@
-"""One line from an environment to a population that has learnt it."""
+"""`train`: one call from an environment to a trained population."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_one_line_trains_and_the_best_acts_is_saved_and_comes_back(tmp_path):
+def test_train_returns_a_best_member_that_acts_saves_and_loads(tmp_path):
     run = train("CartPole-v1", total_timesteps=600, **SMALL)
     assert run.result.complete
     assert 600 <= run.result.timesteps < 600 + 2 * 8 * 20  # at most one learning step more
@@ -50,16 +50,15 @@ def test_one_line_trains_and_the_best_acts_is_saved_and_comes_back(tmp_path):
     assert again.predict(seen, deterministic=True)[0] == action
 
 
-def test_the_best_is_who_earned_the_fitness_whoever_lives_in_its_place_now():
+def test_the_best_is_independent_of_the_population():
     run = train("CartPole-v1", generations=4, seed=3, **SMALL, strategy=Tournament(z=0.0), lr=1e-2)
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=3)
     assert run.best.test(env) == run.result.best.fitness.mean
-    run.best.load_state(run.population[0].state())  # an agent of its own
+    run.best.load_state(run.population[0].state())  # a separate agent
     assert run.best.test(env) == run.result.best.fitness.mean
 
 
-def test_it_is_the_run_that_its_parts_would_be():
-    """The same population under the same schedule, made by hand."""
+def test_train_equals_population_and_evolve():
     settings = {"lr": 3e-3, "gamma": 0.95, "group_size": 4, "batch_size": 64, "update_epochs": 1, "clip_coef": 0.2}
     space = HyperparameterConfig(gamma=RLParameter(min=0.9, max=1.0))
     network = NetworkConfig(hidden=(5,), activation="relu")
@@ -74,13 +73,13 @@ def test_it_is_the_run_that_its_parts_would_be():
     by_hand = evolve(
         population, env, strategy=Fixed(), generations=2, steps_per_generation=2, samples_per_step=8
     ).finish()
-    tests = [dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)]  # which has seconds
+    tests = [dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)]  # seconds differ
     assert tests[0] == tests[1]
     for one, other in zip(population, short.population, strict=True):
         assert equal_states(one.state(), other.state())
 
 
-def test_a_run_in_a_folder_is_one_of_the_command_line_too(tmp_path, monkeypatch, capsys):
+def test_a_run_directory_works_with_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = train("CartPole-v1", 300, run_dir="run", **SMALL)
     assert run.result.run_dir is not None
@@ -93,7 +92,7 @@ def test_a_run_in_a_folder_is_one_of_the_command_line_too(tmp_path, monkeypatch,
 
 
 class Wait:
-    """No callable, as callbacks of Stable-Baselines3 are none."""
+    """Not callable, like callbacks of Stable-Baselines3."""
 
     def on_step(self):
         return True
@@ -104,7 +103,7 @@ def make_cart_pole():
 
 
 @pytest.mark.parametrize("given", [make_cart_pole, cart_pole(seed=1), type(make_cart_pole().unwrapped)])
-def test_what_makes_environments_is_taken_in_place_of_an_id(given, tmp_path):
+def test_factories_are_accepted_instead_of_ids(given, tmp_path):
     settings = {name: value for name, value in SMALL.items() if name not in ("max_episode_steps", "validation_size")}
     if isinstance(given, GymnasiumGroups):
         del settings["test_size"]
@@ -113,13 +112,13 @@ def test_what_makes_environments_is_taken_in_place_of_an_id(given, tmp_path):
     run = train(given, 300, run_dir=tmp_path / "run", **settings)
     assert run.result.complete
     env = given if isinstance(given, GymnasiumGroups) else None
-    if env is not None:  # a folder of `evolve`'s: it goes on from Python
+    if env is not None:  # a run directory of `evolve` resumes from Python
         more = resume(tmp_path / "run", env, max_timesteps=600).finish()
         assert more.result.timesteps >= 600
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
-def test_an_ended_run_goes_on_for_more_steps_as_if_it_had_not_ended(folder, tmp_path):
+def test_an_extended_run_equals_a_longer_one(folder, tmp_path):
     run_dir = None if folder is None else tmp_path / folder
     whole = train("CartPole-v1", generations=4, **SMALL)
     parts = train("CartPole-v1", generations=2, run_dir=run_dir, **SMALL)
@@ -137,7 +136,7 @@ def test_an_ended_run_goes_on_for_more_steps_as_if_it_had_not_ended(folder, tmp_
         parts.learn(0)
 
 
-def test_a_callback_looks_at_every_generation_and_may_end_the_run():
+def test_a_callback_sees_every_generation_and_may_stop():
     seen = []
 
     def callback(run):
@@ -150,14 +149,14 @@ def test_a_callback_looks_at_every_generation_and_may_end_the_run():
     assert not run.result.complete
 
 
-def test_it_computes_in_as_many_threads_as_pay(monkeypatch):
+def test_it_uses_the_best_number_of_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before, during = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
         assert torch.get_num_threads() == 2
         train("CartPole-v1", 1, callback=lambda _: during.append(torch.get_num_threads()), **SMALL)
-        # The callback is the caller's: the run has no control then.
+        # Callbacks run in the caller's threads.
         assert during == [2]
     finally:
         torch.set_num_threads(before)
@@ -189,12 +188,12 @@ def test_it_computes_in_as_many_threads_as_pay(monkeypatch):
         ((5, 100), {}, "env must be the id of a registered environment"),
     ],
 )
-def test_what_is_meant_otherwise_is_answered_before_anything_is_played(arguments, settings, rule):
+def test_invalid_arguments_are_refused_before_anything_is_played(arguments, settings, rule):
     with pytest.raises(ValueError, match=rule):
         train(*arguments, **settings)
 
 
-def test_no_member_is_the_best_before_the_first_generation():
+def test_there_is_no_best_member_before_the_first_generation():
     env = cart_pole()
     run = evolve(step_population(2, env), env, generations=1, samples_per_step=8)
     with pytest.raises(ValueError, match="no best member"):
@@ -202,12 +201,12 @@ def test_no_member_is_the_best_before_the_first_generation():
 
 
 @pytest.mark.parametrize("wrapper", [TimeAwareObservation, "TimeAwareObservation", {"name": "TimeAwareObservation"}])
-def test_wrappers_are_classes_or_their_names(wrapper):
+def test_wrappers_are_classes_or_names(wrapper):
     brief = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "size": 1, "max_episode_steps": 5}
     run = train("CartPole-v1", wrappers=[wrapper], validation_size=2, test_size=2, progress=False, **brief)
     assert run.best.observation_space.shape == (5,)
 
 
-def test_wrappers_without_a_name_are_sent_to_where_they_can_be_given():
+def test_wrappers_without_a_name_are_refused():
     with pytest.raises(ValueError, match=r"GymnasiumGroups\(env, wrappers=\[...\]\)\), got function"):
         train("CartPole-v1", wrappers=[lambda env: env], generations=1)

@@ -1,4 +1,4 @@
-"""A reward that fails on a held-out completion: tried once more, then left out, and members are compared alike."""
+"""Failing rewards of held-out completions: one retry, then exclusion for all members."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ SPENDING = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}
 
 
 def picky(completion, answer, question):
-    """Fail on about every ninth completion, whoever asks and whenever."""
+    """Fail on about every ninth completion, independent of the caller and the time."""
     if "made-up" not in completion and sum(map(ord, completion + question)) % 9 == 0:
         raise TimeoutError("no answer")
     return variety(completion, answer, question)
@@ -32,20 +32,20 @@ def different(size):
 
 
 @pytest.mark.filterwarnings("ignore:.*left out", "ignore:.*completions excluded")
-def test_members_are_compared_by_the_questions_that_all_have_a_reward_for():
+def test_members_are_compared_on_questions_with_rewards_for_all():
     population, members = different(3), different(3).members
     full = evaluate(members, [0, 1, 2], tiny_env(reward_fn=sure), "validation")
     part = evaluate(members, [0, 1, 2], tiny_env(reward_fn=picky, on_reward_error="exclude"), "validation")
-    kept = np.isfinite(part).all(0)
-    assert 4 <= kept.sum() < len(kept)  # the case that is meant
-    assert np.array_equal(part[:, kept], full[:, kept])
+    rewarded = np.isfinite(part).all(0)
+    assert 4 <= rewarded.sum() < len(rewarded)  # some but not all failed
+    assert np.array_equal(part[:, rewarded], full[:, rewarded])
     population.evaluate(tiny_env(reward_fn=picky, on_reward_error="exclude"))
     for agent, row in zip(population, full, strict=True):
-        assert agent.fitness.scores == pytest.approx(row[kept])
+        assert agent.fitness.scores == pytest.approx(row[rewarded])
 
 
 @pytest.mark.filterwarnings("ignore:.*completions excluded")
-def test_a_run_goes_on_and_records_how_many_questions_counted(tmp_path):
+def test_a_run_records_the_number_of_rewarded_questions(tmp_path):
     env = tiny_env(reward_fn=picky, on_reward_error="exclude")
     run = evolve(different(3), env, run_dir=tmp_path / "run", **SPENDING)
     with pytest.warns(UserWarning, match="validation questions"):
@@ -59,12 +59,12 @@ def test_a_run_goes_on_and_records_how_many_questions_counted(tmp_path):
     assert run.result.test.gain.mean == pytest.approx(after.mean - before.mean)  # the same questions for both
 
 
-def test_without_leave_to_exclude_the_run_stops():
+def test_without_exclude_the_run_stops():
     with pytest.raises(Exception, match="raised TimeoutError"):
         different(2).evaluate(tiny_env(reward_fn=picky))
 
 
-def test_a_call_that_fails_once_is_made_again_on_held_out_questions_only():
+def test_failed_calls_are_retried_on_held_out_questions_only():
     calls = Counter()
 
     def shaky(completion, answer, question):
@@ -85,7 +85,7 @@ def test_a_call_that_fails_once_is_made_again_on_held_out_questions_only():
 
 
 @pytest.mark.parametrize(("missing", "refused"), [(2, False), (3, True)])
-def test_less_than_half_of_the_questions_are_not_enough(missing, refused):
+def test_rewards_for_less_than_half_of_the_questions_raise(missing, refused):
     table = np.ones((2, 4))
     table[0, : missing - 1] = np.nan
     table[1, missing - 1] = np.nan

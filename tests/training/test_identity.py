@@ -1,4 +1,4 @@
-"""One identity: what lies in a run's folder is that run's own, or it is not used."""
+"""Files of a run directory are bound to the run's id."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tiny_training import finish, resumed_run, tiny_env, tiny_run
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Return the folders of two finished runs that differ in their seed."""
+    """Return the folders of two finished runs with different seeds."""
     folders = [tmp_path_factory.mktemp("pair") / name for name in ("one", "other")]
     for seed, folder in enumerate(folders):
         finish(tiny_run(folder, options={"seed": seed}))
@@ -32,7 +32,7 @@ def swap(one: Path, other: Path) -> None:
         source.rename(target)
 
 
-def test_everything_a_run_writes_bears_its_name(pair):
+def test_every_file_holds_the_run_id(pair):
     names = []
     for folder in pair:
         (run,) = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "run"]
@@ -56,14 +56,14 @@ def test_a_checkpoint_of_another_run_is_not_used(copies):
         open_run(one)
 
 
-def test_a_checkpoint_under_another_number_is_not_used(copies):
+def test_a_renamed_checkpoint_is_not_used(copies):
     swap(generation_folder(copies[0], 3), generation_folder(copies[0], 2))
     with pytest.raises(CheckpointError, match="was written as generation 2"):
         open_run(copies[0])
 
 
 def earlier(folder: Path) -> Path:
-    """Return the best member's folder with other bytes in it, whole and of the same run."""
+    """Return the best member's folder with other valid contents of the same run."""
     tensors, record = read_checkpoint(folder / "best", kind="agent")
     record["note"]["generation"] = 1
     write_checkpoint(folder / "best", tensors, record, kind="agent", replace=True)
@@ -79,7 +79,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("reason", DAMAGE)
-def test_a_best_member_that_cannot_be_used_is_said_and_kept(copies, reason):
+def test_an_unusable_best_member_is_reported_and_kept(copies, reason):
     one, other = copies
     _, record = read_checkpoint(generation_folder(one, 3))
     DAMAGE[reason](one, other)
@@ -88,7 +88,7 @@ def test_a_best_member_that_cannot_be_used_is_said_and_kept(copies, reason):
         run = resume(one, tiny_env(), actor_network=tiny_model(), generations=4)
     assert "restore the folder first if you have a copy" in str(said[0].message)
     list(run)
-    if left:  # nothing that lay there is lost
+    if left:  # existing files are kept
         aside = one / "best-unusable-1"
         assert sorted(path.read_bytes() for path in aside.iterdir() if path.is_file()) == left
-    assert open_run(one).skipped == ()  # the best of what came after has taken its place
+    assert open_run(one).skipped == ()  # replaced by the best of the later generations

@@ -1,4 +1,4 @@
-"""Runs in the kernel of a notebook: shown while they go on, stopped by its interrupt, rewarded in its event loop."""
+"""Runs in a notebook kernel: display, interrupt and event loop."""
 
 import queue
 import time
@@ -32,7 +32,7 @@ evolve(writers, spoken, generations=1, steps_per_generation=1, samples_per_step=
 
 
 class Kernel:
-    """A kernel, cell by cell."""
+    """A kernel that runs cells."""
 
     def __init__(self) -> None:
         manager = pytest.importorskip("jupyter_client.manager", reason="needs the extra tutorials")
@@ -40,7 +40,7 @@ class Kernel:
         self.manager, self.client = manager.start_new_kernel(cwd=None)
 
     def run(self, code: str, interrupt: bool = False) -> list[tuple[str, dict]]:
-        """Return the messages of a cell; interrupted, if that is asked for, once it has shown a generation."""
+        """Return the messages of a cell; optionally interrupt it after its first generation."""
         cell, found, asked = self.client.execute(code), [], False
         ends = time.monotonic() + 120
         while time.monotonic() < ends:
@@ -97,7 +97,7 @@ def test_a_report_is_a_figure(kernel, tmp_path):
     assert set(result["data"]) == {"image/png", "text/plain"}
 
 
-def test_async_rewards_run_inside_the_event_loop_and_leave_it_alone(kernel):
+def test_async_rewards_run_inside_the_event_loop(kernel):
     messages = kernel.run(ASYNC)
     assert [content for kind, content in messages if kind == "error"] == []
     (result,) = [content for kind, content in messages if kind == "execute_result"]

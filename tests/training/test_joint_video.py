@@ -1,4 +1,4 @@
-"""Videos of several agents: what is on them, who earned what, and that they show what fitness is measured on."""
+"""Videos of several agents."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ imageio = pytest.importorskip("imageio.v3")
 
 
 class Legal(joint_probes.Masked):
-    """Two of three actions are legal, any other one costs; drawn in black."""
+    """Two of three actions are legal, others cost; rendered in black."""
 
     def __init__(self, render_mode=None):
         super().__init__()
@@ -24,7 +24,7 @@ class Legal(joint_probes.Masked):
 
 
 class Turns(joint_probes.Painted):
-    """Only one agent at a time has a legal action, and the others must do nothing: their first action."""
+    """Only one agent at a time has a legal action; the others must take their first action."""
 
     def masks(self):
         turn = self.agents[self.time % 3] if self.agents else None
@@ -62,22 +62,22 @@ def test_a_video_shows_every_state_of_a_joint_episode(tmp_path):
 
 
 @pytest.mark.parametrize("policies", ["shared", "independent"])
-def test_what_is_filmed_is_what_fitness_is_measured_on(tmp_path, policies):
+def test_recorded_episodes_equal_evaluated_ones(tmp_path, policies):
     env = PettingZooGroups(Legal, validation_size=2, test_size=2)
     agent = team(env, policies=policies)
     records = record_video(agent, env, tmp_path / "team.mp4", episodes=2)
     earned = evaluate(agent.members, [0], env, "validation", questions=2)[0]
     assert [record.episode_return for record in records] == pytest.approx(earned.tolist())
-    assert min(record.episode_return for record in records) > 0  # nobody did what is not legal
+    assert min(record.episode_return for record in records) > 0  # no illegal action
 
 
-def test_whoever_is_not_to_move_does_nothing(tmp_path):
+def test_agents_without_a_turn_take_the_first_action(tmp_path):
     env = PettingZooGroups(Turns, validation_size=1)
     (record,) = record_video(team(env), env, tmp_path / "team.mp4", deterministic=False)
     assert record.length == 3
 
 
-def test_a_callable_does_as_well_and_episodes_can_be_cut(tmp_path):
+def test_factories_are_accepted_and_episodes_can_be_limited(tmp_path):
     env = PettingZooGroups(joint_probes.Painted)
     (record,) = record_video(team(env), joint_probes.Painted, tmp_path / "team.mp4", max_episode_steps=2, seeds=[5])
     assert (record.seed, record.length, record.truncated) == (5, 2, True)
@@ -95,14 +95,14 @@ def test_a_callable_does_as_well_and_episodes_can_be_cut(tmp_path):
         ("mpe2.simple_spread_v3", "env must .*got str"),
     ],
 )
-def test_what_cannot_be_filmed_is_refused_before_it_is_played(tmp_path, make, message):
+def test_invalid_arguments_are_refused_before_playing(tmp_path, make, message):
     agent = team(PettingZooGroups(joint_probes.Favours))
     with pytest.raises(ValueError, match=message):
         record_video(agent, make, tmp_path / "team.mp4")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_members_are_filmed_where_they_act(tmp_path):
+def test_members_are_recorded_in_their_own_environment(tmp_path):
     other = PettingZooGroups(joint_probes.Painted, env_kwargs={"agents": ("one", "two")})
     agent = team(PettingZooGroups(joint_probes.Painted))
     with pytest.raises(ValueError, match="observation_spaces"):
@@ -111,12 +111,12 @@ def test_members_are_filmed_where_they_act(tmp_path):
         record_video(step_agent(), other, tmp_path / "team.mp4")
 
 
-def test_a_published_game_is_drawn_without_a_display(tmp_path):
+def test_a_published_game_is_rendered_without_a_display(tmp_path):
     make = pytest.importorskip("mpe2.simple_spread_v3").parallel_env
     pytest.importorskip("pygame")
     env = PettingZooGroups(make, env_kwargs={"max_cycles": 3})
     (record,) = record_video(team(env), env, tmp_path / "team.mp4")
     frames = frames_of(record.path)
     assert frames.shape[:2] == (4, 700)
-    assert frames.min() < 50 < 250 < frames.max()  # something on white
+    assert frames.min() < 50 < 250 < frames.max()  # dark pixels on white
     assert record.episode_return == pytest.approx(sum(record.returns.values()))

@@ -1,4 +1,4 @@
-"""A key in the wrong section, or by the name that it has elsewhere, is answered with the place that it has here."""
+"""Misplaced keys are refused with the right place."""
 
 import pytest
 
@@ -37,7 +37,7 @@ BASE = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
         ("agent.learning_rate_schedule=5", None),
     ],
 )
-def test_a_key_is_answered_with_its_place(given, place):
+def test_misplaced_keys_are_refused_with_their_place(given, place):
     with pytest.raises(ValueError, match="nknown key") as caught:
         parse_config(override(BASE, [given]))
     if place is None:
@@ -58,12 +58,12 @@ def test_a_key_is_answered_with_its_place(given, place):
         ("search_space.lr={low: 1}", "it is called 'min' here"),
     ],
 )
-def test_what_has_no_place_or_is_in_the_right_one_is_answered_as_elsewhere(given, said):
+def test_unknown_keys_get_the_usual_error(given, said):
     with pytest.raises(ValueError, match=said):
         parse_config(override(BASE, [given]))
 
 
-def test_the_command_line_answers_in_one_line(tmp_path, monkeypatch, capsys):
+def test_the_command_line_reports_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--env", "CartPole-v1", "learning_rate=1e-3"]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Fitness by held-out answers, greedy and sampled, by training rewards, and by both; what it costs; that it resumes."""
+"""Fitness by greedy and sampled evaluation, by training rewards, and by both; costs and resumption."""
 
 from dataclasses import replace
 
@@ -73,10 +73,7 @@ def kind(request):
     return KINDS[request.param]()
 
 
-# ---- sampled answers
-
-
-def test_sampled_answers_depend_on_member_and_question_alone(kind):
+def test_sampled_evaluations_depend_on_member_and_question_only(kind):
     members, env = kind
     whole, spent = evaluate_questions(members, env, validation(range(6), (0, 1, 2), answers=3))
     again, _ = evaluate_questions(members, env, validation((4, 1), (2,), answers=3))
@@ -85,7 +82,7 @@ def test_sampled_answers_depend_on_member_and_question_alone(kind):
     assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
 
 
-def test_members_that_are_alike_answer_alike_so_that_luck_cancels(kind):
+def test_equal_members_sample_equal_completions(kind):
     members, env = kind
     members.banks.inherit([1, 1, 1])
     rewards, tokens = evaluate_questions(members, env, validation((0, 1, 2, 3), (0, 1, 2), answers=4))
@@ -93,7 +90,7 @@ def test_members_that_are_alike_answer_alike_so_that_luck_cancels(kind):
     assert len(set(tokens)) == 1
 
 
-def test_sampled_answers_are_draws_of_the_policy_not_its_likeliest_ones():
+def test_sampled_evaluations_use_the_policys_distribution():
     members, env = networks()
     greedy, _ = evaluate_questions(members, env, validation((0, 1, 2, 3), (0,)))
     few, many = (
@@ -101,17 +98,17 @@ def test_sampled_answers_are_draws_of_the_policy_not_its_likeliest_ones():
     )
     assert not np.array_equal(few, many)
     assert not np.array_equal(few, greedy)
-    # An untrained policy falls after about twenty steps, whichever way it begins.
+    # An untrained policy falls after about twenty steps.
     assert 15 < many.mean() < 30
 
 
-def test_steps_of_evaluations_are_those_that_were_played():
+def test_environment_steps_of_evaluations_are_counted():
     members, env = networks()
     rewards, steps = evaluate_questions(members, env, validation((0, 1, 2), (2, 0), answers=2))
     assert steps == tuple((2 * rewards).sum(axis=1).astype(int))  # CartPole rewards every step with 1
 
 
-def test_tokens_of_evaluations_are_prompts_once_and_answers():
+def test_tokens_of_evaluations_count_prompts_once():
     members, env = language()
     heard = []
     wrapped = members.sampler.sample
@@ -132,11 +129,8 @@ def test_tokens_of_evaluations_are_prompts_once_and_answers():
     assert list(tokens) == [length + sum(map(len, opened.prompts)) for length in lengths]
 
 
-# ---- races
-
-
 class Choice(gymnasium.Env):
-    """One step: the second action pays one more than the first, beside what the start pays."""
+    """One step: the second action pays one more than the first, on top of the start's reward."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -152,7 +146,7 @@ class Choice(gymnasium.Env):
 
 @pytest.fixture(scope="module")
 def unequal():
-    """Return members of whom the first has learnt to choose, and the others have not."""
+    """Return members of which only the first was trained."""
     env = GymnasiumGroups(Choice, validation_size=40)
     population = step_population(3, env, lr=0.1)
     for step in range(6):
@@ -162,7 +156,7 @@ def unequal():
 
 
 @pytest.mark.parametrize("rival", [None, 0.4, 1e6])
-def test_a_race_asks_prefixes_and_its_leader_everything_unless_it_is_behind_the_best_ever(unequal, rival):
+def test_races_evaluate_prefixes_and_the_leader_completely(unequal, rival):
     members, env = unequal
     best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
     config = FitnessConfig(sampled=True, racing=True)
@@ -178,9 +172,6 @@ def test_a_race_asks_prefixes_and_its_leader_everything_unless_it_is_behind_the_
     assert found.fitness[2].mean == pytest.approx(found.fitness[0].mean + gap)
 
 
-# ---- training rewards
-
-
 def rewards_by_member(reports):
     """Return every member's mean reward in each learning step, by generation and index."""
     found = {}
@@ -192,7 +183,7 @@ def rewards_by_member(reports):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_rollouts_are_the_mean_rewards_of_the_last_half_of_the_steps(steps):
+def test_rollout_fitness_is_the_mean_reward_of_the_last_half_of_the_steps(steps):
     run = step_run(None, fitness="rollouts", steps_per_generation=steps, generations=2, samples_per_step=16)
     reports = finish(run)
     earned = rewards_by_member(reports)
@@ -205,7 +196,7 @@ def test_rollouts_are_the_mean_rewards_of_the_last_half_of_the_steps(steps):
         assert member.measured.keys() == {"rollouts"}
 
 
-def test_members_of_different_group_sizes_are_paired_by_their_common_starts():
+def test_members_of_different_group_sizes_are_paired_by_common_starts():
     run = step_run(None, fitness="rollouts", generations=1, samples_per_step=16)
     run.population[0].group_size, run.population[1].group_size = 2, 8
     finish(run)
@@ -214,7 +205,7 @@ def test_members_of_different_group_sizes_are_paired_by_their_common_starts():
     assert few.by_key.keys() < many.by_key.keys()
 
 
-def test_by_rollouts_nothing_is_asked_but_the_test_and_the_first_step_stands_for_the_untrained():
+def test_rollout_fitness_evaluates_only_the_test():
     env = cart_pole()
     run = step_run(None, fitness="rollouts", env=env, generations=2, samples_per_step=8, options={"hp_config": None})
     reports = finish(run)
@@ -227,7 +218,7 @@ def test_by_rollouts_nothing_is_asked_but_the_test_and_the_first_step_stands_for
 
 @pytest.mark.parametrize("fitness", ["rollouts", "both"])
 @pytest.mark.parametrize("budget", [1, 150, 400, 900])
-def test_a_budget_that_cuts_a_generation_short_never_breaks_a_run(fitness, budget):
+def test_a_token_limit_within_a_generation_works(fitness, budget):
     sizes = {"size": 3, "samples_per_step": 8, "steps_per_generation": 4, "generations": None}
     run = step_run(None, fitness=fitness, max_timesteps=budget, options={"group_size": 8}, **sizes)
     finish(run)
@@ -237,7 +228,7 @@ def test_a_budget_that_cuts_a_generation_short_never_breaks_a_run(fitness, budge
 
 
 @pytest.mark.parametrize("way", ["rollouts", "both"])
-def test_by_rollouts_a_lone_start_is_refused_with_the_remedy_before_anything_is_done(way):
+def test_rollout_fitness_of_a_single_start_is_refused(way):
     lone = {"fitness": way, "samples_per_step": 8, "options": {"group_size": 8, "hp_config": None}}
     for steps in (1, 2):
         with pytest.raises(ValueError, match="samples_per_step"):
@@ -245,11 +236,8 @@ def test_by_rollouts_a_lone_start_is_refused_with_the_remedy_before_anything_is_
     step_run(None, steps_per_generation=3, **lone)  # two of them count
 
 
-# ---- greedy answers that tell too little
-
-
 class Doors(gymnasium.Env):
-    """One of two doors, nobody sees which, is the right one; a few may be tried in a row."""
+    """One of two doors is right, without a hint; several may be tried."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -269,7 +257,7 @@ class Doors(gymnasium.Env):
 
 
 @pytest.mark.parametrize(("tries", "way", "blind"), [(12, {}, 1), (12, {"sampled": True}, 0), (1, {}, 0)])
-def test_it_is_said_once_where_greedy_answers_earn_far_less_than_training_does(tries, way, blind, recwarn):
+def test_a_large_gap_between_greedy_and_training_rewards_warns_once(tries, way, blind, recwarn):
     env = GymnasiumGroups(lambda: Doors(tries), validation_size=40, test_size=2)
     finish(
         step_run(None, size=2, env=env, fitness=way, samples_per_step=32, generations=2, options={"hp_config": None})
@@ -277,10 +265,7 @@ def test_it_is_said_once_where_greedy_answers_earn_far_less_than_training_does(t
     assert sum("with greedy answers to validation questions" in str(each.message) for each in recwarn) == blind
 
 
-# ---- both
-
-
-def test_by_both_plans_go_by_rollouts_and_the_best_is_chosen_on_validation(tmp_path):
+def test_fitness_by_both_plans_by_rollouts_and_selects_the_best_on_validation(tmp_path):
     run = step_run(tmp_path / "run", size=4, fitness={"by": "both", "candidates": 2, "z": 99.0}, samples_per_step=16)
     reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
     crowned = []
@@ -300,7 +285,7 @@ def test_by_both_plans_go_by_rollouts_and_the_best_is_chosen_on_validation(tmp_p
     assert agent.test(cart_pole()) == pytest.approx(max(crowned))
 
 
-def test_candidates_are_the_best_and_who_is_within_the_noise_of_it():
+def test_candidates_are_the_best_and_those_within_the_noise():
     rng = np.random.default_rng(0)
     noise = rng.normal(size=40)
     levels = {0: 0.0, 1: 1.0, 2: 0.99, 3: -5.0}
@@ -313,11 +298,8 @@ def test_candidates_are_the_best_and_who_is_within_the_noise_of_it():
     assert candidates(fitness, 1e9, 4) == [0, 1, 2, 3]
 
 
-# ---- whichever way
-
-
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_run_that_is_stopped_amid_a_generation_goes_on_as_if_it_had_not(way, tmp_path):
+def test_a_stopped_run_resumes_equal(way, tmp_path):
     quick = {"generations": 2, "samples_per_step": 16, "env": cart_pole(validation_size=10)}
     whole = step_run(tmp_path / "whole", fitness=way, **quick)
     finish(whole)
@@ -334,7 +316,7 @@ def test_a_run_that_is_stopped_amid_a_generation_goes_on_as_if_it_had_not(way, t
     assert again.result.evaluation.tokens == whole.result.evaluation.tokens
 
 
-def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
+def test_costs_of_evaluations_add_up(tmp_path):
     run = step_run(tmp_path / "run", fitness={"sampled": True})
     reports = finish(run)
     generations = [report for report in reports if isinstance(report, GenerationReport)]
@@ -344,7 +326,7 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
         assert min(each) > 0
         assert [record.evaluation_tokens for record in stored.slots] == each
         total = report.evaluation.tokens
-        assert sum(each) == total - spent or spent == 0  # the first total holds the untrained network's as well
+        assert sum(each) == total - spent or spent == 0  # the first total includes the untrained network's
         spent = total
     curves = generation_curves(generations[-1].members, [])
     for member in generations[-1].members:
@@ -354,7 +336,7 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
 
 
 @pytest.mark.parametrize("by", ["validation", "both", "rollouts"])
-def test_limits_that_count_evaluations_leave_room_for_them(by):
+def test_limits_that_count_evaluations_reserve_room_for_them(by):
     limits = {"generations": None, "max_timesteps": 6000, "test_questions": 0, "samples_per_step": 16}
     plain, counting = (step_run(None, count_evaluations=count, fitness=by, **limits) for count in (False, True))
     for run in (plain, counting):
@@ -362,18 +344,18 @@ def test_limits_that_count_evaluations_leave_room_for_them(by):
     assert plain.run_state.timesteps >= 6000
     spent = counting.run_state.spent(evaluations=True)["timesteps"]
     assert spent == counting.run_state.timesteps + counting.run_state.evaluation_tokens
-    # Episodes grow, and what is to come is expected to be like the latest: by a little it may be more.
+    # Episodes grow, so that the forecast may be exceeded a little.
     assert 6000 - 2 * counting.run_state.latest_timesteps < spent < 6600
     assert "would exceed max_timesteps" in counting.result.reason
     assert counting.result.best is not None
 
 
-def test_counting_evaluations_needs_a_limit_that_counts():
+def test_count_evaluations_requires_a_limit():
     with pytest.raises(ValueError, match="count_evaluations"):
         step_run(None, count_evaluations=True)
 
 
-def test_a_language_run_by_sampled_answers_and_rollouts(tmp_path):
+def test_a_language_run_by_samples_and_rollouts(tmp_path):
     run = tiny_run(tmp_path / "run", fitness={"by": "both", "sampled": True}, samples_per_step=16, generations=1)
     reports = finish(run)
     report = next(report for report in reports if isinstance(report, GenerationReport))
@@ -382,7 +364,7 @@ def test_a_language_run_by_sampled_answers_and_rollouts(tmp_path):
     assert run.result.test.measure == "sampled"
 
 
-def test_with_dynamic_sampling_groups_that_were_thrown_away_count():
+def test_discarded_groups_of_dynamic_sampling_count():
     population = tiny_population(2, objective=Objective(dynamic_sampling=2))
     constant = tiny_env(reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3"))))
     collected = population.collect(constant, step=0, samples_per_step=16, block=8)
@@ -391,11 +373,8 @@ def test_with_dynamic_sampling_groups_that_were_thrown_away_count():
     assert collected.earned == {0: wanted, 1: wanted}
 
 
-# ---- the second set
-
-
 @pytest.mark.parametrize("way", [{"by": "rollouts"}, {"by": "both", "sampled": True}], ids=str)
-def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_them_is_the_best(way, tmp_path):
+def test_finalists_are_evaluated_on_a_second_set_and_the_best_is_saved(way, tmp_path):
     env = cart_pole(validation_size=10)
     run = step_run(tmp_path / "run", fitness={"second_set": 6, "finalists": 2, **way}, env=env, samples_per_step=16)
     reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
@@ -437,7 +416,7 @@ def test_a_lucky_finalist_does_not_stay_the_best():
     assert winner(finalists, [good, good], pooled=False) == 0
 
 
-def test_a_run_goes_on_after_its_finals_and_holds_them_again(tmp_path):
+def test_a_resumed_run_holds_its_finals_again(tmp_path):
     way = {"second_set": 4, "finalists": 2}
     first = step_run(tmp_path / "run", fitness=way, env=cart_pole(validation_size=8), generations=1)
     finish(first)
@@ -447,7 +426,7 @@ def test_a_run_goes_on_after_its_finals_and_holds_them_again(tmp_path):
     assert [len(event["finalists"]) for event in events if event["event"] == "finalists"] == [1, 2]
 
 
-def test_a_kill_between_the_finals_and_their_checkpoint_holds_them_again(tmp_path, monkeypatch):
+def test_a_kill_between_finals_and_checkpoint_repeats_the_finals(tmp_path, monkeypatch):
     way, quick = {"second_set": 4, "finalists": 2}, {"generations": 2, "env": cart_pole(validation_size=8)}
     whole = step_run(tmp_path / "whole", fitness=way, **quick)
     finish(whole)
@@ -465,7 +444,7 @@ def test_a_kill_between_the_finals_and_their_checkpoint_holds_them_again(tmp_pat
     assert again.result.test.after == whole.result.test.after
 
 
-def test_a_second_set_leaves_enough_for_selection():
+def test_a_second_set_leaves_enough_questions_for_selection():
     with pytest.raises(ValueError, match="at least 2 of the 6 validation questions to selection, got 5"):
         step_run(None, fitness={"second_set": 5})
     with pytest.raises(ValueError, match="got 1: one question gives no standard error"):

@@ -1,4 +1,4 @@
-"""The memory of a run against the memory that is there: counted, said, and refused before anything heavy."""
+"""Memory estimates and limits."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ GIGABYTE = 10**9
 
 
 def limits(folder, membership, **files):
-    """Write control groups and which of them the process is in; returns the arguments of `process_memory`."""
+    """Write control groups and the process's membership; return the arguments of `process_memory`."""
     for name, value in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def limits(folder, membership, **files):
         ("0::/\n", {"memory.max": GIGABYTE}),
         ("0::/a/b\n", {"a/memory.max": GIGABYTE, "a/b/memory.max": "max"}),
         ("0::/a/b\n", {"a/b/memory.max": GIGABYTE, "a/memory.max": 2 * GIGABYTE}),
-        ("0::/of/the/machine\n", {"memory.max": GIGABYTE}),  # seen from inside a container
+        ("0::/of/the/machine\n", {"memory.max": GIGABYTE}),  # as seen inside a container
         ("9:name=systemd:/\n4:memory:/slurm/job\n0::/\n", {"memory/slurm/job/memory.limit_in_bytes": GIGABYTE}),
         (
             "4:memory:/docker/x\n",
@@ -43,18 +43,18 @@ def limits(folder, membership, **files):
         ),
     ],
 )
-def test_the_limits_of_control_groups_of_both_versions_count(tmp_path, membership, files):
+def test_limits_of_both_versions_of_control_groups(tmp_path, membership, files):
     assert process_memory(*limits(tmp_path, membership, **files)) == GIGABYTE
 
 
-def test_without_a_limit_it_is_the_machines(tmp_path):
+def test_without_a_limit_the_machines_memory_counts(tmp_path):
     machine = process_memory(tmp_path, tmp_path / "missing")
     assert machine is not None
     assert machine == process_memory(*limits(tmp_path, "0::/a\n", **{"a/memory.max": "max"}))
     assert process_memory() <= machine
 
 
-def test_processes_that_share_a_memory_need_it_together():
+def test_processes_on_one_machine_share_the_memory():
     there = process_memory()
     for count, fits in ((2, True), (3, False)):
         need = Need(size=there * 2 // 5, device="cpu", savings="population.size", processes=count)
@@ -69,11 +69,11 @@ def test_processes_that_share_a_memory_need_it_together():
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (58_613_760, "58.6 MB"), (10**12, "1000.0 GB")]
 )
-def test_bytes_are_written_in_a_unit_that_suits_them(size, text):
+def test_bytes_are_printed_in_a_suitable_unit(size, text):
     assert bytes_text(size) == text
 
 
-def test_what_is_too_much_is_refused_unless_allowed():
+def test_too_much_memory_is_refused_unless_allowed():
     small, large = (Need(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60))
     assert check_memory(small).endswith(" GB of memory")
     with pytest.raises(ValueError, match=r"needs about 1,152,921,505 GB, .* Lower population.size, or set --so"):
@@ -81,11 +81,8 @@ def test_what_is_too_much_is_refused_unless_allowed():
     assert check_memory(large, allowed=True) == check_memory(small)
 
 
-# ---- what a run needs
-
-
 class Pictures(gymnasium.Env):
-    """Shows pictures, and never ends by itself."""
+    """Images, and endless episodes."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -98,7 +95,7 @@ class Pictures(gymnasium.Env):
         return self.observation_space.low, 0.0, False, False, {}
 
 
-def test_the_pictures_of_a_batch_count():
+def test_images_of_a_batch_count():
     env = GymnasiumGroups(Pictures, max_episode_steps=10**6, validation_size=2, test_size=2)
     spaces = env.observation_space, env.action_space
     population = GRPO.population(2, *spaces, network=NetworkConfig(hidden=(4,)))
@@ -106,28 +103,28 @@ def test_the_pictures_of_a_batch_count():
     # 2 members x 64 episodes x a million steps x 12 kB, 3.5 times over
     with pytest.raises(ValueError, match=r"5,[56]\d\d GB.*samples_per_step.*skip_memory_check=True"):
         evolve(population, env, **run)
-    evolve(population, env, **run, skip_memory_check=True)  # nothing is played before it is iterated over
+    evolve(population, env, **run, skip_memory_check=True)  # nothing is played before the first iteration
 
 
-def test_a_language_model_is_counted_in_python(tmp_path):
+def test_language_models_are_checked_in_python(tmp_path):
     population = tiny_population(2, micro_batch_tokens=10**12)
     with pytest.raises(ValueError, match=r"agent\.micro_batch_tokens"):
         evolve(population, tiny_env(), generations=1, samples_per_step=8, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_states_that_members_may_go_back_to_are_counted():
-    """As many as there are members, each of weights and two moments: 12 bytes a parameter."""
+def test_kept_states_count():
+    """As many as members, each of weights and two moments: 12 bytes a parameter."""
     plain = Tournament()
     assert kept_size(plain, 8, state_size(1000)) == 8 * 12_000
     assert kept_size(replace(plain, backtrack=True), 8, state_size(1000)) == 2 * 8 * 12_000
     need = Need(size=10, device="cpu", savings="")
     assert need.with_kept(5).size == 15
-    assert replace(need, device="cuda").with_kept(5).size == 10  # they lie in the CPU's memory
+    assert replace(need, device="cuda").with_kept(5).size == 10  # they are in the CPU's memory
 
 
 @pytest.mark.parametrize("case", [test_task_types.TestLanguage, test_task_types.TestNetworks, test_task_types.TestTeam])
-def test_the_forecast_of_every_kind_of_run_counts_them(case, tmp_path):
+def test_forecasts_count_kept_states(case, tmp_path):
     values = case().values(tmp_path)
     needs = []
     for backtrack in (False, True):
@@ -138,8 +135,8 @@ def test_the_forecast_of_every_kind_of_run_counts_them(case, tmp_path):
 
 
 @pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2), ({"learn_from": "leader"}, 1)])
-def test_what_members_learn_from_others_is_counted(experience, others):
-    """250 bytes for each action of somebody else."""
+def test_shared_samples_count(experience, others):
+    """250 bytes per shared action."""
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=10**7, validation_size=2, test_size=2)
     population = GRPO.population(3, env.observation_space, env.action_space, network=NetworkConfig(hidden=(4,)))
     own = TASK_TYPES["networks"].need(population, env, Schedule(generations=1, samples_per_step=64), None)

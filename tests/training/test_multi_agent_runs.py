@@ -1,4 +1,4 @@
-"""Evolution of multi-agent members: the same loop, journal, checkpoints and resuming as for all others."""
+"""Runs of multi-agent members."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_a_team_evolves(tmp_path):
     assert best.test(env) == best.fitness.mean
 
 
-def test_children_copy_every_policy_of_their_parent():
+def test_children_copy_every_policy():
     env = environment(joint_probes.Lives)
     population = members(env)
     run = Trainer(
@@ -83,7 +83,7 @@ def test_networks_of_policies_evolve():
 
 
 @pytest.mark.parametrize("make", [joint_probes.Favours, joint_probes.Lives])
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, make):
     def begin(folder):
         env = environment(make)
         return Trainer(

@@ -1,4 +1,4 @@
-"""Names and Nones among the hyperparameters: through mutation, journal, checkpoint, report and resume."""
+"""Names and None as hyperparameters in mutation, journal, checkpoint and report."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ SPACE = HyperparameterConfig(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder and the reports of a run in which every child has another name or number."""
+    """Return the folder and the reports of a run in which every child has a changed value."""
     folder = tmp_path_factory.mktemp("names") / "run"
     population = tiny_population(
         4, hp_config=SPACE, update_epochs=2, batch_size=4, objective=Objective(loss_type="cispo", cispo_clip_low=True)
@@ -41,14 +41,14 @@ def run(tmp_path_factory):
     return folder, reports
 
 
-def test_the_founder_has_the_objectives_names_written_out_and_the_others_are_spread(run):
+def test_the_first_founder_has_the_objectives_names(run):
     members = run[1][0].members
     assert (members[0].hyperparameters.loss_type, members[0].hyperparameters.advantage) == ("cispo", "outcome")
     assert (members[0].hyperparameters.clip_low, members[0].hyperparameters.advantage_clip) == (None, None)
     assert {member.hyperparameters.loss_type for member in members[1:]} == {"grpo", "dapo", "cispo"}
 
 
-def test_every_change_is_of_another_value_of_the_space(run):
+def test_changes_are_different_values_of_the_space(run):
     for report in run[1][:-1]:
         for child in report.plan.children:
             assert set(child.changes) == set(SPACE)
@@ -58,7 +58,7 @@ def test_every_change_is_of_another_value_of_the_space(run):
                 assert new in parameter.choices if parameter.choices else 0.1 <= new <= 0.3
 
 
-def test_the_journal_carries_names_and_nulls(run):
+def test_the_journal_holds_names_and_nulls(run):
     folder, reports = run
     events = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
     for event, report in zip(events, reports, strict=True):
@@ -67,7 +67,7 @@ def test_the_journal_carries_names_and_nulls(run):
     assert events[0]["members"][0]["hyperparameters"]["clip_low"] is None
 
 
-def test_the_page_and_the_tables_show_names(run):
+def test_page_and_tables_show_names(run):
     folder, reports = run
     page = write_html(folder).read_text()
     assert ">cispo</td>" in page
@@ -85,7 +85,7 @@ def test_the_page_and_the_tables_show_names(run):
     assert "clip_low → 0.2, advantage_clip ↑" in str(member_note(born_of_none, report, short=False))
 
 
-def test_an_agent_comes_back_with_its_names_and_nones(tmp_path):
+def test_an_agent_round_trips_with_names_and_none(tmp_path):
     agent = tiny_agent(
         hp_config=SPACE, loss_type="dapo", advantage="rloo", clip_high=0.4, objective=Objective(mask_truncated=True)
     )
@@ -98,7 +98,7 @@ def test_an_agent_comes_back_with_its_names_and_nones(tmp_path):
     assert loaded.hp_config == SPACE
 
 
-def test_attributes_take_names_and_nones_and_refuse_others():
+def test_attributes_accept_names_and_none():
     agent = tiny_agent()
     agent.loss_type, agent.clip_low, agent.gamma = "dapo", 0.1, 0.9
     assert agent.hyperparameters == dataclasses.replace(
@@ -121,6 +121,6 @@ def test_attributes_take_names_and_nones_and_refuse_others():
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],
 )
-def test_an_objective_that_does_not_fit_is_refused_before_anything_is_built(make, options, rule):
+def test_an_incompatible_objective_is_refused_first(make, options, rule):
     with pytest.raises(ValueError, match=rule):
         make(**options)

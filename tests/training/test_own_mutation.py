@@ -1,4 +1,4 @@
-"""Mutations of the user's own: in Python, in a configuration, stored, and taken up again only from who holds them."""
+"""User-defined mutations."""
 
 import dataclasses
 import sys
@@ -28,7 +28,7 @@ def stop_after(run, steps):
 
 
 class OwnMutationTestCase(StrategyTestCase):
-    """Strategies with a mutation of the user's own keep the contract."""
+    """Conformance of strategies with a user-defined mutation."""
 
     def rebuilt(self, strategy):
         return dataclasses.replace(strategy)
@@ -44,10 +44,10 @@ class TestTruncationWithAnObject(OwnMutationTestCase):
         return TruncationPBT(mutation=Gaussian(width=0.05))
 
 
-def test_children_are_what_it_returns():
+def test_children_have_the_returned_hyperparameters():
     arm = Simulation(Tournament(z=0.0, mutation=halved), Surface(), wrong_founders(6, lr=1e-3), seed=0).run(4)
     changes = [child.changes["lr"] for plan in arm.plans for child in plan.children if "nothing" not in child.reason]
-    # The first two children of a parent; the others find both taken, and get any free point.
+    # The first two children of a parent; later ones find both values taken and get any other.
     ratios = [new / old for old, new in changes]
     assert {0.5, 2.0} <= {round(ratio, 6) for ratio in ratios}
 
@@ -64,14 +64,14 @@ def test_children_are_what_it_returns():
         ),
     ],
 )
-def test_what_a_member_cannot_have_is_refused(wrong, message):
+def test_invalid_results_are_refused(wrong, message):
     arm = Simulation(MutationOnly(mutation=wrong), Surface(), wrong_founders(2, lr=1e-3), seed=0)
     with pytest.raises(ValueError, match=message):
         arm.run(2)
 
 
 class Sealed:
-    """Says nothing of its settings, and has some."""
+    """Does not expose its settings."""
 
     def __init__(self, width):
         self.width = width
@@ -80,7 +80,7 @@ class Sealed:
         return hyperparameters
 
 
-def test_what_could_not_be_found_again_is_refused_before_a_run_is_recorded():
+def test_mutations_that_cannot_be_found_again_are_refused_first():
     def local(hyperparameters, space, rng):
         return hyperparameters
 
@@ -97,7 +97,7 @@ def test_what_could_not_be_found_again_is_refused_before_a_run_is_recorded():
 @pytest.mark.parametrize(
     ("own", "others"), [(halved, (Gaussian(), None)), (Gaussian(width=0.3), (Gaussian(), halved))], ids=["def", "class"]
 )
-def test_a_stopped_run_goes_on_with_it_as_if_never_stopped(tmp_path, own, others):
+def test_a_stopped_run_resumes_equal(tmp_path, own, others):
     strategy = Tournament(z=0.0, mutation=own)
     finish(tiny_run(tmp_path / "whole", strategy=strategy))
     stop_after(tiny_run(tmp_path / "run", strategy=strategy), 3)
@@ -142,7 +142,7 @@ def doubled(hyperparameters, space, rng):
 """
 
 
-def test_a_configuration_names_it_in_a_file(tmp_path):
+def test_a_configuration_names_a_mutation_in_a_file(tmp_path):
     path = write_project(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     values = yaml.safe_load(path.read_text())

@@ -1,4 +1,4 @@
-"""A strategy from outside the package: it is stored with its state, resumes, retires members and changes budgets."""
+"""User-defined strategies: storage of their state, resumption, retired members and changed budgets."""
 
 import dataclasses
 import shutil
@@ -61,19 +61,16 @@ def stop_after(run, steps):
             run.stop()
 
 
-# ---- a strategy that remembers
-
-
 @pytest.fixture(scope="module")
 def bandit(tmp_path_factory):
-    """Return the folder of a run that a Gaussian process led from its beginning to its end."""
+    """Return the folder of a finished run with the Gaussian process."""
     folder = tmp_path_factory.mktemp("bandit") / "run"
     finish(tiny_run(folder, strategy=GaussianProcess(), **LONG))
     return folder
 
 
-def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
-    """Real kills, -9, each at another moment after another generation; a new process goes on every time."""
+def test_a_run_killed_repeatedly_ends_as_if_never_killed(bandit, tmp_path):
+    """Real kills, -9, each at another moment after another generation."""
     folder, journal = tmp_path / "run", tmp_path / "run" / "journal.jsonl"
 
     def generations():
@@ -92,17 +89,17 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
     finish(resumed_run(folder, strategy=GaussianProcess))
     assert same_run(folder, bandit)
     state = open_run(folder).record["strategy_state"]
-    assert len(state["observed"]) + state["failures"] == 3 * 3  # the last generation is not planned from
+    assert len(state["observed"]) + state["failures"] == 3 * 3  # the last generation is not used for a plan
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_stopped_after_a_step_it_goes_on_as_if_it_had_not_been(bandit, tmp_path, steps):
+def test_a_stopped_run_resumes_equal(bandit, tmp_path, steps):
     stop_after(tiny_run(tmp_path / "run", strategy=GaussianProcess(), **LONG), steps)
     finish(resumed_run(tmp_path / "run", strategy=GaussianProcess()))
     assert same_run(tmp_path / "run", bandit)
 
 
-def test_the_history_is_what_the_reports_said(tmp_path):
+def test_the_history_equals_the_reports(tmp_path):
     run = tiny_run(tmp_path / "run", generations=4)
     reports = [report for report in run.reports() if isinstance(report, GenerationReport)]
     stop_after(tiny_run(tmp_path / "parts", generations=4), 5)
@@ -122,9 +119,6 @@ def test_the_history_is_what_the_reports_said(tmp_path):
             assert len(record.fitness.scores) == 8
 
 
-# ---- retired and added members, and other budgets
-
-
 @pytest.fixture(scope="module")
 def halving(tmp_path_factory):
     """Return a finished run of five generations with four slots, its reports, and its states after each generation."""
@@ -139,7 +133,7 @@ def halving(tmp_path_factory):
     return folder, run, reports, states
 
 
-def test_halves_retire_the_others_spend_twice_as_much_and_then_all_slots_fill(halving):
+def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
     _, run, reports, _ = halving
     generations = [report for report in reports if isinstance(report, GenerationReport)]
     assert [len(report.members) for report in generations] == [4, 2, 1, 4, 2]
@@ -159,7 +153,7 @@ def test_halves_retire_the_others_spend_twice_as_much_and_then_all_slots_fill(ha
     assert sum(agent.retired for agent in run.population) == 2
 
 
-def test_nobody_learns_in_a_retired_slot(halving):
+def test_retired_slots_do_not_learn(halving):
     _, _, reports, states = halving
     second = [report for report in reports if isinstance(report, GenerationReport)][1]
     living = {member.slot for member in second.members}
@@ -172,7 +166,7 @@ def test_nobody_learns_in_a_retired_slot(halving):
 
 
 @pytest.mark.parametrize("steps", [2, 4, 7])
-def test_members_that_are_retired_and_budgets_outlive_a_stop(halving, tmp_path, steps):
+def test_retired_slots_and_budgets_are_resumed(halving, tmp_path, steps):
     stop_after(tiny_run(tmp_path / "run", size=4, strategy=Halving(), generations=5), steps)
     finish(resumed_run(tmp_path / "run", strategy=Halving))
     assert same_run(tmp_path / "run", halving[0])
@@ -182,7 +176,7 @@ def winners(summary):
     return ancestors(summary, best_member(summary.generations))
 
 
-def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):
+def test_the_journal_shows_retirements_and_costs(halving, tmp_path):
     folder, _, reports, _ = halving
     events = read_journal(folder / "journal.jsonl")
     assert events[0]["strategy"] == {"name": "tests.strategies.halving:Halving", "survivors": 1}
@@ -198,7 +192,7 @@ def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):
     assert newcomers[:4] == [0, 0, 0, 3]
     assert newcomers[4] >= 1
     told = sum(newcomers) + sum(a.reason == "a new round" for a in winners(summary))
-    assert page.count("<td>a new round</td>") >= told  # other tables may tell it too
+    assert page.count("<td>a new round</td>") >= told  # other tables may show it as well
     shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
     budgets = [[line for line in lines if "samples per step" in line] for lines in shown]
     assert budgets[:2] == [
@@ -213,7 +207,7 @@ def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fails(Halving):
-    """Raises, or plans nothing, as long as it is told to."""
+    """Raises or returns no plan while configured to."""
 
     how = "raises"
 
@@ -226,7 +220,7 @@ class Fails(Halving):
 @pytest.mark.parametrize(
     ("how", "message"), [("raises", "KeyError: 'no such thing'"), ("nothing", "Plan, got NoneType")]
 )
-def test_what_was_trained_outlives_a_strategy_that_fails(tmp_path, monkeypatch, how, message):
+def test_a_failing_strategy_loses_no_training(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(Fails, "how", how)
     run = tiny_run(tmp_path / "run", size=4, strategy=Fails(), generations=2)
     with pytest.raises(StrategyError, match=f"Fails cannot plan: .*{message}"):
@@ -245,7 +239,7 @@ def test_what_was_trained_outlives_a_strategy_that_fails(tmp_path, monkeypatch, 
         assert torch.equal(value, open_run(tmp_path / "run").tensors[name])
 
 
-def test_what_is_no_strategy_is_refused_before_anything_is_trained(tmp_path):
+def test_invalid_strategies_are_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"lacks plan, mutates, to_json, state, load_state"):
         tiny_run(tmp_path / "run", strategy=object())
     with pytest.raises(ValueError, match="did you mean 'tournament'"):
@@ -255,7 +249,7 @@ def test_what_is_no_strategy_is_refused_before_anything_is_trained(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluating_and_the_best_leave_retired_slots_out(halving):
+def test_evaluation_and_best_ignore_retired_slots(halving):
     _, run, _, _ = halving
     population = run.population
     population.evaluate(run.env)
@@ -264,10 +258,7 @@ def test_evaluating_and_the_best_leave_retired_slots_out(halving):
     assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
 
 
-# ---- what cannot be stored or brought back
-
-
-def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_recorded(tmp_path):
+def test_a_local_class_is_refused_first(tmp_path):
     class Local(Fixed):
         pass
 
@@ -279,7 +270,7 @@ def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_record
 
 
 class Forgetful(Fixed):
-    """Its settings do not say what it was made with."""
+    """Its settings do not restore its arguments."""
 
     def __init__(self, width=1.0):
         object.__setattr__(self, "width", width)
@@ -289,14 +280,14 @@ class Forgetful(Fixed):
 
 
 class Opaque(Fixed):
-    """Its state is not plain."""
+    """Its state is no plain data."""
 
     def state(self):
         return {"seen": {1, 2}}
 
 
 class Named(Fixed):
-    """One of its settings is called like what its class is stored under."""
+    """One of its settings has a reserved name."""
 
     def __init__(self, name="mine"):
         object.__setattr__(self, "name", name)
@@ -306,7 +297,7 @@ class Named(Fixed):
 
 
 class Relative(Tournament):
-    """A tournament by another name."""
+    """A tournament with another class name."""
 
 
 @pytest.mark.parametrize(
@@ -317,13 +308,13 @@ class Relative(Tournament):
         (Named(), "setting called name"),
     ],
 )
-def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
+def test_strategies_that_cannot_be_restored_are_refused(tmp_path, strategy, message):
     with pytest.raises(ValueError, match=message):
         evolve(tiny_population(2), tiny_env(), strategy=strategy, run_dir=tmp_path / "run", generations=1, **STEPS)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_script_that_holds_its_strategy_is_told_to_put_it_into_a_module(tmp_path):
+def test_a_strategy_in_a_script_must_move_to_a_module(tmp_path):
     script = """
 from evogrpo.evolution import Fixed
 from evogrpo.training.configuration.user_code import check_resumable
@@ -368,7 +359,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
         (Tournament(z=0.5), Tournament(z=1.0)),
     ],
 )
-def test_a_run_goes_on_with_the_strategy_it_began_with(tmp_path, begin, given):
+def test_a_resumed_run_keeps_its_strategy(tmp_path, begin, given):
     folder = begun(tmp_path / "run", begin)
     with pytest.raises(ValueError, match=r"strategy must be the one|unknown setting of"):
         resume(folder, tiny_env(), actor_network=tiny_model(), strategy=given, generations=2)
@@ -377,14 +368,12 @@ def test_a_run_goes_on_with_the_strategy_it_began_with(tmp_path, begin, given):
         assert run.trainer.strategy == begin
 
 
-def test_strategies_of_the_package_need_not_be_given_and_their_relatives_go_by_their_own_name(tmp_path):
+def test_strategies_of_the_package_are_restored_by_name(tmp_path):
     run = resume(begun(tmp_path / "one", Tournament(z=0.5)), tiny_env(), actor_network=tiny_model(), generations=2)
     assert run.trainer.strategy == Tournament(z=0.5)
     run = resume(begun(tmp_path / "other", Relative(z=0.5)), tiny_env(), actor_network=tiny_model(), strategy=Relative)
     assert run.trainer.strategy == Relative(z=0.5)
 
-
-# ---- named in a configuration
 
 OWN = """
 import dataclasses
@@ -434,12 +423,12 @@ def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch)
     assert module.to_json()["strategy"]["name"] == "mine:Clones"
 
 
-def test_a_configured_run_resumes_with_the_class_its_configuration_names(project, tmp_path):
+def test_a_configured_run_resumes_with_its_class(project, tmp_path):
     prepared = prepare(load_config(project))
     finish(start(prepared, tmp_path / "whole"))
     run = start(prepare(load_config(project)), tmp_path / "run")
     stop_after(run, 3)
-    (tmp_path / "mine.py").write_text(f"{OWN}# touched\n")  # as good as before, another module to Python
+    (tmp_path / "mine.py").write_text(f"{OWN}# touched\n")  # equal code, another module for Python
     resumable = read_resumable(tmp_path / "run")
     finish(resume_configured(prepare(resumable.config), resumable, tmp_path / "run"))
     assert same_run(tmp_path / "run", tmp_path / "whole")

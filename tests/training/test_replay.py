@@ -1,4 +1,4 @@
-"""Replaying what evolution found: the schedule of the best member, as a file and as a run of its own."""
+"""Replay of the best member's hyperparameter schedule."""
 
 from dataclasses import replace as with_fields
 
@@ -25,14 +25,14 @@ EVENTFUL = Tournament(z=0.0, size=3, elitism=False)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return the folder of a run whose best member's hyperparameters changed on the way."""
+    """Return the folder of a run whose best member's hyperparameters changed."""
     folder = tmp_path_factory.mktemp("found") / "run"
     finish(step_run(folder, strategy=EVENTFUL, options=SPREAD, generations=5))
     return folder
 
 
 def learnt_with(folder, line):
-    """Return what a journal says of every learning step of a line of descent, given as the index in each generation."""
+    """Return the hyperparameters of every learning step of a lineage, given as the index in each generation."""
     events = read_journal(folder / "journal.jsonl")
     members = {event["generation"]: event["members"] for event in latest_generations(events)}
     rows = []
@@ -46,7 +46,7 @@ def learnt_with(folder, line):
 
 
 def line_by_hand(folder):
-    """Walk back from the member that was tested, by parents and births."""
+    """Slow oracle: follow parents and births from the tested member."""
     events = read_journal(folder / "journal.jsonl")
     generations = {event["generation"]: event["members"] for event in latest_generations(events)}
     index = next(event["index"] for event in reversed(events) if event["event"] == "test")
@@ -65,13 +65,13 @@ def line_by_hand(folder):
     return line
 
 
-def test_a_replay_learns_step_by_step_with_what_the_winners_line_learnt_with(found, tmp_path):
+def test_a_replay_uses_the_hyperparameters_of_the_winners_lineage(found, tmp_path):
     HyperparameterSchedule.read(found).write(tmp_path / "found.yaml")
     run = replay(tmp_path / "found.yaml", step_population(1, **without_space()), cart_pole(), run_dir=tmp_path / "run")
     run.finish()
     line = line_by_hand(found)
     expected = learnt_with(found, line)
-    assert len({str(values) for _, values in expected}) > 1  # there is something to follow
+    assert len({str(values) for _, values in expected}) > 1  # the schedule has changes
     (tested,) = [event["index"] for event in read_journal(found / "journal.jsonl") if event["event"] == "test"]
     assert line[max(line)] == tested
     own = dict(enumerate(indices(tmp_path / "run"), start=1))
@@ -87,7 +87,7 @@ def indices(folder):
     return [event["members"][0]["index"] for event in events]
 
 
-def test_a_replay_learns_in_micro_batches_of_the_same_size(tmp_path):
+def test_a_replay_uses_the_same_micro_batches(tmp_path):
     folder = tmp_path / "run"
     finish(tiny_run(folder, size=1, options={"micro_batch_tokens": 32}, generations=1, steps_per_generation=1))
     (folder / CONFIG_FILE).write_text("task: {name: two_digit_sums}\nagent: {top_k: 9}\n")
@@ -95,7 +95,7 @@ def test_a_replay_learns_in_micro_batches_of_the_same_size(tmp_path):
     assert (agent.micro_batch_tokens, agent.top_k) == (32, 9)
 
 
-def test_a_replay_that_was_stopped_goes_on_as_if_it_had_not_been(found, tmp_path):
+def test_a_stopped_replay_resumes_equal(found, tmp_path):
     stored = HyperparameterSchedule.read(found)
     for name, stop in (("whole", None), ("stopped", 2)):
         options = {**without_space(), **stored.stages[0].hyperparameters.to_json()}
@@ -110,7 +110,7 @@ def test_a_replay_that_was_stopped_goes_on_as_if_it_had_not_been(found, tmp_path
     assert events_of(tmp_path / "stopped") == events_of(tmp_path / "whole")
 
 
-def test_budgets_that_plans_changed_are_part_of_the_schedule(tmp_path):
+def test_changed_budgets_are_part_of_the_schedule(tmp_path):
     finish(step_run(tmp_path / "run", size=4, strategy=Halving(), options=SPREAD, generations=3))
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     taken = [event["plan"].get("samples_per_step") for event in latest_generations(events) if event["plan"]]
@@ -124,7 +124,7 @@ def test_budgets_that_plans_changed_are_part_of_the_schedule(tmp_path):
     assert flat == expected[: len(flat)]
 
 
-def test_the_file_reads_back_equal_and_is_plain_yaml(found, tmp_path):
+def test_the_file_is_plain_yaml_and_round_trips(found, tmp_path):
     schedule = HyperparameterSchedule.read(found)
     schedule.write(tmp_path / "new" / "schedule.yaml")
     assert HyperparameterSchedule.read(tmp_path / "new" / "schedule.yaml") == schedule
@@ -147,7 +147,7 @@ SECTIONS = {
 
 @pytest.mark.filterwarnings("ignore:No learning signal")
 @pytest.mark.parametrize("own", [{}, {"experience": "shared"}, {"fitness": "both"}, {"fitness": "rollouts"}])
-def test_a_configured_run_of_any_settings_is_replayed_with_the_same_ones(tmp_path, own):
+def test_a_configured_run_is_replayed_with_its_settings(tmp_path, own):
     settings = {name: value for part in SECTIONS.values() for name, value in part.items()}
     train("CartPole-v1", run_dir=tmp_path / "run", progress=False, strategy=EVENTFUL, **settings, **own)
     stored = HyperparameterSchedule.read(tmp_path / "run")
@@ -181,7 +181,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_no_schedule_is_refused(found, tmp_path, damage):
+def test_an_invalid_schedule_is_refused(found, tmp_path, damage):
     change, message = DAMAGES[damage]
     HyperparameterSchedule.read(found).write(tmp_path / "good.yaml")
     values = change(yaml.safe_load((tmp_path / "good.yaml").read_text()))
@@ -190,7 +190,7 @@ def test_a_file_that_is_no_schedule_is_refused(found, tmp_path, damage):
         HyperparameterSchedule.read(tmp_path / "bad.yaml")
 
 
-def test_what_was_started_in_python_asks_for_members_and_environment(found, tmp_path):
+def test_a_python_run_requires_members_and_environment(found, tmp_path):
     with pytest.raises(ValueError, match="population and env"):
         replay(found)
     with pytest.raises(ValueError, match="go together"):
@@ -206,7 +206,7 @@ def at(rate):
     return {"hyperparameters": {"lr": rate, "group_size": 4}}
 
 
-def test_what_an_ancestor_learnt_after_its_childs_birth_is_no_part_of_the_schedule():
+def test_later_training_of_an_ancestor_is_excluded():
     one, two, three = (
         generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=5),
         generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9),
@@ -217,7 +217,7 @@ def test_what_an_ancestor_learnt_after_its_childs_birth_is_no_part_of_the_schedu
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
 
 
-def test_a_state_that_went_back_takes_the_schedule_of_what_it_was_not_of_the_calendar():
+def test_a_restored_state_follows_its_own_schedule():
     events = [
         RUN,
         generation(1, member(0, 0, fitness=0.5, **at(1e-3)), member(1, 1, **at(1e-4)), step=2),
@@ -229,7 +229,7 @@ def test_a_state_that_went_back_takes_the_schedule_of_what_it_was_not_of_the_cal
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (2,)), (5e-4, (5,))]
 
 
-def test_a_real_run_that_goes_back_has_a_schedule_of_the_steps_that_its_winner_took(tmp_path):
+def test_a_run_with_backtracking_is_replayed(tmp_path):
     finish(step_run(tmp_path / "run", size=2, strategy=Returning(), options=SPREAD, generations=5))
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     ends = [0, *(event["step"] for event in latest_generations(events))]
@@ -247,7 +247,7 @@ def test_a_real_run_that_goes_back_has_a_schedule_of_the_steps_that_its_winner_t
     assert any(each.get("back_to") for event in latest_generations(events) for each in event["members"])
 
 
-def test_samples_of_each_member_count_where_plans_give_them():
+def test_samples_per_member_are_part_of_the_schedule():
     plan = {"samples": [4, 12], "parents": [0, 1]}
     events = [
         RUN,
@@ -257,14 +257,14 @@ def test_samples_of_each_member_count_where_plans_give_them():
     assert [stage.samples_per_step for stage in best_schedule(events).stages] == [8, 4]
 
 
-def test_a_journal_with_a_generation_missing_has_no_schedule():
+def test_a_missing_generation_gives_no_schedule():
     with pytest.raises(ValueError, match=r"generations from 1 on.*\[2\]"):
         best_schedule([RUN, generation(2, member(0, 0))])
     with pytest.raises(ValueError, match="no evaluated member"):
         best_schedule([RUN])
 
 
-def test_a_stage_may_not_begin_otherwise_than_its_run():
+def test_a_stage_must_match_its_run():
     from evogrpo.training.configuration.reading import parse_config
     from evogrpo.training.presets import packaged_values
     from evogrpo.training.train import with_sections

@@ -1,4 +1,4 @@
-"""Run folders that are moved, emptied or shared while a run writes into them, and programs that are stopped."""
+"""Run directories that are moved, deleted or shared, and programs that are stopped."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.storage.manifest import CheckpointError, FileEntry
 from evogrpo.training.load_run import open_run
+from tests.forking import Forked
 
 SHORT = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
 PROGRAM = """
@@ -61,7 +61,7 @@ def copy(finished, tmp_path):
     return tmp_path / "copy"
 
 
-def test_a_relative_run_directory_stays_where_it_was_when_the_program_changes_its_folder(tmp_path, monkeypatch):
+def test_a_relative_run_directory_is_resolved_at_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -93,7 +93,7 @@ def unlocked(folder):
 
 
 @pytest.mark.parametrize("change", [moved, deleted, replaced, unlocked])
-def test_a_run_whose_folder_is_taken_away_ends_at_the_next_write(change, tmp_path):
+def test_a_lost_run_directory_ends_the_run_at_the_next_write(change, tmp_path):
     run = run_in(tmp_path / "run", generations=3)
     next(run)
     change(tmp_path / "run")
@@ -118,7 +118,7 @@ def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
     assert numbers == [1, 2, 3]
 
 
-def test_a_run_that_was_killed_after_its_test_counts_as_complete(copy):
+def test_a_run_killed_after_its_test_counts_as_complete(copy):
     journal = copy / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "stopped"
@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_after_its_test_counts_as_complete(copy):
     assert summary.stopped is not None
 
 
-def test_an_emptied_journal_names_what_is_left(copy):
+def test_an_empty_journal_names_the_remaining_files(copy):
     (copy / "journal.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"GRPO\.load"):
         summarise(read_journal(copy / "journal.jsonl"))
@@ -137,13 +137,13 @@ def test_an_emptied_journal_names_what_is_left(copy):
     assert [report.generation for report in summarise(read_journal(copy / "journal.jsonl")).generations] == [3]
 
 
-def test_resuming_a_finished_run_warns_and_goes_on_with_a_higher_limit(copy):
+def test_resuming_a_finished_run_warns(copy):
     with pytest.warns(UserWarning, match="finished"):
         assert list(resume(copy, env())) == []
     assert [report.generation for report in resume(copy, env(), generations=3)] == [3]
 
 
-def test_resuming_with_other_threads_warns(copy):
+def test_resuming_with_another_number_of_threads_warns(copy):
     before = torch.get_num_threads()
     assert read_record(generation_folder(copy, 2))["progress"]["threads"] == before
     torch.set_num_threads(before + 1)
@@ -154,7 +154,7 @@ def test_resuming_with_other_threads_warns(copy):
         torch.set_num_threads(before)
 
 
-def test_the_report_shows_the_stored_state_of_the_best_member(finished):
+def test_the_report_shows_the_state_of_the_best_member(finished):
     events = read_journal(finished / "journal.jsonl")
     best = best_member(summarise(events).generations)
     assert best.fitness == max(member["fitness"] for e in events if "plan" in e for member in e["members"])
@@ -162,7 +162,7 @@ def test_the_report_shows_the_stored_state_of_the_best_member(finished):
 
 
 def forge(folder, change):
-    """Change a checkpoint's record so that its hashes are right."""
+    """Change a checkpoint's record and update its hashes."""
     checkpoint = generation_folder(folder, 2)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     name = next(name for name in manifest["files"] if name.endswith(".json"))
@@ -176,13 +176,13 @@ def forge(folder, change):
 
 
 @pytest.mark.parametrize("kind", ["robot", "", None, 7])
-def test_a_forged_kind_of_members_is_a_checkpoint_error(kind, copy):
+def test_a_forged_task_type_is_a_checkpoint_error(kind, copy):
     forge(copy, lambda record: record["population"]["shared"].update(kind=kind))
     with pytest.raises(CheckpointError):
         open_run(copy)
 
 
-def test_a_header_of_many_empty_tensors_is_refused_before_it_is_parsed(tmp_path):
+def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
     names = {f"empty {number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_001)}
     header = json.dumps(names).encode()
     content = len(header).to_bytes(8, "little") + header
@@ -196,7 +196,7 @@ def test_a_header_of_many_empty_tensors_is_refused_before_it_is_parsed(tmp_path)
     assert _read(tmp_path / "y.safetensors", entry)["weights"].shape == (4,)
 
 
-def test_what_a_killed_write_left_is_removed_by_the_next_one(tmp_path):
+def test_leftovers_of_a_killed_write_are_removed(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
@@ -208,20 +208,30 @@ def test_what_a_killed_write_left_is_removed_by_the_next_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, "report.png"])
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_stopped_program_does_not_end_with_success(number, status, tmp_path):
-    root = str(Path(__file__).parents[2])
+def test_a_program_stopped_by_sigint_ends_by_sigint(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "generation\n"
-    time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode in (status, -number), errors  # in the loop's body the signal has its usual effect
+    assert process.returncode == -signal.SIGINT, errors
+    assert "evogrpo.resume" in errors
+
+
+def run_program():
+    exec(PROGRAM, {})  # noqa: S102 (our own program)
+
+
+def test_a_program_stopped_by_sigterm_fails(tmp_path):
+    process = Forked(run_program, cwd=tmp_path)
+    process.wait_for("generation")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM), errors  # in the loop's body the signal has its default effect
     assert process.returncode == -signal.SIGTERM or "evogrpo.resume" in errors

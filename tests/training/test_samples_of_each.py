@@ -1,4 +1,4 @@
-"""Who collects how many samples is part of a plan: carried out, recorded, and as it was after a stop."""
+"""Samples per member in plans."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Fixed):
-    """After each generation other members sample most; after the third all sample alike."""
+    """Other members sample most after each generation; after the third all sample equally."""
 
     shares: tuple[tuple[int, ...], ...] = ((12, 8, 4), (4, 4, 16))
 
@@ -47,11 +47,11 @@ def whole(tmp_path_factory):
     return folder, run, list(run.reports())
 
 
-def test_members_sample_as_the_plan_says_and_steps_in_the_environment_are_those_played(whole):
+def test_members_sample_as_planned(whole):
     folder, run, reports = whole
     samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
     assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
-    assert run.run_state.block == 4  # groups of the most that anybody collects
+    assert run.run_state.block == 4  # groups of the largest number of samples
     plans = [event["plan"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
     assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
     lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
@@ -59,7 +59,7 @@ def test_members_sample_as_the_plan_says_and_steps_in_the_environment_are_those_
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_stop_in_between_changes_nothing(whole, tmp_path, steps):
+def test_a_stopped_run_resumes_equal(whole, tmp_path, steps):
     run = turns(tmp_path / "run")
     for report in run.reports():
         if isinstance(report, StepReport) and report.step + 1 == steps:
@@ -69,7 +69,7 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, steps):
     assert equal_states(final_states(tmp_path / "run"), final_states(whole[0]))
 
 
-def test_nobody_is_left_with_nothing_to_learn_from():
+def test_every_member_has_samples_to_learn_from():
     run = tiny_run(None, size=3, strategy=Turns(shares=((8, 0, 8),)), generations=2)
     with pytest.raises(StrategyError, match=r"samples must be positive"):
         finish(run)

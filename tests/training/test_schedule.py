@@ -1,4 +1,4 @@
-"""The arithmetic of a run, checked before anything expensive starts."""
+"""Validation of schedules."""
 
 import warnings
 
@@ -27,7 +27,7 @@ from tests.tiny_training import tiny_env, tiny_population
         ({"generations": 1, "samples_per_step": 1}, "samples_per_step must be at least 2"),
     ],
 )
-def test_a_schedule_that_cannot_be_kept_is_refused(fields, rule):
+def test_invalid_schedules_are_refused(fields, rule):
     with pytest.raises(ValueError, match=rule):
         Schedule(**fields)
 
@@ -36,7 +36,7 @@ def test_a_schedule_that_cannot_be_kept_is_refused(fields, rule):
     "fields",
     [{"generations": 3}, {"max_timesteps": 5}, {"max_tokens": 10}, {"max_seconds": 0.5, "test_questions": 0}],
 )
-def test_one_limit_is_enough_and_json_brings_it_back(fields):
+def test_one_limit_suffices_and_schedules_round_trip(fields):
     schedule = Schedule(**fields)
     assert Schedule(**schedule.to_json()) == schedule
 
@@ -46,18 +46,18 @@ def test_one_limit_is_enough_and_json_brings_it_back(fields):
     [
         (8, {}, 4),
         (8, {"group_size": RLParameter(choices=[4, 16])}, 8),
-        (2, {"group_size": RLParameter(choices=[4, 16])}, 16),  # a member that was set outside the space counts
+        (2, {"group_size": RLParameter(choices=[4, 16])}, 16),  # a member outside the search space counts
         (8, {"group_size": RLParameter(min=3, max=20)}, 8),  # 4 is the smallest divisor of 32 in the range
     ],
 )
-def test_the_block_holds_the_most_questions_that_anyone_can_come_to_need(group_size, space, expected):
+def test_the_block_holds_the_questions_of_the_smallest_group_size(group_size, space, expected):
     hp_config = HyperparameterConfig(**space) if space else None
     population = tiny_population(2, group_size=4, hp_config=hp_config, samples_per_step=32)
     population[0].group_size, population[1].group_size = group_size, 16
     assert Schedule(generations=1, samples_per_step=32).block(population) == expected
 
 
-def test_group_sizes_that_do_not_divide_the_samples_are_refused():
+def test_group_sizes_must_divide_the_samples():
     population = tiny_population(2, group_size=4)
     population[1].group_size = 6
     with pytest.raises(ValueError, match=r"got 6 \(member 1\): use one of 2, 4, 8, 16, 32"):
@@ -86,19 +86,19 @@ CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}
         ({}, {"lr": RLParameter(min=1e-4, max=1e-3)}, False),
     ],
 )
-def test_evolving_a_clip_that_never_binds_is_warned_of(options, space, neutral):
+def test_an_evolving_clip_that_never_binds_warns(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
     assert sum(str(warning.message).startswith("clip_coef evolves") for warning in caught) == neutral
-    with warnings.catch_warnings():  # others' samples were drawn from another policy, so ratios are not 1
+    with warnings.catch_warnings():  # shared samples come from other policies, so that ratios differ from 1
         warnings.filterwarnings("error", message="clip_coef evolves")
         warnings.filterwarnings("ignore", message="batch_size evolves")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=True)
 
 
-def test_every_neutral_hyperparameter_is_warned_of_once():
+def test_all_ineffective_hyperparameters_are_in_one_warning():
     space = HyperparameterConfig(batch_size=RLParameter(choices=[64, 128]), **CLIP)
     population = tiny_population(2, hp_config=space)
     with pytest.warns(UserWarning, match="evolves without effect") as caught:
@@ -106,13 +106,13 @@ def test_every_neutral_hyperparameter_is_warned_of_once():
     assert [str(warning.message).split()[0] for warning in caught] == ["clip_coef", "batch_size"]
 
 
-def test_an_unknown_setting_of_evolve_is_refused_with_the_nearest_name():
+def test_unknown_arguments_of_evolve_are_refused():
     with pytest.raises(ValueError, match="did you mean 'generations'"):
         evolve(tiny_population(2), tiny_env(), generation=3)
 
 
 @pytest.mark.parametrize(("split", "remedy"), [("validation", "validation_size"), ("test", "or give test_questions=0")])
-def test_one_held_out_start_is_refused_before_anything_is_trained(split, remedy):
+def test_one_held_out_start_is_refused(split, remedy):
     env = cart_pole(**{"validation_size": 2, "test_size": 2} | {f"{split}_size": 1})
     with pytest.raises(ValueError, match=f"the {split} split must hold at least 2 starts, got 1: .*{remedy}"):
         evolve(step_population(2, env), env, generations=1)
@@ -120,7 +120,7 @@ def test_one_held_out_start_is_refused_before_anything_is_trained(split, remedy)
         evolve(step_population(2, env), env, generations=1, test_questions=0)
 
 
-def test_more_questions_than_are_held_out_are_remarked_upon_where_somebody_asked_for_them():
+def test_explicit_sizes_beyond_the_held_out_questions_warn():
     env = cart_pole(validation_size=4, test_size=2)
     with pytest.warns(UserWarning, match="validation_questions=5, but the validation split has 4: "):
         evolve(step_population(2, env), env, generations=1, validation_questions=5)

@@ -1,4 +1,4 @@
-"""Selection inside a run, what a run refuses, and when it ends."""
+"""Selection in runs, invalid runs, and limits."""
 
 import math
 
@@ -9,8 +9,6 @@ from evogrpo.evolution import Fixed, Mutation, Stateless
 from evogrpo.reporting.records import GenerationReport, TestReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.schedule import Schedule
 from tests.tiny_training import (
     equal_states,
     finish,
@@ -24,11 +22,11 @@ STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
 
 
 class Watched(Stateless):
-    """A tournament that notes every member's state at the moment of the plan."""
+    """A tournament that records every member's state at each plan."""
 
     mutates = True
 
-    population = ()  # whose states are noted
+    population = ()  # population to record
 
     def __init__(self):
         self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
@@ -42,7 +40,7 @@ class Watched(Stateless):
         return self.tournament.to_json()
 
 
-def test_the_elite_is_untouched_and_children_are_their_parents_copies():
+def test_the_elite_is_unchanged_and_children_copy_their_parents():
     watched = Watched()
     run = tiny_run(None, size=4, generations=4, strategy=watched)
     watched.population = run.population
@@ -65,7 +63,7 @@ def test_the_elite_is_untouched_and_children_are_their_parents_copies():
 
 
 def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
-    """Founders that hardly learn; only mutated descendants can win, and the record shows how."""
+    """The founders hardly learn; only mutated descendants can win."""
     space = HyperparameterConfig(lr=RLParameter(choices=[1e-9, 2e-2]))
     population = tiny_population(2, hp_config=space, lr=1e-9, spread=False, group_size=8, max_grad_norm=1.0)
     env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6)
@@ -99,8 +97,8 @@ def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
     assert {"lr": [1e-9, 2e-2]} in [member["changes"] for member in ancestors]
 
 
-def test_without_evolution_members_train_apart():
-    """The control: nobody is replaced, and nothing mutates."""
+def test_the_fixed_strategy_trains_members_apart():
+    """Without replacement and mutation."""
     run = tiny_run(None, strategy=Fixed())
     hyperparameters = [agent.hyperparameters for agent in run.population]
     finish(run)
@@ -109,10 +107,7 @@ def test_without_evolution_members_train_apart():
     assert int(state_of(run.population[0])["step"]) == 3 * 2 * 2  # generations, steps, epochs
 
 
-# ---- when it ends
-
-
-def test_a_budget_of_tokens_ends_a_generation_early():
+def test_a_token_limit_ends_a_generation_early():
     whole = [report for report in finish(tiny_run(None)) if isinstance(report, StepReport)]
     budget = whole[0].tokens + whole[1].tokens + whole[2].tokens
     reports = finish(tiny_run(None, generations=None, max_tokens=budget))
@@ -134,7 +129,7 @@ def test_a_target_ends_the_run():
         assert sum(isinstance(report, GenerationReport) for report in reports) == expected
 
 
-def test_a_folder_with_a_run_is_never_overwritten(tmp_path):
+def test_an_existing_run_is_never_overwritten(tmp_path):
     list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path, generations=1, **STEPS))
     journal = (tmp_path / "journal.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
@@ -150,17 +145,8 @@ def test_a_folder_with_a_run_is_never_overwritten(tmp_path):
         ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, monkeypatch, options, rule):
+def test_invalid_runs_are_refused_first(tmp_path, monkeypatch, options, rule):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rule):
         evolve(tiny_population(2), tiny_env(), **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_evolving_a_clip_that_never_binds_is_warned_of():
-    space = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
-    population = tiny_population(2, hp_config=space)
-    with pytest.warns(UserWarning, match="clip_coef"):
-        evolve(population, tiny_env(), generations=1, samples_per_step=8)
-    with pytest.warns(UserWarning, match="clip_coef evolves"):
-        Trainer(population, tiny_env(), schedule=Schedule(generations=1, samples_per_step=8), strategy=Tournament())

@@ -1,4 +1,4 @@
-"""Runs whose members learn from each other's samples: every kind, counted by what is played, resumed bit for bit."""
+"""Runs with shared experience."""
 
 import pytest
 import torch
@@ -46,11 +46,11 @@ def whole(request, tmp_path_factory):
     return KINDS[request.param], folder, list(run.trainer.reports()), run.trainer
 
 
-def test_every_member_learns_and_only_what_is_played_is_counted(whole):
+def test_members_learn_from_shared_samples_and_costs_count_once(whole):
     _, folder, reports, run = whole
     learned = [each for report in reports if isinstance(report, StepReport) for each in report.learned.values()]
     assert all(each.failed is None for each in learned)
-    assert max(each.samples for each in learned) > 16  # others' as well as the most that it sampled itself
+    assert max(each.samples for each in learned) > 16  # more than its own largest number of samples
     assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in learned[:3])
     events = read_journal(folder / "journal.jsonl")
     assert events[0]["experience"] == RANKED.to_json()
@@ -61,7 +61,7 @@ def test_every_member_learns_and_only_what_is_played_is_counted(whole):
 
 
 @pytest.mark.parametrize("stopped", [1, 4])
-def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
+def test_a_stopped_run_resumes_equal(whole, tmp_path, stopped):
     make, folder, _, _ = whole
     population, env, options = make()
     run = evolve(population, env, run_dir=tmp_path / "run", experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
@@ -73,7 +73,7 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 
-def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
+def test_sharing_changes_learning_but_not_the_first_samples():
     states, sampled = [], []
     for experience in ("own", SharedExperience(learn_from="leader")):
         population, env, _ = steps()
@@ -83,10 +83,7 @@ def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
         sampled.append([first.learned[slot].metrics["reward"] for slot in range(3)])
     assert sampled[0] == sampled[1]
     equal = [torch.allclose(one["weights"], other["weights"], atol=1e-6) for one, other in zip(*states, strict=True)]
-    assert sum(equal) == 1  # the leader's alone, who learns from its own
-
-
-# ---- refused, before anything is sampled
+    assert sum(equal) == 1  # the leader learns from its own samples only
 
 
 @pytest.mark.parametrize(
@@ -97,13 +94,13 @@ def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
         (lambda env: small(2, env), "Reinforce"),
     ],
 )
-def test_members_that_cannot_learn_from_each_other_are_refused(make, message):
+def test_incompatible_members_are_refused(make, message):
     env = cart_pole()
     with pytest.raises(ValueError, match=message):
         evolve(make(env), env, experience="shared", **QUICK)
 
 
-def test_what_is_no_experience_is_refused_everywhere():
+def test_invalid_experience_is_refused_everywhere():
     population, env, _ = steps()
     for refused in ("alone", {"learn_from": "best"}, {"least": 1}, 3):
         with pytest.raises(ValueError, match=r"experience|learn_from|least"):
@@ -118,11 +115,8 @@ def test_one_member_is_refused_before_a_model_is_loaded(given):
         parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
 
 
-# ---- configurations
-
-
 @pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, RANKED.to_json()])
-def test_a_configuration_says_it_in_words_or_with_settings_and_reads_back_equal(given):
+def test_configurations_round_trip(given):
     config = parse_config(CONFIG | {"experience": given})
     again = parse_config(config.to_json())
     assert again.experience == config.experience
@@ -131,7 +125,7 @@ def test_a_configuration_says_it_in_words_or_with_settings_and_reads_back_equal(
     assert ("each learns from" in row) == (given != "own")
 
 
-def test_train_shares(tmp_path):
+def test_train_shares_experience(tmp_path):
     space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=2e-2))
     run = evogrpo.train(
         "CartPole-v1", run_dir=tmp_path / "run", experience={"learn_from": "all"}, size=2, samples_per_step=4,

@@ -1,4 +1,4 @@
-"""Runs of small networks: the same loop, records and resumption as for language models, and networks that evolve."""
+"""Runs of small networks."""
 
 import json
 from dataclasses import replace
@@ -20,12 +20,10 @@ from evogrpo.training.load_run import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish, state_of, tiny_env, without_run_id
 
-LAST = 3 * 2  # learning steps of a run
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the folder of a run that was never stopped, in which networks changed."""
+    """Return the folder of an uninterrupted run with evolving networks."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     finish(step_run(folder, options={"normalise_observations": True}))
     return folder
@@ -38,8 +36,8 @@ def same_run(folder: Path, other: Path) -> bool:
     return without_run_id(best[1]) == without_run_id(other_best[1]) and equal_states(best[0], other_best[0])
 
 
-@pytest.mark.parametrize("steps", range(1, LAST + 1))
-def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(whole, tmp_path, steps):
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_run_stopped_after_any_step_resumes_equal(whole, tmp_path, steps):
     run = step_run(tmp_path / "run", options={"normalise_observations": True})
     for report in run.reports():
         if isinstance(report, StepReport) and report.step + 1 == steps:
@@ -55,10 +53,10 @@ def test_evolve_and_resume_need_no_model(whole, tmp_path):
     ):
         pass
     run = resume(tmp_path / "run", cart_pole(), generations=2)
-    assert [report.generation for report in run] == [2]  # as a run from `generations()`
+    assert [report.generation for report in run] == [2]  # iterates over generations
 
 
-def test_a_resumed_run_leaves_the_same_records(tmp_path):
+def test_a_resumed_run_writes_the_same_records(tmp_path):
     env, chosen = cart_pole(), {"keep_checkpoints": 1, "completions": 3, "completions_format": "parquet"}
     population = step_population(2, env, hp_config=STEP_SPACE)
     for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
@@ -66,8 +64,7 @@ def test_a_resumed_run_leaves_the_same_records(tmp_path):
     assert resume(tmp_path / "run", env, generations=2).trainer.run_dir.logging == LoggingConfig(**chosen)
 
 
-def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
-    """What the plan says of a child is what its birth record says, and what its network is in the checkpoint."""
+def test_plan_lineage_and_checkpoint_agree_on_networks(whole):
     events = read_journal(whole / "journal.jsonl")
     planned = {
         child["index"]: child["changes"].get("network")
@@ -89,7 +86,7 @@ def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
         assert tuple(stored["hidden"]) == config.hidden
 
 
-def test_children_without_mutation_keep_their_parents_networks():
+def test_children_without_mutation_keep_their_parents_network():
     for strategy in (Tournament(z=0.0, mutation=None), Fixed()):
         run = step_run(None, strategy=strategy, size=4)
         finish(run)
@@ -97,7 +94,7 @@ def test_children_without_mutation_keep_their_parents_networks():
         assert not any(birth.changes for birth in run.population.lineage.births)
 
 
-def test_the_elite_keeps_its_network_and_its_weights():
+def test_the_elite_keeps_network_and_weights():
     run = step_run(None, size=4)
     states = None
     for report in run.reports():
@@ -110,7 +107,7 @@ def test_the_elite_keeps_its_network_and_its_weights():
     assert states is not None
 
 
-def test_a_member_that_fails_is_replaced_by_a_healthy_one():
+def test_a_failed_member_is_replaced():
     run = step_run(None, size=3, options={"hp_config": None, "evolve_network": None}, strategy=Fixed())
     bank = run.population.members.banks["default"]
     state = bank.state(1)
@@ -122,7 +119,7 @@ def test_a_member_that_fails_is_replaced_by_a_healthy_one():
     assert reports[-1].members[1].index == 3
 
 
-def test_modules_of_ones_own_evolve_and_resume(tmp_path):
+def test_user_modules_evolve_and_resume(tmp_path):
     options = {"actor_network": OwnNetwork(), "evolve_network": None}
     finish(step_run(tmp_path / "run", options=options, generations=1))
     with pytest.raises(ValueError, match="OwnNetwork"):
@@ -131,14 +128,14 @@ def test_modules_of_ones_own_evolve_and_resume(tmp_path):
     assert [report.generation for report in run] == [2]
 
 
-def test_an_environment_of_another_kind_leaves_no_folder(tmp_path):
+def test_an_incompatible_environment_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="observation_space is"):
         next(iter(evolve(step_population(2), tiny_env(), run_dir=tmp_path / "run", generations=1)))
     assert not (tmp_path / "run").exists()
 
 
 def test_costs_are_environment_steps(whole):
-    """What was played, and what the updates passed over."""
+    """Steps played and steps of learning passes."""
     event = next(event for event in read_journal(whole / "journal.jsonl") if event["event"] == "step")
     for member in event["members"]:
         assert member["num_tokens"] == round(8 * member["completions/mean_length"]) + member["tokens"]
@@ -146,7 +143,7 @@ def test_costs_are_environment_steps(whole):
 
 
 def solved(seed: int, folder: Path | None) -> float:
-    """Train a population on CartPole, and return its best member's mean return on 100 starts nobody has seen."""
+    """Train a population on CartPole; return its best member's mean return from 100 new starts."""
     env = GymnasiumGroups("CartPole-v1", seed=seed, validation_size=32, test_size=100)
     population = GRPO.population(
         8, env.observation_space, env.action_space, lr=1e-2, seed=seed,
@@ -160,17 +157,17 @@ def solved(seed: int, folder: Path | None) -> float:
     return population.best.test(env, split="test")
 
 
-def test_a_population_balances_the_pole(tmp_path):
+def test_a_population_solves_cart_pole(tmp_path):
     assert solved(0, tmp_path / "run") >= 475
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 10))
-def test_a_population_balances_the_pole_from_every_seed(seed):
+def test_a_population_solves_cart_pole_from_every_seed(seed):
     assert solved(seed, None) >= 475
 
 
-def test_a_report_tells_how_networks_changed(whole):
+def test_a_report_shows_changes_of_networks(whole):
     summary = summarise(read_journal(whole / "journal.jsonl"))
     members = [member for generation in summary.generations for member in generation.members]
     told = [member.changes["network"] for member in members if "network" in member.changes]
@@ -178,8 +175,8 @@ def test_a_report_tells_how_networks_changed(whole):
     assert all(old != new and new.split(" ")[1] in ("tanh", "relu", "elu") for old, new in told)
 
 
-def test_episodes_that_are_all_cut_off_teach_nothing_where_they_are_masked():
-    env = GymnasiumGroups("Pendulum-v1", max_episode_steps=3)  # its rewards differ, and no episode ends by itself
+def test_fully_masked_truncated_episodes_give_no_update():
+    env = GymnasiumGroups("Pendulum-v1", max_episode_steps=3)  # its rewards differ, and no episode terminates
     options = {"observation_space": env.observation_space, "action_space": env.action_space, "group_size": 4}
     masked = GRPO.population(2, objective=replace(STEPWISE, mask_truncated=True), **options)
     learning = GRPO.population(2, objective=STEPWISE, **options)

@@ -1,4 +1,4 @@
-"""Runs that the package's strategies lead end the same whether or not they were stopped and resumed on the way."""
+"""Resumption of runs with the package's strategies."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.tiny_training import equal_states, events_of, final_states, finish
     ],
     ids=["tournament", "multi_frequency", "successive_halving", "narrowing"],
 )
-def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(make, tmp_path):
+def test_a_stopped_run_resumes_equal(make, tmp_path):
     def run(name):
         return step_run(tmp_path / name, size=4, strategy=make(), generations=4, steps_per_generation=1)
 

@@ -1,4 +1,4 @@
-"""Every kind of run keeps the promises of `TaskType`; what only one of them promises is tested with its commands."""
+"""Conformance of the task types."""
 
 import pytest
 
@@ -33,7 +33,7 @@ class TestTeam(TaskTypeTestCase):
         return {"task": task, "schedule": SCHEDULE, "population": {"size": 2}}
 
 
-def test_every_kind_of_ours_is_tried_and_has_words():
+def test_every_task_type_is_tested():
     tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
     assert set(tried.values()) == set(TASK_TYPES) == set(TERMS)
 
@@ -41,7 +41,7 @@ def test_every_kind_of_ours_is_tried_and_has_words():
 @pytest.mark.parametrize(
     "kind", [kind for kind in TASK_TYPES.values() if kind.word != "language"], ids=lambda kind: kind.word
 )
-def test_members_that_play_take_no_model_and_write_no_completions(kind):
+def test_environments_take_no_model_and_write_no_completions(kind):
     (task,) = kind.tasks
     values = {"task": {task.key: "CartPole-v1"}, "schedule": SCHEDULE}
     with pytest.raises(ValueError, match=rf"model must be left out where task\.{task.key} is given, got 'some'"):
@@ -50,7 +50,7 @@ def test_members_that_play_take_no_model_and_write_no_completions(kind):
         parse_config({**values, "logging": {"completions": 3}})
 
 
-def test_a_task_names_one_kind():
+def test_a_task_names_one_task_type():
     every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
         parse_task({})

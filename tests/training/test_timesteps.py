@@ -1,4 +1,4 @@
-"""A limit on steps in the environment: all members' together, evaluations left out."""
+"""max_timesteps: environment steps of all members without evaluations."""
 
 import pytest
 
@@ -13,12 +13,12 @@ from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, step_run
 from tests.tiny_training import finish, tiny_run
 
-# From the tests of several agents' runs.
+# From multi-agent tests.
 from tests.training.test_multi_agent_runs import environment, members
 
 
 def played(run):
-    """Return the steps that a run has taken after each learning step, by the lengths of episodes alone."""
+    """Return the number of steps after each learning step, from the lengths of episodes."""
     total, counted = 0.0, []
     for report in run.reports():
         if isinstance(report, StepReport):
@@ -28,13 +28,13 @@ def played(run):
     return counted
 
 
-def test_a_run_ends_with_the_step_that_takes_the_last_of_them():
+def test_a_run_ends_with_the_step_that_reaches_the_limit():
     whole = played(step_run(None))
     for budget, steps in ((whole[2], 3), (whole[2] + 1, 4), (1, 1)):
         run = step_run(None, generations=None, max_timesteps=budget)
         reports = finish(run)
         assert sum(isinstance(report, StepReport) for report in reports) == steps
-        assert isinstance(reports[-2], GenerationReport)  # whatever was learnt is evaluated
+        assert isinstance(reports[-2], GenerationReport)  # every trained generation is evaluated
         assert isinstance(reports[-1], TestReport)
         assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
         assert run.result.complete
@@ -42,8 +42,8 @@ def test_a_run_ends_with_the_step_that_takes_the_last_of_them():
         assert TimeEstimate(run).fraction() == 1.0
 
 
-def test_every_agent_of_a_team_takes_steps_of_its_own():
-    """As a vector environment made of agents counts them."""
+def test_every_agent_of_a_team_counts():
+    """As in a vector environment of agents."""
     env = environment(joint_probes.Favours)
     run = evolve(members(env), env, **QUICK | {"generations": None, "max_timesteps": 1})
     report = next(run)
@@ -52,8 +52,7 @@ def test_every_agent_of_a_team_takes_steps_of_its_own():
     assert list(run) == []
 
 
-def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
-    """The limit is kept in the folder, may be raised, and counts what was played before."""
+def test_a_resumed_run_counts_earlier_steps_and_may_raise_the_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = "schedule.samples_per_step=8 schedule.steps_per_generation=1 population.size=2 task.validation_size=2"
     words += (
@@ -61,7 +60,7 @@ def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
     )
     words += " schedule.max_timesteps=20"
     assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
-    assert "max_timesteps=null" in capsys.readouterr().out  # or the run would end again at once
+    assert "max_timesteps=null" in capsys.readouterr().out  # otherwise the run would end at once
     assert main(["resume", "run"]) == 0
     assert "max_timesteps 20 is reached" in capsys.readouterr().out
     assert main(["resume", "run", "max_timesteps=400"]) == 0
@@ -74,14 +73,14 @@ def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
     assert f"{counts[-1]} environment steps" in shown
 
 
-def test_a_dry_run_names_the_limit(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_shows_the_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     limits = ["schedule.generations=null", "schedule.max_timesteps=250000"]
     assert main(["train", "--env", "CartPole-v1", "--dry-run", *limits]) == 0
     assert "250,000 environment steps" in " ".join(capsys.readouterr().out.split())
 
 
-def test_language_models_take_no_steps():
+def test_language_models_refuse_max_timesteps():
     with pytest.raises(ValueError, match="max_timesteps"):
         tiny_run(None, generations=None, max_timesteps=100)
     values = {"model": "somewhere", "task": {"name": "two_digit_sums"}, "schedule": {"max_timesteps": 100}}

@@ -1,4 +1,4 @@
-"""Videos of members: what is on them, what they must not touch, and refusals before anything is played."""
+"""Videos of members."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ imageio = pytest.importorskip("imageio.v3")
 
 
 class Drawn(gymnasium.Env):
-    """Five steps, each drawn in another shade of grey; rewards their number."""
+    """Five steps, each rendered in another shade of grey; rewards are their numbers."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
@@ -52,14 +52,14 @@ class Undrawn(Drawn):
 
 
 class Silent(Drawn):
-    """Takes a mode, but not this one."""
+    """Takes a render mode, but not rgb_array."""
 
     def __init__(self, render_mode=None):
         super().__init__()
 
 
 class DrawnMasked(Masked):
-    """One action is legal at a time, and every other one is refused."""
+    """One action is legal at a time; others raise."""
 
     def __init__(self, render_mode=None):
         super().__init__()
@@ -74,7 +74,7 @@ def drawn_agent(make=Drawn):
 
 
 def frames_of(path):
-    """Read a video back, frame by frame: moviepy would count them from a rounded duration."""
+    """Read a video frame by frame; moviepy would use a rounded duration."""
     return imageio.imread(path, plugin="FFMPEG")
 
 
@@ -85,13 +85,13 @@ def test_a_video_shows_every_state_of_the_episode(tmp_path):
     frames = frames_of(record.path)
     assert frames.shape == (6, 32, 48, 3)
     np.testing.assert_allclose(frames.mean((1, 2, 3)), [0, 40, 80, 120, 160, 200], atol=8)
-    assert list((tmp_path / "new").iterdir()) == [record.path]  # nothing else is left behind
+    assert list((tmp_path / "new").iterdir()) == [record.path]  # no other file is left
 
 
-def test_cart_pole_is_played_as_it_is_evaluated(tmp_path):
+def test_cart_pole_is_played_as_in_evaluation(tmp_path):
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, normalise_observations=True)
-    collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2)  # statistics to normalise with
+    collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2)  # for observation statistics
     before, next_draw = state_of(agent), agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")
     assert record.seed == env.reset_seed("validation", 0)
@@ -102,8 +102,8 @@ def test_cart_pole_is_played_as_it_is_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("fps", [7, 29.97, 50])
-def test_no_length_loses_its_last_frame(fps):
-    """What moviepy computes of an image sequence, for every length."""
+def test_videos_of_any_length_keep_their_last_frame(fps):
+    """moviepy's computation for an image sequence, for every length."""
     for frames in range(1, 600):
         rate = keeping_all(fps, frames)
         assert int(sum([1.0 / rate] * frames) * rate) == frames
@@ -120,7 +120,7 @@ def test_several_episodes_have_a_file_each(tmp_path):
     assert all(len(frames_of(record.path)) == 4 for record in records)
 
 
-def test_masks_of_the_environment_are_heeded(tmp_path):
+def test_action_masks_are_respected(tmp_path):
     agent = drawn_agent(DrawnMasked)
     for deterministic in (True, False):
         (record,) = record_video(agent, DrawnMasked, tmp_path / f"{deterministic}.mp4", deterministic=deterministic)
@@ -129,7 +129,7 @@ def test_masks_of_the_environment_are_heeded(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems always have a display")
 @pytest.mark.parametrize("display", [None, ":0"])
-def test_no_display_is_looked_for_where_there_is_none(tmp_path, monkeypatch, display):
+def test_no_display_is_needed(tmp_path, monkeypatch, display):
     for name in ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     if display is not None:
@@ -146,7 +146,7 @@ def test_no_display_is_looked_for_where_there_is_none(tmp_path, monkeypatch, dis
     assert "SDL_VIDEODRIVER" not in os.environ
 
 
-def test_environments_that_look_actions_up_are_filmed(tmp_path):
+def test_environments_with_lookup_tables_of_actions_are_recorded(tmp_path):
     class Looks(Drawn):
         def step(self, action):
             return super().step({0: 0, 1: 1, 2: 2}[action])
@@ -177,19 +177,19 @@ def test_a_video_is_never_overwritten(tmp_path):
         ({"env": "CartPole-v1"}, "observation_space is"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_before_it_is_played(tmp_path, options, message):
+def test_invalid_arguments_are_refused_before_playing(tmp_path, options, message):
     options = {"env": Drawn, "path": "best.mp4"} | options
     with pytest.raises(ValueError, match=message):
         record_video(drawn_agent(), options.pop("env"), tmp_path / options.pop("path"), **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_language_model_plays_no_such_environment(tmp_path):
+def test_language_models_cannot_be_recorded(tmp_path):
     with pytest.raises(ValueError, match="in an environment that it was made for: its observation_space is None"):
         record_video(tiny_agent(), Drawn, tmp_path / "best.mp4")
 
 
-def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+def test_a_missing_package_raises(tmp_path, monkeypatch):
     agent = drawn_agent()
     monkeypatch.setitem(sys.modules, "moviepy", None)
     with pytest.raises(ImportError, match=r"moviepy, which is not installed: .*pip install .*\[video\]"):
@@ -201,7 +201,7 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
 
 
 class Breaks(Drawn):
-    """Raises while it is drawn, from its third picture on."""
+    """Raises while rendering, from its third frame on."""
 
     error = RuntimeError("no context")
 
@@ -221,7 +221,7 @@ class Grows(Drawn):
 
 
 class GlutError(Exception):
-    """As libraries of OpenGL have them: no subclass of anything that is usually caught."""
+    """As in OpenGL libraries, which do not derive from Exception."""
 
 
 def breaking(error):
@@ -251,12 +251,12 @@ def breaking(error):
         (gymnasium.error.Error("no such mode"), ValueError, "Error: no such mode"),
     ],
 )
-def test_whatever_fails_in_drawing_is_told_with_what_helps(tmp_path, error, kind, message, after):
-    """At the start as in the middle of an episode, and nothing of the video is left."""
+def test_rendering_errors_are_explained(tmp_path, error, kind, message, after):
+    """At the start and within an episode; no file is left."""
     make = breaking(error)
     with pytest.raises(kind, match=f"(?s)BreaksSo .*{message}") as caught:
         record_video(drawn_agent(make), make, tmp_path / "best.mp4", env_kwargs={"after": after})
-    assert caught.value.__cause__ is error  # for whoever wants to see where
+    assert caught.value.__cause__ is error  # the original error is chained
     assert not list(tmp_path.iterdir())
 
 
@@ -270,26 +270,26 @@ def test_whatever_fails_in_drawing_is_told_with_what_helps(tmp_path, error, kind
         (Grows, r"one size, got \(32, 34\) after \(32, 32\)"),
     ],
 )
-def test_what_is_no_picture_of_a_film_is_refused(tmp_path, make, message):
+def test_invalid_frames_are_refused(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         record_video(drawn_agent(), make, tmp_path / "best.mp4")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_environment_that_is_not_there_is_named(tmp_path):
+def test_an_unknown_environment_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Drawnn-v0 cannot be made: .*Drawnn"):
         record_video(drawn_agent(), "Drawnn-v0", tmp_path / "best.mp4")
 
 
-def test_half_made_viewers_complain_of_nothing(tmp_path, capsys):
-    """Their destructors run when the error is let go of, and would print a traceback of their own."""
+def test_half_made_viewers_print_nothing(tmp_path, capsys):
+    """Their destructors run when the error is released, and would print a traceback."""
 
     class Viewer:
         def __init__(self):
             raise RuntimeError("no OpenGL here")
 
         def __del__(self):
-            self.context.free()  # which there never was
+            self.context.free()  # which never existed
 
     make = type("Views", (Drawn,), {"render": lambda self: Viewer()})
     with pytest.raises(ValueError, match="cannot be drawn here"):
@@ -297,7 +297,7 @@ def test_half_made_viewers_complain_of_nothing(tmp_path, capsys):
     assert "Exception ignored" not in capsys.readouterr().err
 
 
-def test_a_machine_without_ffmpeg_is_told_before_anything_is_played(tmp_path, monkeypatch):
+def test_a_missing_ffmpeg_is_reported_first(tmp_path, monkeypatch):
     import imageio_ffmpeg
 
     def missing():

@@ -1,4 +1,4 @@
-"""Beginning where an earlier run ended: its best members' hyperparameters, never its weights."""
+"""Starting from an earlier run's best hyperparameters, without its weights."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ SPACE = HyperparameterConfig(
 
 
 def with_rates(*rates, fitness=None):
-    """Write members that learnt at these rates."""
+    """Write members with these learning rates."""
     return [
         member(slot, slot, hyperparameters={"lr": rate}, fitness=(fitness or {}).get(slot, 0.1 * slot))
         for slot, rate in enumerate(rates)
@@ -43,7 +43,7 @@ def earlier(tmp_path_factory):
     return folder
 
 
-def test_the_winner_comes_first_then_the_survivors_the_fittest_first_and_nobody_twice(tmp_path):
+def test_the_winner_comes_first_then_survivors_by_fitness_without_duplicates(tmp_path):
     events = [
         RUN,
         generation(1, *with_rates(1e-3, 2e-3, 3e-3, fitness={1: 0.9}), best=1),
@@ -62,7 +62,7 @@ def test_the_winner_comes_first_then_the_survivors_the_fittest_first_and_nobody_
     assert sorted(found[1:], key=lambda each: -rates[each.lr]) == list(found[1:])
 
 
-def test_what_is_no_run_or_has_evaluated_nobody_is_refused(tmp_path):
+def test_a_run_without_evaluated_members_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         best_hyperparameters(tmp_path)
     failed = generation(1, *with_rates(1e-3, fitness={0: None}), best_ever=None)
@@ -80,7 +80,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_values_outside_the_space_are_moved_to_the_nearest_and_every_move_is_told(seed):
+def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
     rng = np.random.default_rng(seed)
     earlier = [
         replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + place)
@@ -103,7 +103,7 @@ def test_values_outside_the_space_are_moved_to_the_nearest_and_every_move_is_tol
     assert len(set(founders)) == len(founders)
 
 
-def test_the_rest_of_a_population_is_spread_and_without_founders_nothing_has_changed():
+def test_the_remaining_founders_are_spread():
     given = (replace(FIRST, lr=2e-3), replace(FIRST, lr=3e-3))
     rng = np.random.default_rng
     records = spread_founders(FIRST, SPACE, 6, rng(1), 8, given)
@@ -113,7 +113,7 @@ def test_the_rest_of_a_population_is_spread_and_without_founders_nothing_has_cha
     assert spread_founders(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
 
 
-def test_a_population_begins_with_the_earlier_runs_best_and_with_weights_of_its_own(earlier):
+def test_a_population_starts_with_the_earlier_hyperparameters_and_new_weights(earlier):
     found = best_hyperparameters(earlier)
     space = STEP_SPACE
     population = step_population(len(found) + 1, hp_config=space, founders=found, seed=5)
@@ -127,7 +127,7 @@ def test_a_population_begins_with_the_earlier_runs_best_and_with_weights_of_its_
 
 
 @pytest.mark.parametrize("kind", ["language", "joint", "networks"])
-def test_members_of_every_kind_begin_with_what_is_given(kind):
+def test_founders_are_accepted_for_all_kinds_of_members(kind):
     space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
     options = {"hp_config": space, "founders": [Hyperparameters(lr=rate, gamma=0.5) for rate in (2e-3, 4e-3)]}
     population = {
@@ -142,12 +142,12 @@ def test_members_of_every_kind_begin_with_what_is_given(kind):
 
 
 @pytest.mark.parametrize("given", [[], "runs/earlier", [{"lr": 1e-3}], 3, FIRST])
-def test_founders_that_are_no_hyperparameters_are_refused(given):
+def test_invalid_founders_are_refused(given):
     with pytest.raises(ValueError, match="founders"):
         step_population(2, founders=given)
 
 
-def test_moved_founders_are_warned_of():
+def test_moved_founders_warn():
     space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
     with pytest.warns(UserWarning, match="founders: lr 0.5 -> 0.03"):
         step_population(2, hp_config=space, founders=[Hyperparameters(lr=0.5)])
@@ -161,7 +161,7 @@ SMALL = {
 
 
 @pytest.mark.filterwarnings("ignore:founders")
-def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier, tmp_path):
+def test_a_configuration_names_the_earlier_run_and_stores_the_founders(earlier, tmp_path):
     folder = tmp_path / "run"
     settings = {name: value for part in SMALL.values() for name, value in part.items()}
     run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)
@@ -173,7 +173,7 @@ def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier,
     for birth, record in zip(run.population.lineage.births, found, strict=False):
         assert birth.hyperparameters.lr == own["lr"].closest(record.lr)
         assert birth.hyperparameters.clip_coef == own["clip_coef"].closest(record.clip_coef)
-    # The earlier run may be gone by then.
+    # The earlier run may be deleted by then.
     stored["population"]["like"] = str(tmp_path / "gone")
     assert parse_config(stored).founders == load_config(folder / "config.yaml").founders
 
@@ -187,13 +187,13 @@ def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier,
         ({"founders": 3}, "population.founders"),
     ],
 )
-def test_configured_founders_that_are_none_are_refused(population, message):
+def test_invalid_founders_in_a_configuration_are_refused(population, message):
     values = with_sections(packaged_values("CartPole-v1", with_preset=False), {"population": population})
     with pytest.raises(ValueError, match=message):
         parse_config(values)
 
 
-def test_founders_by_hand_say_only_what_is_not_as_in_hyperparameters():
+def test_founders_in_a_configuration_override_the_defaults():
     values = with_sections(
         packaged_values("CartPole-v1", with_preset=False),
         {"population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]}, "schedule": {"samples_per_step": 8}},
