@@ -1,4 +1,4 @@
-"""What it costs to share out a population: one process with two threads against two processes with one, at equal work.
+"""Cost of dividing the work of a population: one process with two threads against two with one, at equal work.
 
     python benchmarking/scale.py                  # SmolLM2, small networks, and the exchange itself
     python benchmarking/scale.py --kinds networks --rounds 5 --processes 4
@@ -6,7 +6,7 @@
 Both arms train the same population, without selection, and come to the same journal; they take turns, in both orders,
 and a round's figure is the median learning step of its journal, the first one left out. The ratio is that of their
 throughputs: the median of the rounds, and the range. The exchange is measured between as many processes that do
-nothing else: how long records take, and learner states of several sizes that one process hands to another and to all.
+nothing else: how long records take, and sums of gradients of several sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 SIZES = (1_000_000, 10_000_000, 100_000_000)
-"""Bytes of the learner states that are handed over."""
+"""Bytes of the gradients that are summed."""
 
 
 def words(
@@ -75,15 +75,12 @@ def exchange(_: int, folder: str) -> None:
 
     from evogrpo.distributed import processes
 
-    crew = processes()
-    found = {"records of 10 kB, all to all": _seconds(lambda: crew.all_gather("x" * 10_000), crew.now)}
+    ranks = processes()
+    found = {"records of 10 kB, all to all": _seconds(lambda: ranks.all_gather("x" * 10_000), ranks.now)}
     for size in SIZES:
-        state = {"weights": torch.zeros(size // 4)} if crew.is_rank_zero else None
-        to_all = partial(crew.broadcast_tensors, state, source=0)
-        to_one = partial(crew.send_tensors, state, source=0, target=crew.size - 1)
-        for whom, work in (("all", to_all), ("one", to_one)):
-            found[f"{size / 1e6:.0f} MB to {whom}"] = _seconds(work, crew.now)
-    if crew.is_rank_zero:
+        summed = partial(ranks.all_reduce, torch.zeros(size // 4))
+        found[f"sum of gradients of {size / 1e6:.0f} MB"] = _seconds(summed, ranks.now)
+    if ranks.is_rank_zero:
         Path(folder, "exchange.json").write_text(json.dumps(found))
 
 

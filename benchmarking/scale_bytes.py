@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.scale import launch_program, networks, words
 
-CARRIERS = ("all_gather", "broadcast", "send", "recv")
-OWN = ("torch/", "evogrpo/processes/", "scale_bytes.py", "contextlib.py", "functools.py")
+CARRIERS = ("all_gather", "broadcast", "all_to_all_single")
+OWN = ("torch/", "evogrpo/distributed.py", "scale_bytes.py", "contextlib.py", "functools.py")
 """Files between a collective and whoever asked for it."""
 
 
@@ -36,10 +36,11 @@ def counted(calls: Counter[str], sizes: Counter[str]) -> None:
 
         def counting(*given: Any, _carry: Callable[..., Any] = carry, _name: str = name, **named: Any) -> Any:
             tensor = given[1] if _name == "all_gather" else given[0]
-            others = dist.get_world_size() - 1 if _name in ("all_gather", "broadcast") else 1
+            size = dist.get_world_size()
+            others = (size - 1) / size if _name == "all_to_all_single" else size - 1
             asked = who_asked()
             calls[asked] += 1
-            sizes[asked] += others * tensor.numel() * tensor.element_size()
+            sizes[asked] += round(others * tensor.numel() * tensor.element_size())
             return _carry(*given, **named)
 
         for module in (dist, distributed_c10d):

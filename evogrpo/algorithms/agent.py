@@ -278,6 +278,14 @@ class Agent:
         """
         raise NotImplementedError
 
+    def check_single_rank(self, method: str) -> None:
+        """Raise ValueError if several ranks train the population: one alone would wait, or differ from the others."""
+        if self.members.processes.size > 1:
+            raise ValueError(
+                f"{method} is not available for a member of a population that {self.members.processes.size} ranks "
+                "train. Use a clone, the run's best, or the saved agent."
+            )
+
     # ---- looking inside
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
-from evogrpo.algorithms.policies.distributed import distribute, placement_of
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import KeptStates, Population
 from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
 from evogrpo.models.devices import limit_memory
@@ -172,9 +172,8 @@ def restore_population(
     with checkpoint_errors(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        places = placement_of(len(stored))
-        members = _open(record["shared"], places.held, Path(path), network, tensors, device=device, accelerator=None)
-        members = distribute(members, places)
+        members = _open(record["shared"], len(stored), Path(path), network, tensors, device=device, accelerator=None)
+        members.processes = processes()
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member["index"], Hyperparameters())
@@ -185,8 +184,7 @@ def restore_population(
             agents.append(agent)
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = _next_index(record["next_index"], population)
-        population.kept = KeptStates.restored(record["kept"], tensors, population.executor.members.banks)
-        population.executor.settle([agent.slot for agent in agents if agent.retired])
+        population.kept = KeptStates.restored(record["kept"], tensors, population.members.banks)
     return population
 
 

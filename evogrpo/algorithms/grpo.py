@@ -26,7 +26,6 @@ from evogrpo.algorithms.factory import (
 )
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.distributed import check_single_rank, distribute, placement_of
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
@@ -36,6 +35,7 @@ from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unk
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
+from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
@@ -222,10 +222,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         options = resolve_search_space(options, samples_per_step, words=words, unused=cls.unused_options)
         cls._check_class(options)
         samples = founder_samples(options, samples_per_step)
-        places = placement_of(size)
-        count = places.held
-        members, first = build_policy_set(count, observation_space, action_space, actor_network, pad_token_id, options)
-        members = distribute(members, places)
+        members, first = build_policy_set(size, observation_space, action_space, actor_network, pad_token_id, options)
+        members.processes = processes()
         given = check_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
@@ -363,6 +361,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         """
         if elsewhere or experiences is None or isinstance(experiences, int):
             raise ValueError(_no_experiences(experiences, elsewhere))
+        self.check_single_rank("learn")
         learner = self.learner()
         experience = self.members.experience(learner, experiences)
         self.members.banks.touch([self.slot])
@@ -399,7 +398,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
         refuse_unknown("split", [split], SPLITS)
-        check_single_rank(self.members, "test")  # evaluation is a collective: it would wait for the other ranks
+        self.check_single_rank("test")
         base = self._evaluated == "base"
         with open_test_environment(env, episodes=episodes, render=render) as (shown, count):
             self.members.check(shown)

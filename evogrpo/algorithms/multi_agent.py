@@ -13,13 +13,13 @@ from evogrpo.algorithms.factory import (
     resolve_search_space,
 )
 from evogrpo.algorithms.grpo import GRPO
-from evogrpo.algorithms.policies.distributed import distribute, placement_of
 from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.config.checks import flag, lists_options
 from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 
@@ -98,9 +98,8 @@ class MultiAgentGRPO(GRPO):
         flag("spread", spread)
         options = resolve_search_space(options, samples_per_step, words=False)
         samples = founder_samples(options, samples_per_step)
-        places = placement_of(size)
-        members, first = build_joint_policy_set(places.held, observation_spaces, action_spaces, options)
-        members = distribute(members, places)
+        members, first = build_joint_policy_set(size, observation_spaces, action_spaces, options)
+        members.processes = processes()
         given = check_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
@@ -133,6 +132,7 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If the group size does not divide it, or the environment does not fit the member.
         """
+        self.check_single_rank("collect")
         self.members.check(env)
         samples = samples_per_step or self.group_size
         block = max(1, samples // self.group_size)

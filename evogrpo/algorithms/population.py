@@ -1,20 +1,23 @@
 """Population: agents that share one bank, learn in the same batches and evolve."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from evogrpo.algorithms.executor import executor_for
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.rollout.collect import check_groups
+from evogrpo.algorithms.rollout.collect import check_groups, collect
 from evogrpo.algorithms.rollout.evaluation import FitnessResult, common_scores, evaluate_questions, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
+from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
 from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey
@@ -23,7 +26,7 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.models.bank import Sampler
+from evogrpo.models.bank import Sampler, TrainState
 from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
@@ -126,10 +129,9 @@ class Population(Sequence[Any]):
         lineage: All births so far.
         next_index: First unused index.
         kept: Earlier train states that plans may return to.
-        executor: Runs rollouts and learning steps, in one process or in several.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "executor", "kept", "lineage", "members", "next_index")
+    __slots__ = ("__weakref__", "_handed_out", "agents", "kept", "lineage", "members", "next_index")
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.from_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self.kept, self.executor = KeptStates(), executor_for(members)
+        self.kept = KeptStates()
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
@@ -164,6 +166,11 @@ class Population(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._handed_out)
+
+    @property
+    def processes(self) -> Processes:
+        """Ranks that train this population; each holds all members."""
+        return self.members.processes
 
     @property
     def space(self) -> HyperparameterConfig:
@@ -227,8 +234,8 @@ class Population(Sequence[Any]):
         if not acting:  # all members with samples have failed: let the others act instead
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
-        return self.executor.collect(
-            learners, env, samples_per_step=samples_per_step, block=block, samples=counts, stop=stop
+        return collect(
+            self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=counts, stop=stop
         )
 
     def learn(
@@ -272,7 +279,13 @@ class Population(Sequence[Any]):
         ]
         self.members.banks.touch(healthy)
         experience = {policy: replace(batch, stop=stop) for policy, batch in experience.items()}
-        reports = self.executor.learn(self.algorithm, learners, experience)
+        # A section tells the other ranks of an error; language models divide their passes inside of it.
+        work = partial(self.algorithm.learn_together, self.members, learners, experience)
+        reports = self.processes.run_section(work)[0]
+        # Scatter-add of a GPU is not deterministic, so the updates of small networks differ in bits.
+        if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
+            for slot, state in self._rank_zero_states(healthy).items():
+                self.members.banks.load_state(slot, state)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
@@ -330,7 +343,7 @@ class Population(Sequence[Any]):
         stop: Stop = NEVER,
     ) -> tuple[Fitness, Fitness, int]:
         """Return the fitness of the untrained base and of a train state, and the tokens processed."""
-        alone = self.executor.evaluation_member()
+        alone = self._evaluation_member()
         alone.banks.load_state(0, state)
         count = env.size(split) if questions is None else min(questions, env.size(split))
         answers = config.answers if config.sampled else None
@@ -355,7 +368,7 @@ class Population(Sequence[Any]):
         stop: Stop = NEVER,
     ) -> tuple[list[Fitness], int]:
         """Return the fitness of train states on questions of a split, and the tokens processed."""
-        alone, found, tokens = self.executor.evaluation_member(), [], 0
+        alone, found, tokens = self._evaluation_member(), [], 0
         for state in states:
             alone.banks.load_state(0, state)
             answers = config.answers if config.sampled else None
@@ -365,6 +378,33 @@ class Population(Sequence[Any]):
             tokens += sum(spent)
         scores = common_scores(np.concatenate(found), split).tolist()
         return [Fitness.from_scores(row) for row in scores], tokens
+
+    def _rank_zero_states(self, slots: Collection[int]) -> dict[int, TrainState]:
+        """Return the train states of rank 0 on every rank. Collective."""
+        states = self.members.banks.snapshot(slots)
+        on_cpu = {slot: {name: value.cpu() for name, value in state.items()} for slot, state in states.items()}
+        return self.processes.broadcast(on_cpu)
+
+    def _evaluation_member(self) -> PolicySet:
+        """Return one fresh member, to load train states into and evaluate them on all ranks."""
+        alone = self.members.new_member()
+        alone.processes = self.processes
+        return alone
+
+    def check_replicas(self) -> None:
+        """Compare a checksum of all train states over all ranks.
+
+        Raises:
+            ProcessError: If they differ.
+        """
+        if self.processes.size == 1:
+            return
+        banks, digest = self.members.banks, 0
+        for slot in range(banks.size):
+            for name in banks.state_keys:
+                values = banks.state_tensor(slot, name).cpu().contiguous()
+                digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
+        self.processes.check_equal(digest, "Train states of members")
 
     def sample_with(self, sampler: Sampler) -> None:
         """Generate completions with an external engine instead of the bank.
@@ -431,7 +471,7 @@ class Population(Sequence[Any]):
             raise ValueError(f"The plan has {len(plan.parents)} slots, the population {len(self)}.")
         lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         went_back = self._keep_and_drop(plan)
-        self.executor.inherit(plan.parents, plan.vacant)
+        self.members.banks.inherit(plan.parents)
         for slot, state in went_back.items():
             self.members.banks.load_state(slot, state)
         self.lineage = lineage
@@ -467,7 +507,7 @@ class Population(Sequence[Any]):
         }
         self.kept.drop(plan.drop)
         for slot, each in kept.items():
-            self.kept.keep(each, self.members.banks.broadcast_state(slot))
+            self.kept.keep(each, self.members.banks.state(slot))
         return states
 
 

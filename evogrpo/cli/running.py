@@ -5,8 +5,8 @@ import dataclasses
 import os
 import signal
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.cli.main import FAILED, INTERRUPTED, OK
 from evogrpo.config.hyperparameters import Hyperparameters, Value
@@ -206,60 +205,19 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
         "objective": _objective_text(config.agent.objective),
         "schedule": _schedule_text(config),
         "run directory": str(run_dir),
-        **process_layout(config.population.size, processes().size, groups=_max_groups(config)),
+        **process_layout(config, processes().size),
         **config.task.facts(),
     }
     _print_facts(console, rows)
 
 
-def process_layout(members: int, count: int, *, groups: int) -> dict[str, str]:
-    """Describe how members are divided among several processes; empty for one process.
-
-    Args:
-        members: Population size.
-        count: World size.
-        groups: Most groups of a member in one learning step.
-    """
+def process_layout(config: AnyConfig, count: int) -> dict[str, str]:
+    """Describe the work of several processes; empty for one process."""
     if count == 1:
         return {}
-    places = Placement(members, count, 0)
-    squads = Counter(len(ranks) for ranks in places.squads)
-    if count <= members:
-        text = f"{count}, {_counted_text(Counter(len(own) for own in places.shares), _with_members)}"
-    elif members == 1:
-        text = f"{count}, which share the work of the one member"
-    else:
-        text = f"{count}, {_counted_text(squads, _with_a_member)}"
-    idle = sum(number * max(0, squad - groups) for squad, number in squads.items())
-    if idle:
-        text = f"{text}; {idle} idle, since a member has {pluralize(groups, 'group')} per step"
-    return {"processes": text}
-
-
-def _counted_text(numbers: Mapping[int, int], words: Callable[[int, int], str]) -> str:
-    """Describe shares of equal size, or of two sizes that differ by one."""
-    if len(numbers) == 1:
-        ((size, _),) = numbers.items()
-        return words(size, 0)
-    return " and ".join(words(size, number) for size, number in numbers.items())
-
-
-def _with_members(size: int, number: int) -> str:
-    held = pluralize(size, "member")
-    return f"{number} with {held}{' each' if number > 1 else ''}" if number else f"with {held} each"
-
-
-def _with_a_member(size: int, number: int) -> str:
-    if size == 1:
-        return f"{number} with a member{' each' if number > 1 else ' of its own'}"
-    if not number:
-        return f"of which {size} at a time share the work of a member"
-    return f"{size} that share the work of {'one member' if number == 1 else f'each of {number} members'}"
-
-
-def _max_groups(config: AnyConfig) -> int:
-    """Return the most groups that a member can have in one learning step."""
-    return config.schedule.samples_per_step // min(possible(config, "group_size"))
+    groups = config.population.size * config.schedule.samples_per_step // min(possible(config, "group_size"))
+    idle = f"; {count - groups} idle while sampling {pluralize(groups, 'group')}" if count > groups else ""
+    return {"processes": f"{count}, each with all members; they divide the work of all{idle}"}
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check: bool) -> None:

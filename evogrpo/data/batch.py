@@ -30,9 +30,6 @@ class Batch:
         sampler_log_probs: `[n, t]` log-probabilities in nats at sampling time; None = unknown.
         exact: `sampler_log_probs` equal the trainer's, up to rounding in float32.
         sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
-        behaviour_log_probs: `[n, t]` log-probabilities in nats under the policies that acted, computed by the bank that
-            has them; NaN where not computed. None = computed by the learner's own bank.
-        behaviour_distributions: `[n, t, o]` distributions of these policies; NaN or None as above.
         step_rewards: `[n, t]` reward of each action, for advantages within an episode; NaN = none given. None = only
             totals are known.
         reward_components: `[n, f]` unweighted value of each reward function; NaN where it does not apply. None =
@@ -54,8 +51,6 @@ class Batch:
     sampler_log_probs: Tensor | None = None
     exact: bool = True
     sampled_by: Tensor | None = None
-    behaviour_log_probs: Tensor | None = None
-    behaviour_distributions: Tensor | None = None
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
@@ -97,13 +92,11 @@ class Batch:
         """
         places, row = self.counted_actions()
         counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
-        fields: dict[str, Any] = dict.fromkeys(
-            ("behaviour_distributions", "step_rewards", "reward_components", "truncated")
-        )
+        fields: dict[str, Any] = dict.fromkeys(("step_rewards", "reward_components", "truncated"))
         for name in ("rewards", "group_ids", "member_ids", "sampled_by"):
             value = getattr(self, name)
             fields[name] = None if value is None else select_rows(value, row)
-        for name in ("actions", "sampler_log_probs", "behaviour_log_probs"):
+        for name in ("actions", "sampler_log_probs"):
             value = getattr(self, name)
             fields[name] = None if value is None else value.flatten(0, 1).index_select(0, places)[:, None]
         return replace(
@@ -118,7 +111,7 @@ class Batch:
     def concatenate(self, other: "Batch") -> "Batch":
         """Return these rows followed by the other's, padded to the longer of both.
 
-        Both must have the same fields; `behaviour_...` may be missing in one, and are NaN there.
+        Both must have the same fields.
         """
         width = max(self.actions.shape[1], other.actions.shape[1])
         fields: dict[str, Any] = {}
@@ -128,13 +121,7 @@ class Batch:
             if known is None or name in _WITHOUT_TIME:
                 fields[name] = None if known is None else torch.cat(parts)
                 continue
-            if name.startswith("behaviour_"):
-                shape = known.shape[2:]
-                parts = [
-                    known.new_full((len(batch), width, *shape), torch.nan) if part is None else part
-                    for batch, part in zip((self, other), parts, strict=True)
-                ]
-            fill = torch.nan if name == "step_rewards" or name.startswith("behaviour_") else 0
+            fill = torch.nan if name == "step_rewards" else 0
             fields[name] = torch.cat([padded(part, width, fill) for part in parts])
         inputs = self.inputs.concatenate(other.inputs, width)
         return replace(self, exact=self.exact and other.exact, inputs=inputs, **fields)

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Self
 
-from evogrpo.algorithms.policies.placement import Placement
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
@@ -136,11 +135,6 @@ def kept_size(strategy: Strategy, members: int, state: int) -> int:
         state: Bytes of one train state.
     """
     return members * state * (2 if getattr(strategy, "backtrack", False) is True else 1)
-
-
-def largest_share(members: int) -> int:
-    """Return the largest number of members of any rank, at least 1."""
-    return max(1, len(Placement(members, processes().size, 0).shares[0]))
 
 
 def sharing(device: str) -> int:

@@ -135,7 +135,7 @@ class StoredRun:
             progress.finalists = KeptStates.restored(
                 self.record["progress"]["finalists"],
                 {name.removeprefix(FINALIST): value for name, value in finalists.items()},
-                population.executor.members.banks,
+                population.members.banks,
             )
             if self.best is not None:
                 progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))

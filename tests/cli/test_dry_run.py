@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.cli.running import process_layout
 from tests.cli.project import write_project
 
 SHORT = ["schedule.generations=1", "schedule.steps_per_generation=1", "schedule.samples_per_step=8"]
@@ -180,26 +179,3 @@ def test_a_dry_run_shows_the_network(run_command, folder, monkeypatch):
     status, output, _ = run_command(*KINDS["team"], "--dry-run", "agent.normalise_observations=true")
     assert "3 numbers, normalised" in output
     assert "one of 3, by a categorical distribution" in output
-
-
-@pytest.mark.parametrize(
-    ("members", "count", "output"),
-    [
-        (4, 2, "2, with 2 members each"),
-        (3, 2, "2, 1 with 2 members and 1 with 1 member"),
-        (64, 10, "10, 4 with 7 members each and 6 with 6 members each"),
-        (2, 3, "3, 2 that share the work of one member and 1 with a member of its own"),
-        (1, 4, "4, which share the work of the one member"),
-        (2, 4, "4, of which 2 at a time share the work of a member"),
-        (
-            2,
-            9,
-            "9, 5 that share the work of one member and 4 that share the work of one member; 1 idle, "
-            "since a member has 4 groups per step",
-        ),
-    ],
-)
-def test_the_plan_says_who_has_which_members(members: int, count: int, output: str) -> None:
-    """More processes than members share their work, by groups."""
-    assert process_layout(members, count, groups=4) == {"processes": output}
-    assert process_layout(members, 1, groups=4) == {}

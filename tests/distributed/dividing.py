@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from evogrpo import GRPO
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch
-from evogrpo.distributed import processes
+from evogrpo.distributed import ProcessError, processes
 from evogrpo.interruption import Interrupted
 from evogrpo.testing.policy_banks import assert_states_agree
 from evogrpo.training.loop.trainer import Trainer
@@ -59,6 +60,7 @@ def divided() -> None:
         learn_both_ways(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
     learn_both_ways(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
+    differ()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
 
@@ -118,6 +120,17 @@ def play_together() -> None:
     population, Counting.played = step_population(1, env), 0
     found = population.collect(env, step=0, samples_per_step=8, block=2)
     assert processes().all_gather((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
+
+
+def differ() -> None:
+    """Change a train state on one rank: all ranks learn which one differs."""
+    population = step_population(2)
+    population.check_replicas()
+    if processes().rank == 1:
+        state = population[1].state()
+        population[1].load_state(state | {"weights": state["weights"] + 1})
+    with pytest.raises(ProcessError, match=r"rank 0 and ranks \[1\]"):
+        population.check_replicas()
 
 
 def run_out_of_memory(beta: float) -> None:

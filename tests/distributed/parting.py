@@ -8,12 +8,17 @@ import torch
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.rollout.collect import collect
-from evogrpo.distributed import Errands, processes
-from evogrpo.models.language.fsdp import layers_of, sharded_layers, sharded_over
+from evogrpo.algorithms.rollout.evaluation import evaluate
+from evogrpo.distributed import processes
+from evogrpo.interruption import Interrupted
+from evogrpo.models.language.fsdp import layers_of, sharded_over
 from evogrpo.models.language.loading import fingerprint, load_base
 from evogrpo.testing.policy_banks import assert_states_agree
+from evogrpo.training.loop.stopping import RunStop
+from tests.distributed.dividing import TALK
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.tiny_training import finish, tiny_agent, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
+from tests.two_turns import GuessTwice
 
 LR = 1e-2
 
@@ -33,58 +38,65 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
         assert fingerprint(base) == fingerprint(whole)
         kept = sum(getattr(weights, "_local_tensor", weights).numel() for weights in layers_of(base).parameters())
         assert kept <= 0.6 * sum(weights.numel() for weights in layers_of(whole).parameters())
-        learn_both_ways(base, whole, fail=False)
-    learn_both_ways(base, whole, fail=True)
+        learn_both_ways(base, whole)
+        share_little_work(base, whole)
+        stop_on_one_rank(base)
     refuse(base, Path(folder))
 
 
-def errands_of(base: PreTrainedModel) -> Errands:
-    """Return what the processes that hold a base do together."""
-    layers = sharded_layers(base)
-    assert layers is not None
-    return layers._errands
-
-
-def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, *, fail: bool) -> None:
-    """Take a learning step with members of all processes, and one with those of this process in an agent each.
-
-    Args:
-        base: In parts.
-        whole: The same, whole.
-        fail: Whether one process runs out of memory in the middle of a pass, now and then, and takes smaller ones.
-    """
+def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel) -> None:
+    """Take a learning step with a sharded base on all ranks, and one with an agent of a whole base for each member."""
     options: dict[str, Any] = {"lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2, "micro_batch_tokens": 48}
-    together = tiny_population(processes().size + 1, actor_network=base, **options)
+    together = tiny_population(3, actor_network=base, **options)
     model = together.members.bank.base
     with model.working():
         assert model.uses_fast_llama == (base.config.model_type in ("qwen3", "llama"))
-    env, samples, short = tiny_env(), 6, list[int]()
-
-    def run_short(*_: object) -> None:
-        if fail and processes().rank == 1 and torch.is_grad_enabled() and len(short) < 2:
-            short.append(1)
-            raise torch.OutOfMemoryError("no memory left")
-
-    begun = list[bool]()
-    ahead = layers_of(base)[0].register_forward_hook(lambda *_: begun.append(errands_of(base)._begun is not None))
+    env, samples = tiny_env(), 6
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
-    ahead.remove()
-    assert sum(begun) >= len(begun) / 2 > 0  # the second layer is on its way while the first one computes
-    handle = layers_of(base)[-1].register_forward_pre_hook(run_short)
     reports = together.learn(found.experience, step=0)
-    handle.remove()
-    assert len(short) == 2 * (fail and processes().rank == 1)
     for agent in together:
-        if agent.slot not in together.members.places.own:
-            continue
         own = tiny_agent(actor_network=whole, **options)
         own.index = agent.index
         alone = collect(own.members, [own.learner(0)], env, samples_per_step=samples, block=samples // 2)
-        rows = found.experience["default"].select_members([together.members.places.place(agent.slot)])
+        rows = found.experience["default"].select_members([agent.slot])
         assert torch.equal(rows.actions, alone.experience["default"].actions)
         report = own.learn_together(own.members, [own.learner(0)], alone.experience)[0]
         assert report.optimizer_steps == reports[agent.slot].optimizer_steps
         assert_states_agree(together.members.banks.state(agent.slot), own.members.banks.state(0), lr=LR)
+
+
+def share_little_work(base: PreTrainedModel, whole: PreTrainedModel) -> None:
+    """Divide conversations of one group, and one question: a rank without work takes part in the passes of others."""
+    options: dict[str, Any] = {"group_size": 2, **TALK}
+    together = tiny_population(1, actor_network=base, **options)
+    own, env = tiny_agent(actor_network=whole, **options), GuessTwice(tokenizer=shared_tokenizer())
+    found = together.collect(env, step=0, samples_per_step=2, block=1)
+    alone = collect(own.members, [own.learner(0)], env, samples_per_step=2, block=1)
+    assert found.scores.completions == alone.scores.completions
+    together.learn(found.experience, step=0)
+    own.learn_together(own.members, [own.learner(0)], alone.experience)
+    assert_states_agree(together.members.banks.state(0), own.members.banks.state(0), lr=LR)
+    answers, same = (
+        evaluate(members, [0], env, "validation", questions=1) for members in (together.members, own.members)
+    )
+    assert answers.tolist() == same.tolist()
+
+
+def stop_on_one_rank(base: PreTrainedModel) -> None:
+    """Request a stop of one rank before it samples, and before it learns: all ranks are interrupted, and go on."""
+    together, env = tiny_population(2, actor_network=base, micro_batch_tokens=24), tiny_env()
+    stop = RunStop(processes())
+    found = together.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
+    if processes().rank == 1:
+        stop.request("enough")
+    for work in (
+        lambda: together.collect(env, step=0, samples_per_step=8, block=2, stop=stop),
+        lambda: together.learn(found.experience, step=0, stop=stop),
+    ):
+        with pytest.raises(Interrupted):
+            work()
+    together.learn(found.experience, step=0)
+    together.check_replicas()
 
 
 def refuse(base: PreTrainedModel, folder: Path) -> None:
@@ -114,3 +126,16 @@ def failing(folder: str) -> None:
     base = load_base(Path(folder) / "base", parts=2).model
     options = {"actor_network": base}
     finish(tiny_run(Path(folder) / "run", size=3, env=tiny_env(reward_fn=reward), options=options))
+
+
+def exhausted(folder: str) -> None:
+    """Let one rank be out of memory in the middle of a pass of a sharded base."""
+    base = load_base(Path(folder) / "base", parts=2).model
+
+    def run_short(*_: object) -> None:
+        if processes().rank == 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("no memory left")
+
+    run = tiny_run(Path(folder) / "run", size=2, options={"actor_network": base})
+    layers_of(base)[-1].register_forward_pre_hook(run_short)
+    finish(run)

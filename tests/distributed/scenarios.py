@@ -7,19 +7,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.cli import main
 from evogrpo.config.objective import Objective
-from evogrpo.data import LearnReport
-from evogrpo.distributed import ProcessError, processes
+from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.models.language.loading import load_base
@@ -31,7 +29,7 @@ from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, resumed_step_run, step_run
-from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
 
 def networks(folder: Path) -> Trainer:
@@ -178,17 +176,7 @@ def perform(folder: str, *names: str) -> None:
         scenario, _, generations = name.partition("+")
         where = Path(folder) / scenario
         run = go_on(where, int(generations)) if generations else SCENARIOS[where.name](where)
-        for _ in run.reports():
-            assert_even(run)
-
-
-def assert_even(run: Trainer) -> None:
-    """Check that no process has two members more than another, nor one where another has nobody."""
-    members: Any = run.population.members
-    living = [agent.slot for agent in run.population.agents if not agent.retired]
-    loads = processes().all_gather(len(members.places.here(living)))
-    assert max(loads) - min(loads) <= 1, loads
-    assert min(loads) >= 1, loads
+        finish(run)
 
 
 def failing(folder: str) -> None:
@@ -202,34 +190,6 @@ def failing(folder: str) -> None:
         return variety(completion, answer, question)
 
     finish(tiny_run(Path(folder), size=3, env=tiny_env(reward_fn=reward)))
-
-
-def lending(folder: str) -> None:
-    """Let one process fail as it finds what others have to know of its samples, and let all try again."""
-    objective = Objective(importance_correction="token_truncate")
-    population = tiny_population(2, objective=objective, update_epochs=2)
-    found = population.collect(tiny_env(), step=0, samples_per_step=8, block=2)
-    bank: Any = population.executor.members.policies["default"].bank
-    whole, sources = bank.autocast, {0: [0, 1], 1: [0, 1]}
-
-    def broken() -> AbstractContextManager[None]:
-        raise LookupError("the card is gone")
-
-    if processes().rank == 1:
-        bank.autocast = broken
-    reports: Mapping[int, LearnReport] = {}
-    while not reports:
-        try:
-            reports = population.learn(found.experience, step=0, sources=sources)
-        except (LookupError, ProcessError) as error:
-            print(f"not learnt: {error}")
-        bank.autocast = whole
-    print(f"learnt from {[report.samples for report in reports.values()]} samples")
-    states = [population.members.banks.broadcast_state(slot) for slot in (0, 1)]
-    if processes().is_rank_zero:
-        save_file(
-            {f"{slot}.{name}": value for slot, state in enumerate(states) for name, value in state.items()}, folder
-        )
 
 
 def stopped(folder: str, step: int) -> None:

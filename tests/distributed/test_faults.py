@@ -5,25 +5,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
 
 import pytest
-from safetensors.torch import load_file
 from torch.distributed import HashStore
 
-from evogrpo import GRPO
-from evogrpo.algorithms.policies.distributed import DistributedPolicySet
-from evogrpo.algorithms.policies.placement import Placement
-from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.distributed import ProcessError, Processes, agree_on_prefix, processes
 from evogrpo.storage.journal import read_journal
-from evogrpo.testing.policy_banks import assert_states_agree
-from tests.distributed.comparing import assert_same, by_slot
+from tests.distributed.comparing import assert_same
 from tests.distributed.dividing import troubled
 from tests.distributed.launching import launch
-from tests.distributed.scenarios import failing, go_on, killed, lending, limited, networks, stopped
-from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import equal_states, finish, resumed_run
+from tests.distributed.scenarios import failing, go_on, killed, limited, networks, stopped
+from tests.tiny_training import finish, resumed_run
 
 
 def both(function: Callable[..., object], folder: Path, *arguments: object) -> list[tuple[int | None, str]]:
@@ -42,20 +34,6 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     run = resumed_run(tmp_path / "run", generations=2)
     assert run.run_state.step >= 1
     finish(run)
-
-
-def test_what_fails_as_samples_are_handed_over_fails_for_all_and_changes_nothing(tmp_path: Path) -> None:
-    """A second try comes to what one process comes to at once."""
-    leader, other = both(lending, tmp_path / "two")
-    assert "not learnt: Process 1 of 2 failed: LookupError: the card is gone" in leader[1]
-    assert "not learnt: the card is gone" in other[1]
-    for status, said in (leader, other):
-        assert status == 0, said
-        assert said.endswith("learnt from [16, 16] samples\n")
-    lending(str(tmp_path / "one"))
-    found, alone = by_slot(load_file(tmp_path / "two")), by_slot(load_file(tmp_path / "one"))
-    for slot, state in alone.items():
-        assert_states_agree(found[slot], state, lr=1e-3)
 
 
 def test_a_stop_asked_of_one_process_stops_all_at_the_same_step(tmp_path: Path) -> None:
@@ -111,28 +89,6 @@ def test_one_process_talks_to_itself() -> None:
     assert alone.now() <= alone.now()
     with pytest.raises(LookupError):
         alone.run_section(lambda: {}["nothing"])
-
-
-@pytest.mark.parametrize("slot", [0, 1])
-def test_a_member_that_others_hold_too_is_not_tested_alone(slot: int) -> None:
-    """It would wait for processes that ask nothing; nor is the base, whose questions are shared out."""
-    population = step_population(1)
-    members = cast(PolicySet, DistributedPolicySet(population.members, Placement(2, 2, 0), Processes(0, 2)))
-    agent = GRPO._member(members, slot, slot, population[0].hyperparameters)
-    for asked in (agent.test, lambda env: agent.test(env, split="test", episodes=1)):
-        with pytest.raises(ValueError, match="test is not available"):
-            asked(cart_pole())
-
-
-def test_who_has_left_is_nowhere() -> None:
-    """Its slot has the state of somebody who has not begun, in every process, and no policy."""
-    population = step_population(2)
-    members = DistributedPolicySet(population.members, Placement(4, 2, 0).without([1]), Processes(0, 2))
-    alone = step_population(1)
-    assert equal_states(members.banks.state(1), alone[0].state())
-    for ask in (members.policy, lambda slot: members.files(slot, include_base=False)):
-        with pytest.raises(ValueError, match=r"Slot 1 is empty.*\[0, 2, 3\]"):
-            ask(1)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

@@ -10,7 +10,7 @@ from evogrpo.models.language.fsdp import check_sharding, layers_of, parameters_p
 from evogrpo.models.language.loading import load_base
 from evogrpo.storage.journal import read_journal
 from tests.distributed.launching import launch
-from tests.distributed.parting import failing, parted_and_whole, store
+from tests.distributed.parting import exhausted, failing, parted_and_whole, store
 from tests.distributed.scenarios import PARTS
 from tests.tiny_models import CONFIGS, tiny_model
 from tests.tiny_training import resumed_run, shared_model
@@ -20,7 +20,7 @@ ARCHITECTURES = ("gpt2",)
 
 
 def test_members_learn_over_a_base_in_parts_what_they_learn_over_a_whole_one(tmp_path: Path) -> None:
-    """Two members here and one there, so that passes differ in number; one process runs out of memory in a pass."""
+    """Three members; ranks without work of their own; and a stop of one rank between passes."""
     for architecture in ARCHITECTURES:
         store(tiny_model(architecture), tmp_path / architecture)
     for status, said in launch(2, tmp_path / "logs", parted_and_whole, str(tmp_path), *ARCHITECTURES).ended():
@@ -35,8 +35,18 @@ def test_a_failure_in_one_process_does_not_leave_the_others_waiting_for_its_part
     assert "Process 1 of 2 failed" in leader[1]
     assert "the verifier is gone" in leader[1]
     assert "LookupError: the verifier is gone" in other[1]
-    assert "ProcessError while" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
+    assert "ProcessError" in read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"]
     assert resumed_run(tmp_path / "run").population.members.banks.size == 3
+
+
+def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice(tmp_path: Path) -> None:
+    """The other rank cannot repeat the pass, and ends as well."""
+    store(shared_model(), tmp_path / "base")
+    leader, other = launch(2, tmp_path / "logs", exhausted, str(tmp_path)).ended(60)
+    assert (leader[0], other[0]) == (1, 1)
+    assert "lost the connection" in leader[1]
+    assert "micro_batch_tokens" in other[1]
+    assert resumed_run(tmp_path / "run").population.members.banks.size == 2
 
 
 def test_one_process_has_all_of_a_base(tmp_path: Path) -> None:

@@ -168,36 +168,18 @@ class CachedLogProbs:
         if not isinstance(self._bank, FullDistributionBank):
             raise ValueError("kl_estimator 'full' is not available for language models. Choose 'k3' or 'k2'.")
         if len(rows):
-            received, missing = self._received("behaviour_distributions", rows) if old else (None, rows)
-            if len(missing):
-                part = (self.training_rows.select_as_sampled if old else self.training_rows.select)(missing)
-                computed = self._bank.distributions(part, reference=not old)
-                if received is None:
-                    received = computed.new_zeros(len(self.known), *computed.shape[1:])
-                received = received.index_copy(0, missing, computed)
-            self.distributions = received
+            part = (self.training_rows.select_as_sampled if old else self.training_rows.select)(rows)
+            computed = self._bank.distributions(part, reference=not old)
+            self.distributions = computed.new_zeros(len(self.known), *computed.shape[1:]).index_copy(0, rows, computed)
             self.count_tokens(self.training_rows.select(rows))
 
     def compute_old(self, rows: Tensor) -> None:
         """Compute the old log-probabilities that are still unknown; no policy may have changed since sampling."""
         rows = rows[~self.known[rows]]
         if len(rows):
-            received, missing = self._received("behaviour_log_probs", rows)
-            if received is not None:
-                self.old[rows] = received[rows].to(self.old.dtype)
-            if len(missing):
-                self.old[missing] = self._bank.log_probs(self.training_rows.select_as_sampled(missing))
+            self.old[rows] = self._bank.log_probs(self.training_rows.select_as_sampled(rows))
             self.known[rows] = self.from_trainer[rows] = True
             self.count_tokens(self.training_rows.select(rows))
-
-    def _received(self, name: str, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the values that other ranks sent, 0 where none, and those of `rows` that are missing."""
-        received: Tensor | None = getattr(self.training_rows.outcomes, name)
-        if received is None:
-            return None, rows
-        mask = self.training_rows.outcomes.action_mask
-        unknown = mask & received.isnan().reshape(*mask.shape, -1).any(2)
-        return received.nan_to_num(nan=0.0), rows[unknown[rows].any(1)]
 
     def old_log_probs(self, rows: Tensor, current: Tensor | None) -> Tensor:
         """Return the old log-probabilities `[k, t]` of rows.

@@ -1,7 +1,6 @@
 """Banks: one bank per policy; slot i of every bank is member i."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -73,10 +72,6 @@ class Banks(Mapping[str, PolicyBank]):
             for name, value in bank.state(slot).items()
         }
 
-    def broadcast_state(self, slot: int) -> TrainState:
-        """Return a copy of the train state of a slot on every rank. Collective."""
-        return self.state(slot)
-
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Load a train state into a slot.
 
@@ -99,10 +94,6 @@ class Banks(Mapping[str, PolicyBank]):
     def snapshot(self, slots: Collection[int]) -> dict[int, TrainState]:
         """Return copies of train states by slot, in CPU memory, for `load_state`."""
         return {slot: {name: value.cpu() for name, value in self.state(slot).items()} for slot in slots}
-
-    def gathered(self, slots: Collection[int]) -> AbstractContextManager[None]:
-        """Make these train states readable on the rank that writes files, inside the block."""
-        return nullcontext()
 
     def keep_reference(self, slots: Sequence[int]) -> None:
         """Make the current policies of these members their references; ValueError without own references."""

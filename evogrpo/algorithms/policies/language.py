@@ -43,6 +43,7 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Experience, SamplingBatch
+from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.interruption import Stop
@@ -155,6 +156,17 @@ class LanguagePolicySet:
     def device(self) -> torch.device:
         """Device of the base model."""
         return self.bank.base.device
+
+    @property
+    def processes(self) -> Processes:
+        """Ranks that divide sampling, evaluation and micro-batches; this process alone at first."""
+        return self.bank.passes.processes
+
+    @processes.setter
+    def processes(self, processes: Processes) -> None:
+        # All ranks must plan the same micro-batches.
+        self.bank.micro_batch_tokens = min(processes.all_gather(self.bank.micro_batch_tokens))
+        self.bank.passes.processes = processes
 
     def new_member(self, *, wrap: bool = True) -> "LanguagePolicySet":
         """Return a policy set of one fresh member over the same base, sampled by its own bank."""

@@ -29,6 +29,7 @@ from evogrpo.algorithms.rollout.requests import (
 )
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience, SampledActions
+from evogrpo.distributed import Processes
 from evogrpo.envs.control.actions import AgentActionNoise, legal_actions, to_environment
 from evogrpo.envs.control.observations import (
     ObservationStatistics,
@@ -259,6 +260,7 @@ class NetworkPolicySet:
         policies: The policies by name.
         banks: Their banks.
         masked: True if a single agent has learnt with action masks.
+        processes: Ranks that divide the episodes; this process alone at first.
 
     Raises:
         ValueError: If a space is not supported, or the module or the settings do not fit.
@@ -291,6 +293,7 @@ class NetworkPolicySet:
             )
         self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
         self.masked = self._warned = False
+        self.processes = Processes()
 
     @property
     def observation_space(self) -> spaces.Space[Any] | None:

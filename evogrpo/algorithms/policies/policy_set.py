@@ -20,6 +20,7 @@ from evogrpo.algorithms.rollout.requests import (
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience
+from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.models.bank import PolicyBank, Sampler
@@ -74,11 +75,13 @@ class PolicySet(Protocol):
         hp_config: The search space; None = nothing evolves.
         policies: The policies by name; "default" if each member has a single policy.
         banks: Weights and optimizers of all policies.
+        processes: Ranks that hold the same members and divide the work; this process alone at first.
     """
 
     kind: str
     hp_config: HyperparameterConfig | None
     banks: Banks
+    processes: Processes
 
     @property
     def settings(self) -> Settings:

@@ -126,7 +126,39 @@ def sample_groups(
         number=number,
         stop=stop,
     )
-    return replace(members.sample(env, starts, request), starts=starts)
+    return replace(sample_on_all_ranks(members, env, starts, request), starts=starts)
+
+
+def sample_on_all_ranks(
+    members: PolicySet, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest
+) -> RolloutBatch:
+    """Sample and reward whole groups on each rank, and return all rows on every rank, in the order of the request."""
+    ranks = members.processes
+    if ranks.size == 1:
+        return members.sample(env, starts, request)
+    # 1. Deal whole groups, in order.
+    ends = request.group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
+    bounds = [0]
+    for share in ends.tensor_split(ranks.size):
+        bounds.append(int(share[-1]) if len(share) else bounds[-1])
+    rows = torch.arange(bounds[ranks.rank], bounds[ranks.rank + 1])
+
+    # 2. Sample.
+    def sample() -> RolloutBatch | None:
+        if len(rows):
+            return _moved(members.sample(env, starts, request, rows), "cpu")
+        if ranks.lockstep:  # a rank without groups repeats the first one, as all ranks take part in each pass
+            members.sample(env, starts, request, torch.arange(int(ends[0])))
+        return None
+
+    # 3. Merge.
+    parts = [part for part in ranks.run_section(sample) if part is not None]
+    return _moved(merge_rollouts(parts), members.device)
+
+
+def _moved(sampled: RolloutBatch, device: torch.device | str) -> RolloutBatch:
+    experience = {policy: batch.to(device) for policy, batch in sampled.experience.items()}
+    return replace(sampled, experience=experience, truncated=sampled.truncated.to(device))
 
 
 # ---- dynamic sampling
@@ -280,8 +312,8 @@ def concatenate_batches(batches: Sequence[Batch]) -> Batch:
     return reduce(Batch.concatenate, batches)
 
 
-def with_unique_groups(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches with group numbers shifted so that no two batches share one."""
+def _with_unique_groups(batches: Sequence[Batch]) -> list[Batch]:
+    """Shift group numbers so that no two batches share one: environments may number those that they play from 0."""
     shifted, first = [], 0
     for batch in batches:
         shift = max(0, first - int(batch.group_ids.min()))
@@ -290,24 +322,24 @@ def with_unique_groups(batches: Sequence[Batch]) -> list[Batch]:
     return shifted
 
 
-def merge_ranks(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Merge the rollouts of all ranks, without the experience, which stays on its rank.
-
-    Args:
-        parts: At least one, in order of slots; parts of one slot in order of rows.
-    """
+def merge_rollouts(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Return the rows of all parts of one request, one after another."""
     slots = dict.fromkeys(slot for part in parts for slot in part.tokens)
-    longest = max(parts, key=lambda part: len(part.starts))
+    policies = dict.fromkeys(policy for part in parts for policy in part.experience)
     return RolloutBatch(
-        experience={},
+        experience={
+            policy: concatenate_batches(
+                _with_unique_groups([part.experience[policy] for part in parts if policy in part.experience])
+            )
+            for policy in policies
+        },
         scores=_merge_scores([part.scores for part in parts]),
         member_ids=torch.cat([part.member_ids for part in parts]),
         start_ids=torch.cat([part.start_ids for part in parts]),
-        truncated=torch.cat([part.truncated.cpu() for part in parts]),
+        truncated=torch.cat([part.truncated for part in parts]),
         tokens={slot: sum(part.tokens.get(slot, 0) for part in parts) for slot in slots},
-        starts=longest.starts,
-        questions=longest.questions,
-        earned={slot: groups for part in parts for slot, groups in part.earned.items()},
+        questions=parts[0].questions,
+        observed=tuple(each for part in parts for each in part.observed),
         scoring_seconds=max(part.scoring_seconds for part in parts),
     )
 

@@ -1,13 +1,13 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.rollout.requests import EvaluationRequest
+from evogrpo.algorithms.rollout.requests import EvaluationRequest, EvaluationResult
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.datasets import PromptEnvironment
 from evogrpo.evolution.fitness import (
@@ -48,7 +48,7 @@ def evaluate_questions(
     Raises:
         ValueError: If no reward applies to a completion and the environment does not exclude failures.
     """
-    result = members.evaluate(env, request)
+    result = evaluate_on_all_ranks(members, env, request)
     missing = int((~np.isfinite(result.rewards)).sum())
     if missing and not (isinstance(env, PromptEnvironment) and env.excludes_failures):
         raise ValueError(
@@ -60,6 +60,26 @@ def evaluate_questions(
     with np.errstate(invalid="ignore"):  # 0 / 0 where no answer has a reward
         means = np.where(scored, rewards, 0.0).sum(axis=2) / scored.sum(axis=2)
     return means, result.tokens
+
+
+def evaluate_on_all_ranks(members: PolicySet, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
+    """Evaluate all slots on part of the questions on each rank, and return the result of all."""
+    ranks = members.processes
+    if ranks.size == 1:
+        return members.evaluate(env, request)
+    parts = [tuple(part.tolist()) for part in np.array_split(np.asarray(request.questions), ranks.size)]
+    questions = parts[ranks.rank]
+
+    def work() -> EvaluationResult | None:
+        if not questions and ranks.lockstep:  # all ranks take part in each pass: repeat the first question
+            members.evaluate(env, replace(request, questions=parts[0][:1]))
+        return members.evaluate(env, replace(request, questions=questions)) if questions else None
+
+    results = [result for result in ranks.run_section(work) if result is not None]
+    return EvaluationResult(
+        rewards=np.hstack([result.rewards.reshape(len(request.slots), -1) for result in results]).flatten(),
+        tokens=tuple(map(sum, zip(*(result.tokens for result in results), strict=True))),
+    )
 
 
 def evaluate(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evogrpo.data import Conversation, Rollout, SamplingBatch
 from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.distributed import processes
 from evogrpo.envs.protocol import PromptBatch
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.models.bank import FinishedCallback, Sampler
@@ -102,9 +103,14 @@ def sample_conversations(
     room = None if max_tokens is None else max_tokens - rows.max_new_tokens
     for turn in range(1, batch.max_turns):
         continued = _reply(batch, rows, states, [row for row in active if not states[row].truncated], room)
-        if not continued:
-            break
         rows.stop.check()
+        # Where each rank holds a part of the base, all ranks sample as many turns.
+        if not (processes().agree(len(continued), rows.stop) if processes().lockstep else continued):
+            break
+        if not continued:
+            sampler.sample(rows.select(torch.tensor([0])), base=base)
+            active = []
+            continue
         place = {row: number for number, row in enumerate(active)}
         chosen, drawn = torch.tensor(continued), uniforms(turn)
         part = replace(

@@ -1,6 +1,5 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from evogrpo.config.checks import names_unknown
 from evogrpo.data import DEFAULT_POLICY, Actor
+from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.actions import StepUniforms, check_action_space
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.determinism import check_determinism
@@ -170,7 +170,7 @@ class GymnasiumGroups(SeededGroups):
             )
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
-        default = _NATIVE_ENVS if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_ENVS
+        default = _NATIVE_ENVS if self.native else cores_per_rank() if self._processes else _SERIAL_ENVS
         self._num_envs = default if num_envs is None else num_envs
         self._default_limit = self.max_episode_steps if self.uses_default_limit else None
 

@@ -3,13 +3,13 @@
 import functools
 import inspect
 import math
-import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from evogrpo.config.checks import finite_number, whole_number
+from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.text.reward_calls import Call, InProcessRunner, Job, RewardRunner, is_async
 from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.envs.text.verifier_pool import VerifierPool
@@ -329,7 +329,7 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
     synchronous = [name for name, function in functions.items() if not is_async(function)]
     # Only worker processes can stop a function that is not async.
     if workers is None:
-        workers = min(MAX_WORKERS, os.cpu_count() or 1) if timeout is not None and synchronous else 0
+        workers = min(MAX_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and synchronous:

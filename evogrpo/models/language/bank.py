@@ -116,7 +116,7 @@ class LanguageBank(Generic[W]):
         Raises:
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
-        with torch.no_grad(), self.base.working(), self.base.autocast():
+        with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
             return sample(self.base, self.weights, rows, self.end_ids, base=base, on_finished=on_finished)
 
     def sync(self, slots: Sequence[int]) -> None:
@@ -195,8 +195,8 @@ class LanguageBank(Generic[W]):
                 try:
                     for slot, gradient, loss in steps:
                         reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
-                except torch.OutOfMemoryError:  # a single row never raises, so the loop ends
-                    self.passes.halve()
+                except torch.OutOfMemoryError as error:  # a single row never raises, so the loop ends
+                    self.passes.halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
 
     def cost(self, batch: Batch) -> dict[int, int]:
@@ -353,5 +353,5 @@ class MemberPolicy(nn.Module):
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         hook = bank.weights.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
-        with torch.no_grad(), bank.base.working(), bank.base.autocast():
+        with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
             return bank.base.head(bank.base.run(input_ids, mask.bool(), None, hook))

@@ -175,6 +175,15 @@ class CausalModel:
             for handle in handles:
                 handle.remove()
 
+    @property
+    def lockstep(self) -> bool:
+        """True if all ranks run each pass together, because each holds a part of the base."""
+        return self._parts is not None
+
+    def in_lockstep(self) -> AbstractContextManager[None]:
+        """Return a context for passes; see `ShardedLayers.in_lockstep`."""
+        return nullcontext() if self._parts is None else self._parts.in_lockstep()
+
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
         def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             return None if self._adapter_hook is None else self._adapter_hook(name, args[0], output)
@@ -235,7 +244,8 @@ class CausalModel:
         """Run the common beginning; return its cache, the cache row of each prompt, and the rest of each prompt."""
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
-        if common < shortest_root or len(owners) == len(prompts):
+        # In lockstep, the number of passes must not depend on the prompts of a rank.
+        if self._parts is not None or common < shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
         beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
         root = self._run_on(None, every, beginnings, make_hook(owners))
@@ -373,7 +383,7 @@ class CausalModel:
             def begin(some: Tensor) -> Decoding:
                 return FastDecoding(passes, prefix, rows[some], slots[some], room, make_hook)
 
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and self._parts is None:
                 return shared_prefix_decoding(begin, rows)
             return begin(torch.arange(len(rows), device=self.device))
         return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)

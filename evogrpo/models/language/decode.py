@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
+from evogrpo.distributed import processes
 from evogrpo.functional.log_probs import (
     apply_repetition_penalty,
     row_tiles,
@@ -89,7 +90,7 @@ def generate(
     Returns:
         If `rows.keep`: row numbers and their saved caches of the prompt and all tokens but the last.
     """
-    width, check_every = rows.max_new_tokens, CHECK_EVERY.get(model.device.type, 8)
+    width, check_every = rows.max_new_tokens, 8 if model.lockstep else CHECK_EVERY.get(model.device.type, 8)
     state = _DecodeState(model, decoding, rows, end_ids, buffers)
     caches: list[tuple[Tensor, Any]] = []
 
@@ -115,13 +116,15 @@ def generate(
         checked = step + 1
         if on_finished is not None:
             on_finished(numbers if last else numbers[~live])
-        if alive == 0 or last:
+        # In lockstep, all ranks stop together: a rank without unfinished rows runs some of its finished ones.
+        alive_anywhere = alive if last or not model.lockstep else processes().agree(alive, rows.stop)
+        if alive_anywhere == 0 or last:
             save(torch.arange(len(numbers), device=model.device), numbers, step)
             break
         # 3. Remove finished rows. Some stay if matrix products of fewer rows would not be faster.
-        if padded_rows(alive) <= COMPACT_BELOW * len(numbers):
+        if padded_rows(max(alive, 1)) <= COMPACT_BELOW * len(numbers):
             ended = (~live).nonzero()[:, 0]
-            staying = live.index_fill(0, ended[: padded_rows(alive) - alive], value=True)
+            staying = live.index_fill(0, ended[: padded_rows(max(alive, 1)) - alive], value=True)
             gone = (~staying).nonzero()[:, 0]
             save(gone, numbers[gone], step)
             state.keep(staying.nonzero()[:, 0])

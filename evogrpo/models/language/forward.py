@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.data import Batch, TokenInputs
+from evogrpo.distributed import Processes
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.causal_model import CausalModel
@@ -142,6 +143,8 @@ class ForwardPasses:
     Attributes:
         model: The base model.
         weights: Weights of all members.
+        processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
+            same methods with equal batches.
         end_ids: As passed.
         micro_batch_tokens: As passed, halved when out of memory.
         logits_rows: As passed.
@@ -152,6 +155,7 @@ class ForwardPasses:
     ) -> None:
         self.model, self.weights, self.end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
+        self.processes = Processes()
 
     @torch.no_grad()
     def score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
@@ -166,20 +170,49 @@ class ForwardPasses:
                     log_probs[part.rows], entropies[part.rows] = scores
                     counter.add(len(part.rows))
                 return log_probs, entropies
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if self.micro_batch_tokens == 1:
                     raise
-                self.halve()
+                self.halve(error)
 
     def _scored(
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield log-probabilities and entropies of every micro-batch."""
-        for part in parts:
-            yield self._forward(batch, part, policy)
+        """Yield log-probabilities and entropies of every micro-batch, each computed on one rank."""
+        if self.processes.size == 1:
+            for part in parts:
+                yield self._forward(batch, part, policy)
+            return
 
-    def halve(self) -> None:
-        """Halve the size of micro-batches after running out of memory."""
+        def share() -> dict[int, list[Tensor]]:
+            with self.model.in_lockstep():
+                return {
+                    number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
+                    for number, _ in self._deal(batch, parts)
+                }
+
+        scores = {number: each for shared in self.processes.run_section(share) for number, each in shared.items()}
+        for number in range(len(parts)):
+            log_probs, entropies = scores[number]
+            yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
+
+    def _deal(self, batch: Batch, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, bool]]:
+        """Yield the numbers of this rank's micro-batches, dealt round robin.
+
+        In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
+        """
+        rank, size = self.processes.rank, self.processes.size
+        for first in range(0, len(parts), size):
+            if self.model.lockstep:
+                self.processes.agree(0, batch.stop)
+                yield min(first + rank, len(parts) - 1), first + rank < len(parts)
+            elif first + rank < len(parts):
+                yield first + rank, True
+
+    def halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
+        if self.processes.size > 1 and not self.processes.has_agreed(error):
+            raise error
         self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 
     def gradients(
@@ -206,6 +239,9 @@ class ForwardPasses:
         Raises:
             torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
         """
+        if self.processes.size > 1:
+            yield from self._divided_gradients(batch, slots, loss_fn, scores, entropy_gradient)
+            return
         # 1. Plan micro-batches; note the last one of each member.
         parts = self._plan_update(batch, slots)
         members = [sorted(set(batch.member_ids[part.run].tolist())) for part in parts]
@@ -234,6 +270,45 @@ class ForwardPasses:
             for slot in open_:
                 self.weights.gather_gradient(slot, None)
 
+    def _divided_gradients(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        entropy_gradient: bool,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Compute each micro-batch on one rank; yield sums in rank order, which are bit-equal on all ranks."""
+        parts = self._plan_update(batch, slots)
+        gradients, losses = dict[int, Tensor](), dict.fromkeys(slots, 0.0)
+
+        def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
+            scores_of_part = {}
+            gradients.update({slot: self.weights.new_gradient() for slot in slots})
+            try:
+                for slot, gradient in gradients.items():
+                    self.weights.gather_gradient(slot, gradient)
+                with self.model.in_lockstep():
+                    for number, is_mine in self._deal(batch, parts):
+                        if not is_mine:  # as many passes as the other ranks, and a gradient of 0
+                            (0.0 * self._forward(batch, parts[number], "weights")[0].sum()).backward()
+                            continue
+                        self._backward(batch, parts[number], loss_fn, scores, entropy_gradient, losses, gradients)
+                        scores_of_part[number] = [values[parts[number].rows].cpu() for values in scores]
+            finally:
+                for slot in slots:
+                    self.weights.gather_gradient(slot, None)
+            return scores_of_part, losses
+
+        shares = self.processes.run_section(share)
+        for scores_of_part, _ in shares:
+            for number, computed in scores_of_part.items():
+                for values, part in zip(scores, computed, strict=True):
+                    values[parts[number].rows] = part.to(values.device)
+        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
+        for slot, gradient in totals.items():
+            yield slot, gradient, sum(share_losses[slot] for _, share_losses in shares)
+
     def _plan_update(self, batch: Batch, slots: Sequence[int]) -> list[MicroBatch]:
         """Plan the micro-batches of these members' rows."""
         rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
@@ -257,7 +332,7 @@ class ForwardPasses:
             for values, own in zip(scores, found, strict=True):
                 values[part.rows] = own.detach()
         except torch.OutOfMemoryError:
-            if len(part.run) > 1:
+            if len(part.run) > 1 or self.model.lockstep:
                 raise
             gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # only this member fails
             return
@@ -286,6 +361,8 @@ class ForwardPasses:
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
+        if self.model.lockstep:  # with a token after the first action, each micro-batch takes as many passes
+            used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]
         early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
         # 2. Hidden states, then log-probabilities and entropies of the actions.

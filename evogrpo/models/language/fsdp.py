@@ -1,20 +1,21 @@
 """FSDP: each rank stores a shard of every layer of the base, and layers are gathered when a rank needs them.
 
-Sharding and gathering are torch's FSDP2. Ranks of a population run different work, so this module decides the time of
-each gather; see `evogrpo.distributed`. Embeddings and vocabulary head are replicated.
+Sharding and gathering are torch's FSDP2. fast_llama does not call the layers' own `forward`, so this module decides the
+time of each gather. Embeddings and vocabulary head are replicated.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from evogrpo.distributed import NOTHING, Errands, processes
+from evogrpo.distributed import processes
 from evogrpo.models.language.quantised import is_quantised, stored_bytes
 
 T = TypeVar("T")
@@ -25,53 +26,87 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class ShardedLayers:
     """Sharded layers of a model.
 
-    A layer is gathered before its forward pass and before its backward pass, and resharded afterwards. If all ranks
-    need the same layer, its expected successor is prefetched.
+    All ranks run the same passes in lockstep. A layer is gathered before its forward pass and before its backward pass,
+    and resharded afterwards. The layer that followed it last time is prefetched.
 
     Args:
-        layers: Sharded layers, in the order of their calls.
-        errands: Collectives with the ranks of the other shards.
+        layers: Sharded layers.
+        size: Number of shards.
 
     Attributes:
         size: Number of shards.
     """
 
-    def __init__(self, layers: nn.ModuleList, errands: Errands) -> None:
-        self.size = len(errands.ranks)
-        self._errands = errands
-        self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+    def __init__(self, layers: nn.ModuleList, size: int) -> None:
+        self.size = size
         self._whole: Any = None
-        self._course: dict[tuple[int, int], int] = {}
-        self._last = (NOTHING, NOTHING)
+        self._prefetched: tuple[Any, Any] | None = None  # a layer, and the handle of its gather
+        self._successors: dict[tuple[Any, Any], Any] = {}  # by the layer before and the current one
         for layer in layers:
-            self._numbers[layer] = errands.add(_Gathering(layer))
             layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
             layer.register_forward_hook(lambda module, args, out: self.gather_in_backward(module, out), prepend=True)
             _OWN_HOOKS[layer] = hooks_of(layer)
+        self._before: tuple[Any, Any] = (None, None)
 
-    def gather(self, layer: nn.Module) -> None:
+    @contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        """Run passes together with all ranks; an error inside ends the run, as the other ranks cannot follow."""
+        ranks = processes()
+        before, ranks.interruptible = ranks.interruptible, False
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            ranks.broken = RuntimeError(
+                "Out of memory in a pass of a sharded base, which cannot be repeated in smaller micro-batches. Lower "
+                f"micro_batch_tokens, or raise base_parts ({error})."
+            )
+            raise ranks.broken from error
+        except Exception as error:
+            if not ranks.has_agreed(error):
+                ranks.broken = error
+            raise
+        finally:
+            ranks.interruptible = before
+            self.reshard()
+
+    def gather(self, layer: Any) -> None:
         """Gather a layer and reshard the previous one.
 
         Raises:
             ValueError: If the other ranks do not take part.
             ProcessError: If another rank has ended.
         """
-        self.reshard()
-        number = self._numbers[layer]
-        self._errands.need(number, self._expected(number))
-        self._whole = ref(layer)
-
-    def _expected(self, number: int) -> int:
-        """Return the layer that followed this one last time in the same direction, or `NOTHING`."""
-        self._course[self._last] = number
-        self._last = (self._last[1], number)
-        return self._course.get(self._last, NOTHING)
+        ranks = processes()
+        if not ranks.in_section:
+            raise ValueError(
+                f"The base model is sharded over {self.size} processes, so one process cannot run it alone. Load the "
+                "saved agent in a program of one process."
+            )
+        # 1. Use the prefetched layer, or drop it.
+        handle = None
+        if self._prefetched is not None and self._prefetched[0] is layer:
+            handle, self._prefetched = self._prefetched[1], None
+        if layer is not self._whole:
+            self.reshard()
+        ranks.wait(layer.unshard if handle is None else handle.wait)
+        # 2. Prefetch the layer that followed last time in the same direction.
+        self._successors[self._before] = layer
+        self._before = (self._before[1], layer)
+        self._whole, successor = layer, self._successors.get(self._before)
+        if self._prefetched is None and successor is not None and successor is not layer:
+            successor.reshard()  # a gathered layer cannot be gathered again
+            self._prefetched = successor, successor.unshard(async_op=True)
 
     def reshard(self) -> None:
         """Free all gathered layers."""
-        layer = None if self._whole is None else self._whole()
-        if layer is not None:
+        if self._prefetched is not None:
+            layer, handle = self._prefetched
+            self._prefetched = None
+            if handle is not None:
+                processes().wait(handle.wait)
             layer.reshard()
+        if self._whole is not None:
+            self._whole.reshard()
         self._whole = None
 
     def gather_in_backward(self, layer: nn.Module, output: Any) -> None:
@@ -79,34 +114,6 @@ class ShardedLayers:
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient: self.gather(layer))
-
-
-class _Gathering:
-    """Collective that gathers a layer on all ranks."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer, self._begun = ref(layer), None
-
-    @property
-    def _module(self) -> Any:
-        module = self._layer()
-        assert module is not None, "the base was deleted on one rank and is in use on another"
-        return module
-
-    def begin(self) -> None:
-        """See `Errand`."""
-        self._module.reshard()  # a gathered layer cannot be gathered again
-        self._begun = self._module.unshard(async_op=True)
-
-    def finish(self, needed: bool) -> None:
-        """See `Errand`."""
-        if self._begun is None:
-            self.begin()
-        if self._begun is not None:
-            self._begun.wait()
-        self._begun = None
-        if not needed:
-            self._module.reshard()
 
 
 _OWN_HOOKS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -141,10 +148,16 @@ def sharded_over(model: PreTrainedModel) -> int:
 
 def run_on_all_ranks(model: PreTrainedModel, work: Callable[[], T]) -> T:
     """Run `work`, on all ranks at once if the model is sharded, and return its result."""
-    if sharded_layers(model) is None:
+    layers = sharded_layers(model)
+    if layers is None:
         return work()
     found: list[T] = []
-    processes().run_section(lambda: found.append(work()))
+
+    def run() -> None:
+        with layers.in_lockstep():
+            found.append(work())
+
+    processes().run_section(run)
     return found[0]
 
 
@@ -172,8 +185,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
     """Return the maximum number of parameters in a rank's memory.
 
-    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, one
-    that another rank needs, and a buffer to gather it).
+    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, the
+    next one, and a buffer to gather it).
     """
     whole = sum(parameter.numel() for parameter in model.parameters())
     if parts == 1:
@@ -234,7 +247,8 @@ def shard(model: PreTrainedModel, parts: int, device: str) -> None:
     layers = layers_of(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    _SHARDED[model] = ShardedLayers(layers, crew.errands(parts))
+    _SHARDED[model] = ShardedLayers(layers, parts)
+    crew.lockstep = True
     own = {parameter for layer in layers for parameter in layer.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

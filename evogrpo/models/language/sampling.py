@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
+from evogrpo.distributed import processes
 from evogrpo.models.bank import FinishedCallback
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.decode import OutputBuffers, generate
@@ -117,14 +118,20 @@ def sample(
         counter=ProgressCounter("writing", len(rows), "completions"),
         on_finished=on_finished,
     )
-    budget, waves = CACHED_TOKENS, list[_Wave]()
+    plan: list[tuple[CachedRows | None, Tensor]] = []
     for caches, numbers in ((kept, order[resumed[order]]), (None, order[~resumed[order]])):
         count = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
-        for wave in numbers.chunk(count) if count else ():  # equal sizes, so no wave is inefficiently small
-            budget -= len(wave) * width
-            part = replace(rows, keep=rows.keep and budget >= 0)
-            waves += sampler.sample(part, wave, caches)
-    # 4. Collect completions and caches in the caller's row order.
+        plan += [(caches, wave) for wave in (numbers.chunk(count) if count else ())]  # equal sizes: none is small
+    missing = processes().agree(len(plan), rows.stop) - len(plan) if model.lockstep else 0
+    budget, waves = CACHED_TOKENS, list[_Wave]()
+    for caches, wave in plan:
+        budget -= len(wave) * width
+        part = replace(rows, keep=rows.keep and budget >= 0)
+        waves += sampler.sample(part, wave, caches)
+    # 4. In lockstep, a rank with fewer waves than others repeats its last one.
+    for _ in range(missing):
+        replace(sampler, on_finished=None).sample(replace(rows, keep=False), plan[-1][1], plan[-1][0])
+    # 5. Collect completions and caches in the caller's row order.
     return _joined(rows, waves, versions)
 
 
@@ -205,7 +212,7 @@ class _WaveSampler:
             rollout = buffers.rollout(slice(None), self.end_ids, exact=exact)
             return [_Wave(numbers=wave, rollout=rollout, caches=caches)]
         except torch.OutOfMemoryError:
-            if len(wave) == 1:
+            if len(wave) == 1 or self.model.lockstep:
                 raise
         # 3. Out of memory: rows already reported stay as they are, all others start again.
         reported = buffers.reported.cpu()

@@ -63,12 +63,11 @@ class BestTracker:
         standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
         slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
         agent, fitness, run_state = self._population.agents[slot], standing[slot], self._run_state
-        state = self._population.members.banks.broadcast_state(slot)
+        state = self._population.members.banks.state(slot)
         if run_state.best is None or ahead(fitness, run_state.best.fitness):
             digest = None
             if self._run_dir is not None:
-                savable = self._population.executor.checkpoint_agent(agent, state)
-                digest = self._run_dir.save_best(savable, run_state.generation, fitness)
+                digest = self._run_dir.save_best(agent, run_state.generation, fitness)
             run_state.best = Best(
                 index=agent.index, generation=run_state.generation, fitness=fitness, state=state, digest=digest
             )

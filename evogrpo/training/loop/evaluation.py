@@ -126,14 +126,14 @@ def measure(
     slots = list(earned) if config.by == "validation" else []
     if config.by == "both":
         slots = candidates(rollouts, config.z, config.candidates)
-    began, assessed = population.executor.processes.now(), FitnessResult(fitness={}, tokens={})
+    began, assessed = population.processes.now(), FitnessResult(fitness={}, tokens={})
     if slots:
         rival = None if run_state.best is None else run_state.best.fitness
         assessed = population.measure_fitness(
             env, "validation", slots=slots, questions=questions, config=config, rival=rival, stop=stop
         )
     # 3. Each member's share of the time goes by its tokens.
-    seconds, total = population.executor.processes.now() - began, max(1, sum(assessed.tokens.values()))
+    seconds, total = population.processes.now() - began, max(1, sum(assessed.tokens.values()))
     costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in assessed.tokens.items()}
     measured = {}
     for slot in earned:

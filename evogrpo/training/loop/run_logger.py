@@ -16,7 +16,7 @@ from evogrpo.training.tensorboard import generation_curves, step_curves
 
 
 class RunLogger:
-    """Logger of a run. Every rank has one, as checkpoints are gathered from all ranks, but only rank 0 writes.
+    """Logger of a run. Every rank has one, but only rank 0 writes.
 
     Args:
         run_dir: Directory for records; None = keep no records.
@@ -46,12 +46,12 @@ class RunLogger:
     ) -> None:
         self._population, self._run_state, self._strategy = population, run_state, strategy
         self._records = schedule, fitness, data, experience
-        self.run_dir = run_dir if self._population.executor.processes.is_rank_zero else None
+        self.run_dir = run_dir if self._population.processes.is_rank_zero else None
         self.completions = 0 if self.run_dir is None else self.run_dir.completions.limit
 
     def create(self) -> None:
         """Create the directory and lock it; an error stops all ranks."""
-        self._population.executor.processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
+        self._population.processes.run_section(lambda: None if self.run_dir is None else self.run_dir.create())
 
     def close(self) -> None:
         """Release the directory."""
@@ -81,9 +81,7 @@ class RunLogger:
 
     def save(self, stopped: str | None = None) -> None:
         """Write a checkpoint, and a "stopped" event if a reason is given."""
-        population = self._population
-        with population.members.banks.gathered(range(len(population))):
-            if self.run_dir is not None:
-                self.run_dir.save(population, self._run_state, self._strategy, *self._records)
+        if self.run_dir is not None:
+            self.run_dir.save(self._population, self._run_state, self._strategy, *self._records)
         if stopped is not None:
             self.event("stopped", reason=stopped)

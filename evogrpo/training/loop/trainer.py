@@ -127,7 +127,7 @@ class Trainer:
         self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
         self.callbacks = list(callbacks)
-        processes = population.executor.processes
+        processes = population.processes
         self.stop_request = RunStop(processes)
         self.clock = Clock(schedule.max_seconds, self.run_state, processes.now)
         self.limits = Limits(population, env, schedule, self.fitness, self.run_state, self.clock)
@@ -329,7 +329,7 @@ class Trainer:
         """Count a learning step and record it."""
         self.clock.tick()
         self.clock.longest_step = max(self.clock.longest_step, sum(phases.values()))
-        processes = self.population.executor.processes
+        processes = self.population.processes
         waiting = processes.all_gather(processes.waiting_seconds) if processes.size > 1 else []
         processes.waiting_seconds = 0.0
         report, completions = step_report(
@@ -391,7 +391,8 @@ class Trainer:
         state.start_generation()
         if plan is not None:
             self._apply(plan)
-        # 4. Checkpoint.
+        # 4. Compare train states of all ranks, then checkpoint.
+        self.population.check_replicas()
         self._logger.save()
         return report
 
@@ -537,7 +538,7 @@ class Trainer:
 
     def _call(self, hook: str, argument: Any) -> None:
         """Call a hook of all callbacks, on rank 0."""
-        if self.population.executor.processes.is_rank_zero:
+        if self.population.processes.is_rank_zero:
             for callback in self.callbacks:
                 getattr(callback, hook)(argument)
 

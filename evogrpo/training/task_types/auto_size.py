@@ -63,7 +63,7 @@ def choose_sizes(
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
     choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
     shared_by = processes()
-    enough = [choice for choice in choices if choice[0] >= shared_by.size] or choices[:1]
+    enough = [choice for choice in choices if choice[0] * choice[1] >= shared_by.size] or choices[:1]
     sized = [with_sizes(config, _sizes(env, *choice)) for choice in enough]
     # 1. The largest that half of the memory has room for.
     there, _ = shared_by.broadcast(device_memory("cpu"))

@@ -211,7 +211,7 @@ class LanguageTask:
         self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
     ) -> Need | None:
         """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
-        members: Any = population.executor.members  # language models, as its kind says
+        members: Any = population.members  # language models, as its kind says
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
         device = str(members.device)
         memory = peak_memory(

@@ -27,7 +27,6 @@ from evogrpo.training.forecast import (
     bytes_text,
     gigabytes,
     kept_size,
-    largest_share,
     possible,
     samples_row,
     sharing,
@@ -124,7 +123,7 @@ class LanguageForecast:
             f"{self.longest_completion}; updates included, evaluations left out)",
             "parameters": f"{_millions(self.parameters)} in the base, "
             f"{_millions(self.adapter_parameters)} in each member's adapter",
-            "memory": _memory_row(self.memory, largest_share(config.population.size)),
+            "memory": _memory_row(self.memory, config.population.size),
             **({"base in parts": f"each process gets {fetched}"} if self.fetched else {}),
             "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
         }
@@ -150,7 +149,6 @@ def forecast_of(
     """
     # 1. Work: optimizer steps and tokens.
     rounds, samples = Rounds.of(config, env), config.schedule.samples_per_step
-    share = largest_share(config.population.size)
     optimizer_steps = [
         epochs * math.ceil(samples / batch)
         for epochs in possible(config, "update_epochs")
@@ -176,7 +174,7 @@ def forecast_of(
             peak_memory(
                 outline,
                 agent=config.agent,
-                members=share,
+                members=config.population.size,
                 samples=samples,
                 validation=rounds.validation,
                 adapter=adapter,

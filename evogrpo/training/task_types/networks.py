@@ -19,7 +19,6 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -35,7 +34,6 @@ from evogrpo.training.forecast import (
     Rounds,
     gigabytes,
     kept_size,
-    largest_share,
     limited,
     possible,
     samples_row,
@@ -85,14 +83,11 @@ def network_memory(
         for space in observation_spaces
         for leaf in leaf_spaces(space)
     )
-    share = largest_share(members)
-    shared = others * share * samples * longest * len(observation_spaces) * SHARED_ACTION_BYTES
-    # Episodes of members on other ranks are received, not played.
-    received = (COPIES - 1) * samples * min(others, members - share)
-    episodes = share * max(COPIES * samples, (COPIES - 1) * validation) + received
+    shared = others * members * samples * longest * len(observation_spaces) * SHARED_ACTION_BYTES
+    episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
     # Weights, a gradient, two moments, and the copy of the best.
     return Need(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 5 * 4 * share * parameters + shared,
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 5 * 4 * members * parameters + shared,
         device="cpu",
         savings=SAVINGS,
         processes=sharing("cpu"),
@@ -289,7 +284,7 @@ class NetworkTask:
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        members: Any = population.executor.members
+        members: Any = population.members
         parameters = _parameters(members.banks.state(0))
         return _need(members.mapping, env, schedule, len(population), parameters, experience)
 
@@ -317,7 +312,7 @@ def prepare_in(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups) -> Pr
         ValueError: If something does not fit.
     """
     device = "cpu" if config.device is None else choose_device(config.device)
-    example: Any = _population(config, env, processes().size, "cpu").executor.members  # one per rank
+    example: Any = _population(config, env, 1, "cpu").members
     parameters, mapping = _parameters(example.banks.state(0)), example.mapping
     sized, sizes = choose_sizes(
         config,
