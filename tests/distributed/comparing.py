@@ -1,4 +1,4 @@
-"""Whether two runs are the same but for rounding and clocks."""
+"""Comparison of two runs up to rounding and clock readings."""
 
 import json
 from pathlib import Path

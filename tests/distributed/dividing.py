@@ -1,4 +1,4 @@
-"""What processes do that share the work of one member, beside a member that does the same alone."""
+"""Work divided among ranks, compared with the same work in one process."""
 
 import os
 import signal
@@ -40,16 +40,16 @@ OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
     (Objective(loss_type="sapo", importance_correction="token_truncate"), {"entropy_coef": 0.01}),
     (Objective(loss_type="gmpo", advantage="reinforce", overlong_buffer=3), {"reduce_memory_peak": False}),
 )
-"""Every loss type, with switches of all kinds."""
+"""Every loss type, with many other settings."""
 
 
 SAMPLES = 10
 TALK = {"max_output_tokens": 3, "temperature": 2.0, "eos_token_ids": (EOS, 5, 9, 17, 33)}
-"""Turns that do end."""
+"""Conversations whose turns end early."""
 
 
 def divided() -> None:
-    """Let one member sample and learn in all processes together, and again in each alone, in all kinds of ways."""
+    """Sample and learn on all ranks together and on each alone, with many objectives."""
     for objective, options in OBJECTIVES:
         rewarded = list[str]()
 
@@ -66,7 +66,7 @@ def divided() -> None:
 
 
 def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
-    """Take a learning step together and one alone."""
+    """Take one learning step on all ranks together, and one on this rank alone."""
     given = {"lr": LR, "group_size": 2, "batch_size": 10, "update_epochs": 2, "micro_batch_tokens": 24, **options}
     together, alone = tiny_population(1, **given), tiny_agent(**given)
     passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
@@ -96,7 +96,7 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
 
 
 def repeating(batch: Batch) -> Batch:
-    """Return a batch in which two completions of a group are the same, and their rewards are not."""
+    """Return a batch with two equal completions that have different rewards."""
     assert batch.group_ids[0] == batch.group_ids[1]
     rows = torch.arange(len(batch))
     rows[1] = 0
@@ -104,18 +104,18 @@ def repeating(batch: Batch) -> Batch:
 
 
 class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Counts the episodes of this process."""
+    """Counts the episodes of this rank."""
 
     played = 0
 
     def reset(self, **options: Any) -> Any:
-        """Count, and begin an episode."""
+        """Count, and reset."""
         Counting.played += 1
         return super().reset(**options)
 
 
 def play_together() -> None:
-    """Let a small network play in all processes, each its own part of the episodes."""
+    """Play with a small network: each rank plays part of the episodes, and all ranks get all rows."""
     env = cart_pole(wrappers=[Counting])
     population, Counting.played = step_population(1, env), 0
     found = population.collect(env, step=0, samples_per_step=8, block=2)
@@ -134,7 +134,7 @@ def differ() -> None:
 
 
 def run_out_of_memory(beta: float) -> None:
-    """Let one process run out of memory where several rows are scored, or learnt from, at a time."""
+    """Let one rank run out of memory while it scores or learns from several rows."""
     given = {"objective": Objective(), "lr": LR, "beta": beta, "group_size": 2, "micro_batch_tokens": 24}
     together, alone = tiny_population(1, **given), tiny_agent(**given)
     found = together.collect(tiny_env(), step=0, samples_per_step=16, block=8)
@@ -155,13 +155,13 @@ def run_out_of_memory(beta: float) -> None:
 
 
 def assert_equal_everywhere(state: Mapping[str, Tensor]) -> None:
-    """Check that all processes have the same bits."""
+    """Check that all ranks have equal bits."""
     for other in processes().all_gather({name: value.numpy() for name, value in state.items()}):
         assert all(np.array_equal(other[name], value.numpy()) for name, value in state.items())
 
 
 def passes_of(members: Any) -> list[None]:
-    """Return a list that grows by an entry with every forward pass."""
+    """Return a list that gets an entry for every forward pass."""
     passes = list[None]()
 
     @contextmanager
@@ -174,18 +174,18 @@ def passes_of(members: Any) -> list[None]:
 
 
 class Fragile(GRPO):
-    """An algorithm that fails in the leading process alone, while the others are learning."""
+    """An algorithm that fails on rank 0 while the other ranks learn."""
 
     @classmethod
     def learn_together(cls, members: Any, learners: Any, experience: Any) -> Any:
-        """Learn, where that is possible."""
+        """Raise an error on rank 0, and learn on the others."""
         if processes().is_rank_zero:
             raise BlockingIOError("the disk is busy")
         return super().learn_together(members, learners, experience)
 
 
 def troubled(folder: str) -> None:
-    """Let things go wrong in one of the processes that share a member, and at last kill it."""
+    """Let one rank fail in several ways, and kill it at last."""
     calls, trouble = list[str](), dict[int, Callable[[], object]]()
 
     def reward(completion: str, answer: str, question: str) -> float:

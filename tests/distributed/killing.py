@@ -1,4 +1,4 @@
-"""A run that a launcher starts in several processes and starts again, and whoever kills one of them at times."""
+"""Runs under a launcher that restarts them, with kills of one rank at chosen moments."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.cli.project import ROOT
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run goes that nobody disturbs.
+    """Speed of an undisturbed run.
 
     Attributes:
         startup: Seconds from the launcher's start to the run's first event.
@@ -31,14 +31,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Elastic:
-    """What was seen of a run under `torchrun --max-restarts`.
+    """Outcome of a run under `torchrun --max-restarts`.
 
     Attributes:
         status: Of the launcher.
         said: By the launcher and all processes.
-        killed: How many events the journal held when a process was killed, for each time; and which process. Who had
-            ended already is not killed.
-        pace: How fast it went, kills and all.
+        killed: For each kill, the number of events in the journal and the rank; ranks that had ended are left out.
+        pace: Its speed, kills included.
     """
 
     status: int
@@ -56,16 +55,16 @@ def elastic(
     seed: int = 0,
     settings: Mapping[str, str] | None = None,
 ) -> Elastic:
-    """Let a launcher run a program in two processes, and kill one of them at several moments.
+    """Run a program in two processes under torchrun, and kill one of them at several moments.
 
     Args:
-        folder: Where it runs; the run itself is in `run` there.
-        words: The program, as the launcher takes it.
+        folder: Working directory; the run directory is `run` in it.
+        words: Program and arguments.
         kills: The moments, in events of the journal, in order; a process started again later than that is killed
             within the time that it takes to start, wherever it is then.
-        pace: How fast the run goes undisturbed; needed where there are kills.
-        seed: Of which process is killed, and how long after the event.
-        settings: Of its environment.
+        pace: Speed of the undisturbed run; needed with kills.
+        seed: Seed of the choice of rank and delay.
+        settings: Additional environment variables.
     """
     rng, killed = np.random.default_rng(seed), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -96,7 +95,7 @@ def elastic(
 
 
 def events_in(folder: Path) -> int:
-    """Return how many different events of a run's journal were reached: what is written twice counts once."""
+    """Return the number of different events in a run's journal; repeated ones count once."""
     journal = folder / "run" / "journal.jsonl"
     if not journal.exists():
         return 0
@@ -110,7 +109,7 @@ def _pace(folder: Path, began: float) -> Pace:
 
 
 def _killed(process: int) -> bool:
-    """Kill a process, and tell whether it was still running: who has been stopped first cannot end meanwhile."""
+    """Kill a process; return True if it was still running. It is stopped first, so that it cannot end meanwhile."""
     try:
         os.kill(process, signal.SIGSTOP)
         while (state := _state(process)) not in "TZX":
@@ -122,12 +121,12 @@ def _killed(process: int) -> bool:
 
 
 def _state(process: int) -> str:
-    """Return the letter that the system has for what a process is doing."""
+    """Return the state letter of a process."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _named(line: bytes) -> tuple[bytes, ...] | None:
-    """Return what an event is and of which step or generation; None for those that are of no place in the run."""
+    """Return the kind and the step or generation of an event; None for events without."""
     kind = re.search(rb'"event": ?"(\w+)"', line)
     if kind is None or kind[1] in (b"resumed", b"stopped"):
         return None
@@ -136,7 +135,7 @@ def _named(line: bytes) -> tuple[bytes, ...] | None:
 
 
 def _workers(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[int]:
-    """Wait for the processes that a launcher has started last, and return their ids in order of rank."""
+    """Wait for the processes that a launcher started last, and return their ids by rank."""
     while launcher.poll() is None:
         found = dict[int, int]()
         for child in _children(launcher.pid):

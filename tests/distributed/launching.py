@@ -1,4 +1,4 @@
-"""Running a function in several processes that find each other, as those of torchrun and accelerate launch do."""
+"""Launcher of a function in several processes, with the environment that torchrun sets."""
 
 import contextlib
 import os
@@ -15,13 +15,13 @@ from tests.forking import start_process
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """Processes that are running."""
+    """Running processes."""
 
     processes: Sequence[BaseProcess]
     logs: Sequence[Path]
 
     def ended(self, seconds: float = 240) -> list[tuple[int | None, str]]:
-        """Return every process's exit status and what it said, once all have ended; None for one that has not."""
+        """Return exit status and output of each process once all have ended; status None = still running."""
         for process in self.processes:
             process.join(seconds)
         found = [(process.exitcode, log.read_text()) for process, log in zip(self.processes, self.logs, strict=True)]
@@ -31,7 +31,7 @@ class Launched:
 
 
 def launch(count: int, logs: Path, function: Callable[..., object], *arguments: object) -> Launched:
-    """Call a function of a module in so many processes."""
+    """Call a module's function in `count` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What processes do that hold a base together, beside what one does that has all of it."""
+"""Runs of a sharded base, compared with the whole base."""
 
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ LR = 1e-2
 
 
 def store(model: PreTrainedModel, folder: Path) -> None:
-    """Write a base and its tokenizer, to be loaded from there."""
+    """Write a base model and its tokenizer."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 
 
 def parted_and_whole(folder: str, *architectures: str) -> None:
-    """Let members of many architectures sample and learn over a base in parts, as agents do that have it whole."""
+    """Sample and learn with sharded bases of several architectures, and compare with whole ones."""
     for architecture in architectures:
         base = load_base(Path(folder) / architecture, parts=processes().size).model
         whole = tiny_model(architecture)
@@ -100,7 +100,7 @@ def stop_on_one_rank(base: PreTrainedModel) -> None:
 
 
 def refuse(base: PreTrainedModel, folder: Path) -> None:
-    """Ask a base in parts for what one process alone cannot do."""
+    """Check that calls which one rank makes alone are refused."""
     population = tiny_population(2, actor_network=base)
     own = population[processes().rank]
     with pytest.raises(ValueError, match="2 processes"):
@@ -114,7 +114,7 @@ def refuse(base: PreTrainedModel, folder: Path) -> None:
 
 
 def failing(folder: str) -> None:
-    """Let the reward function of one process fail, while the other goes on to run the base."""
+    """Let the reward function of one rank raise an error, with a sharded base."""
     calls = list[str]()
 
     def reward(completion: str, answer: str, question: str) -> float:

@@ -1,7 +1,4 @@
-"""Runs that one process and several have to come to the same end with; as a program it does those that it is told.
-
-python -m tests.distributed.scenarios FOLDER NAME...
-"""
+"""Runs with the same result in one process and in several, and runs in which one rank fails."""
 
 import os
 import signal
@@ -39,7 +36,7 @@ def networks(folder: Path) -> Trainer:
 
 
 def halving(folder: Path) -> Trainer:
-    """Members that are stopped for good, so that a process has nobody left; training rewards decide."""
+    """Members retire; training rewards decide."""
     return step_run(
         folder,
         size=4,
@@ -51,11 +48,11 @@ def halving(folder: Path) -> Trainer:
 
 
 PARTS = 6
-"""How many processes are to hold a base together: two do of two, and three of three."""
+"""Shards requested: the greatest common divisor with the number of ranks, so two of two and three of three."""
 
 
 def base_of(folder: Path) -> PreTrainedModel:
-    """Return the base of a scenario: in parts where its folder says so."""
+    """Return the base model of a scenario, sharded if `parts` is in its path."""
     if "parts" not in folder.parts:
         return shared_model()
     stored = next(parent / "base" for parent in folder.parents if (parent / "base").is_dir())
@@ -63,14 +60,14 @@ def base_of(folder: Path) -> PreTrainedModel:
 
 
 def words(folder: Path) -> Trainer:
-    """Language models whose groups are drawn again, held to their own snapshots."""
+    """Language models with dynamic sampling and own references."""
     objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
     options = {"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"}
     return tiny_run(folder, size=3, options=options, generations=3)
 
 
 def pair(folder: Path) -> Trainer:
-    """Two language models, one of which several processes share: they drift, explore and are held to the base."""
+    """Two language models with dynamic sampling, an entropy bonus and KL to the base."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
     options = {"objective": objective, "beta": 0.02, **more}
@@ -78,12 +75,12 @@ def pair(folder: Path) -> Trainer:
 
 
 def lone(folder: Path) -> Trainer:
-    """A small network that several processes share, and that knows what it has observed in all of them."""
+    """One small network that normalises observations."""
     return step_run(folder, size=1, options={"normalise_observations": True}, generations=2)
 
 
 def team(folder: Path) -> Trainer:
-    """Small networks for several agents, whose rows are their own; two processes share a member."""
+    """Members with several policies."""
     env = PettingZooGroups(joint_probes.Favours, validation_size=6, test_size=4, score="sum")
     population = MultiAgentGRPO.population(
         2,
@@ -101,7 +98,7 @@ def team(folder: Path) -> Trainer:
 
 
 def lent(folder: Path) -> Trainer:
-    """Small networks that learn from all others; better ones sample more, and the worst perhaps nothing."""
+    """Small networks that learn from all members' samples; better members sample more."""
     return step_run(
         folder,
         size=4,
@@ -113,7 +110,7 @@ def lent(folder: Path) -> Trainer:
 
 
 def led(folder: Path) -> Trainer:
-    """Small networks that are held to the leader's whole distributions, and of whom ever fewer are left."""
+    """Small networks that learn from the leader's samples, with the full KL; members retire."""
     return step_run(
         folder,
         size=6,
@@ -125,7 +122,7 @@ def led(folder: Path) -> Trainer:
 
 
 def borrowed(folder: Path) -> Trainer:
-    """Language models that learn from better ones, whose old log-probabilities have to be found where these live."""
+    """Language models that learn from better members' samples."""
     objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
     return tiny_run(
         folder,
@@ -138,7 +135,7 @@ def borrowed(folder: Path) -> Trainer:
 
 
 def thinned(folder: Path) -> Trainer:
-    """Language models that leave, so that several processes share the work of those that remain."""
+    """Language models that retire."""
     return tiny_run(
         folder,
         size=3,
@@ -164,14 +161,14 @@ SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
 
 
 def go_on(folder: Path, generations: int) -> Trainer:
-    """Bring a run back that has ended, to go on up to so many generations."""
+    """Resume a finished run with more generations."""
     if folder.name in ("words", "pair", "borrowed", "thinned"):
         return resumed_run(folder, model=base_of(folder), generations=generations)
     return resumed_step_run(folder, generations=generations)
 
 
 def perform(folder: str, *names: str) -> None:
-    """Do scenarios, each in a folder of its own; "name+6" goes on with one up to generation 6."""
+    """Run scenarios, each in its own folder; "name+6" resumes one up to generation 6."""
     for name in names:
         scenario, _, generations = name.partition("+")
         where = Path(folder) / scenario
@@ -180,7 +177,7 @@ def perform(folder: str, *names: str) -> None:
 
 
 def failing(folder: str) -> None:
-    """Let the reward function of one process fail in the third learning step."""
+    """Let the reward function of one rank raise an error in the third learning step."""
     calls = []
 
     def reward(completion: str, answer: str, question: str) -> float:
@@ -193,7 +190,7 @@ def failing(folder: str) -> None:
 
 
 def stopped(folder: str, step: int) -> None:
-    """Ask one process for a stop after a learning step; the others are told. It also asks members alone."""
+    """Request a stop on one rank after a learning step; also try to test members on that rank alone."""
     run = networks(Path(folder))
     for report in run.reports():
         if processes().rank == 1 and getattr(report, "step", None) == step:
@@ -206,14 +203,14 @@ def stopped(folder: str, step: int) -> None:
 
 
 def killed(folder: str, step: int) -> None:
-    """Kill one process in the middle of a run."""
+    """Kill one rank in the middle of a run."""
     for report in networks(Path(folder)).reports():
         if processes().rank == 1 and getattr(report, "step", None) == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def looped(folder: str, number: int) -> None:
-    """Iterate over a run as programs do, until one process gets a signal after a learning step."""
+    """Iterate over a run until one rank gets a signal after a learning step."""
     trainer = networks(Path(folder))
     record: Any = trainer._record_step
 
@@ -230,7 +227,7 @@ def looped(folder: str, number: int) -> None:
 
 
 def limited(folder: str) -> None:
-    """Train until the time is up, by clocks that do not agree."""
+    """Train up to a time limit, with clocks that differ between ranks."""
     if processes().rank == 1:
         read = time.monotonic
         time.monotonic = lambda: 2.5 * read()  # type: ignore[assignment]

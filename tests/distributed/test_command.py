@@ -1,4 +1,4 @@
-"""`torchrun -m evogrpo ...`: one run, in one folder, told once."""
+"""`torchrun -m evogrpo ...`: one run, one run directory, one output."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def both(folder: Path, *words: str, restarts: int = 0) -> list[str]:
 
 
 def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> None:
-    """The folder is found, claimed and written by one of them, which alone speaks."""
+    """Rank 0 alone claims the run directory, writes and prints."""
     leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL)
     assert "run directory" in leader
     assert other == ""
@@ -48,7 +48,7 @@ def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> No
 
 
 def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
-    """In all processes, and nobody writes."""
+    """On all ranks."""
     leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "experience=shared", "--dry-run")
     assert "nothing was trained" in leader
     assert "2, each with all members" in leader
@@ -58,8 +58,8 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> None:
-    """With the folder named, it is the same command; without a restart it is refused, as ever."""
+def test_a_restarted_command_resumes(tmp_path: Path) -> None:
+    """With --run-dir the same command resumes; without a restart it is refused."""
     words = ("train", "--env", "CartPole-v1", *SMALL, "--run-dir", "run")
     both(tmp_path, *words)
     ends = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words).ended(60)
@@ -83,7 +83,7 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
 def test_a_signal_to_any_process_ends_all_with_one_status(
     number: signal.Signals, to: tuple[int, ...], options: tuple[str, ...], status: int, tmp_path: Path
 ) -> None:
-    """It may come twice, as launchers pass on what their processes have got already."""
+    """A signal may arrive twice, as launchers forward signals that their processes have also received."""
     words = ("train", "--env", "CartPole-v1", *SMALL, "schedule.generations=100000", *options)
     launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words)
     journal = tmp_path / "runs" / "CartPole-v1" / "journal.jsonl"
@@ -103,7 +103,7 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
 def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
-    """Where the loop is, and not with what follows it; each says where the run goes on."""
+    """The code after the loop does not run; the output names the run directory."""
     ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
     said = f"stopped after learning step 4; evogrpo.resume({str(tmp_path / 'run')!r}, ...) goes on"
     assert [each for each, _ in ends] == [status, status], ends
@@ -111,15 +111,15 @@ def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, s
     assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
 
 
-def test_every_process_says_where_it_is(tmp_path: Path) -> None:
-    """As `evogrpo doctor` tells."""
+def test_doctor_lists_all_ranks(tmp_path: Path) -> None:
+    """With host and device."""
     launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, "doctor").ended(60)
     assert "0 of 2: " in launched[0][1]
     assert "1 of 2: " in launched[0][1]
 
 
-def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
-    """Sizes that are left open are those that the leading process found."""
+def test_automatic_sizes_are_equal_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 chooses them."""
     leader, _ = both(
         tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
     )
@@ -127,8 +127,8 @@ def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "stopped"
 
 
-def test_a_dry_run_tells_what_each_process_holds_of_a_base_in_parts(tmp_path: Path) -> None:
-    """Its part of the layers, and three whole ones on the way; and what it gets from the others."""
+def test_a_dry_run_shows_the_memory_of_a_sharded_base(tmp_path: Path) -> None:
+    """A rank holds its shard and three whole layers."""
     write_project(tmp_path)
     wide = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 4096}
     config = LlamaConfig(**COMMON | wide)

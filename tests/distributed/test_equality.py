@@ -1,4 +1,4 @@
-"""Several processes that train one population come to what one comes to."""
+"""Runs on several ranks have the results of one process."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[1:])]
 
 
 class Alone:
-    """Scenarios in this process, each once it is asked for."""
+    """Scenarios in this process, each run on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 @pytest.fixture(scope="module")
 def two(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenarios in two processes, which also go on with what one has begun."""
+    """Scenarios on two ranks; one resumes a run of one process."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(alone / "networks", folder / "back" / "networks")
     performed(2, folder, *IN_TWO, "back/networks+6")
@@ -46,7 +46,7 @@ def two(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def three(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenarios in three processes, likewise."""
+    """Scenarios on three ranks; one resumes a run of one process."""
     folder = tmp_path_factory.mktemp("three")
     shutil.copytree(alone / "pair", folder / "back" / "pair")
     store(shared_model(), folder / "base")
@@ -56,7 +56,7 @@ def three(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rest(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three processes do besides, and takes its time."""
+    """Slow scenarios on three ranks."""
     folder = tmp_path_factory.mktemp("rest")
     for name in ("led", "thinned"):
         shutil.copytree(alone / name, folder / "back" / name)
@@ -73,23 +73,20 @@ def performed(count: int, folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_TWO)
-def test_two_processes_come_to_what_one_comes_to(name: str, alone: Alone, two: Path) -> None:
-    """Networks that change, a process that was never needed, groups drawn again, samples that others learn from."""
+def test_two_ranks_give_the_results_of_one(name: str, alone: Alone, two: Path) -> None:
+    """For changing networks, dynamic sampling, shared samples and one member on two ranks."""
     assert_same(alone / name, two / name)
 
 
 @pytest.mark.parametrize("name", IN_THREE)
-def test_shares_need_not_be_even(name: str, alone: Alone, three: Path) -> None:
-    """Three processes for five members, and for two: one of these acts in two of them, and is trained by both.
-
-    Members leave, and those that remain move to where nobody is left, or are shared by whoever has nobody.
-    """
+def test_three_ranks_give_the_results_of_one(name: str, alone: Alone, three: Path) -> None:
+    """For five members and for two, and where members retire."""
     assert_same(alone / name, three / name)
 
 
 @pytest.mark.slow
-def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Alone, rest: Path) -> None:
-    """Small networks, of which a process may have none left."""
+def test_retired_members(alone: Alone, rest: Path) -> None:
+    """Fewer members than ranks are left."""
     assert_same(alone / "halving", rest / "halving")
 
 
@@ -101,16 +98,16 @@ def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Alon
         pytest.param("pair", "rest", marks=pytest.mark.slow),
     ],
 )
-def test_a_base_in_parts_teaches_what_a_whole_one_does(
+def test_runs_with_a_sharded_base_equal_those_with_a_whole_one(
     name: str, several: str, alone: Alone, request: pytest.FixtureRequest
 ) -> None:
-    """Whether processes have members of their own, one more than the other, or share one, from the start or later."""
+    """With dynamic sampling, references and retired members."""
     assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Alone, rest: Path, tmp_path: Path) -> None:
-    """Begun in parts and continued whole, begun whole and continued in parts, whole all the time: all the same."""
+def test_a_run_can_be_resumed_with_a_sharded_or_a_whole_base(alone: Alone, rest: Path, tmp_path: Path) -> None:
+    """Sharded then whole, whole then sharded, and always whole: all results are equal."""
     straight, there = tmp_path / "straight" / "pair", tmp_path / "there" / "pair"
     for source, folder in ((alone / "pair", straight), (rest / "parts" / "pair", there)):
         shutil.copytree(source, folder)
@@ -119,8 +116,8 @@ def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Alone, rest: Path,
     assert_same(straight, rest / "parts" / "back" / "pair")
 
 
-def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
-    """Each does a part of the work, both know what came of it, and what is learnt has equal bits in both."""
+def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
+    """Each rank does part of the work, and both have bit-equal results."""
     for status, said in launch(2, tmp_path, divided).ended():
         assert status == 0, said
 
@@ -134,10 +131,10 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
         pytest.param("thinned", "rest", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_another_number_of_processes(
+def test_a_run_can_be_resumed_on_another_number_of_ranks(
     name: str, several: str, generations: int, alone: Alone, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Begun by several and continued by one, begun by one and continued by several, one all the time: all the same."""
+    """Several then one, one then several, and always one: all results are equal."""
     others: Path = request.getfixturevalue(several)
     straight, there = tmp_path / "straight" / name, tmp_path / "there" / name
     for source, folder in ((alone, straight), (others, there)):

@@ -1,4 +1,4 @@
-"""What happens to all processes of a run when one of them fails, is stopped, is killed, or has another clock."""
+"""Runs in which one rank fails, is stopped or killed, or has another clock."""
 
 import time
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def both(function: Callable[..., object], folder: Path, *arguments: object) -> l
     return launch(2, folder.parent / "logs", function, str(folder), *arguments).ended(60)
 
 
-def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> None:
-    """What they had learnt is saved; a run whose reward function is mended goes on."""
+def test_an_error_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    """All report the cause; the run is saved and can be resumed."""
     leader, other = both(failing, tmp_path / "run")
     assert leader[0] == 1
     assert "Process 1 of 2 failed" in leader[1]
@@ -36,8 +36,8 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     finish(run)
 
 
-def test_a_stop_asked_of_one_process_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    """What follows is what would have come without it."""
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    """The resumed run equals one without a stop."""
     for status, said in both(stopped, tmp_path / "networks", 2):
         assert status == 0, said
         assert "ended by 'enough' after step 2" in said
@@ -47,8 +47,8 @@ def test_a_stop_asked_of_one_process_stops_all_at_the_same_step(tmp_path: Path) 
     assert_same(tmp_path / "straight" / "networks", tmp_path / "networks")
 
 
-def test_the_others_end_when_one_is_killed_and_the_run_goes_on_alone(tmp_path: Path) -> None:
-    """Its last checkpoint is whole."""
+def test_a_killed_rank_ends_all_ranks(tmp_path: Path) -> None:
+    """The run can be resumed in one process."""
     leader, other = both(killed, tmp_path / "networks", 5)
     assert other[0] == -9
     assert leader[0] == 1
@@ -58,16 +58,16 @@ def test_the_others_end_when_one_is_killed_and_the_run_goes_on_alone(tmp_path: P
     finish(run)
 
 
-def test_processes_whose_clocks_differ_stop_at_the_same_time(tmp_path: Path) -> None:
-    """One clock decides for all."""
+def test_ranks_with_different_clocks_stop_at_the_same_step(tmp_path: Path) -> None:
+    """The clock of rank 0 decides."""
     ends = both(limited, tmp_path / "run")
     assert [status for status, _ in ends] == [0, 0], ends
     assert ends[0][1].splitlines()[-1] == ends[1][1].splitlines()[-1]
     assert "max_seconds" in ends[0][1]
 
 
-def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path: Path) -> None:
-    """A reward function or a learning rule that fails in one, a stop asked of one while it samples, a kill."""
+def test_errors_stops_and_kills_of_one_rank_reach_all(tmp_path: Path) -> None:
+    """An error of a reward function or a learning rule, a stop while sampling, a kill."""
     leader, other = both(troubled, tmp_path / "runs")
     assert "reward: Process 1 of 2 failed: RewardError" in leader[1]
     assert "raised LookupError: 'the verifier is gone'" in other[1]
@@ -80,8 +80,8 @@ def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path
     assert other[0] == -9
 
 
-def test_one_process_talks_to_itself() -> None:
-    """Where there is one, nothing is exchanged and failures are its own."""
+def test_collectives_of_a_single_process() -> None:
+    """Nothing is exchanged, and errors are raised unchanged."""
     alone = Processes()
     assert alone.is_rank_zero
     assert alone.all_gather(3) == [3]
@@ -92,8 +92,8 @@ def test_one_process_talks_to_itself() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_killed(late: int) -> None:
-    """What these left in the launcher's store, wherever each was, is not taken for what the new ones write."""
+def test_restarted_ranks_do_not_connect_to_killed_ones(late: int) -> None:
+    """Entries of killed ranks in the launcher's store are not used."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     for number, dead in enumerate(("greeting of 1", "greeting of 2")):
@@ -111,7 +111,7 @@ def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_kill
     assert len({*first, *second}) == 2
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_ranks_that_do_not_connect_are_named() -> None:
     """Rank 0 waits for a rank that does not connect, and the others for rank 0."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
@@ -130,10 +130,10 @@ def test_who_does_not_come_is_named() -> None:
         ({"EVOGRPO_TIMEOUT_MINUTES": "-1", "WORLD_SIZE": "2"}, "above 0"),
     ],
 )
-def test_an_environment_of_half_a_launcher_is_refused(
+def test_incomplete_launcher_environments_are_refused(
     environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything waits for processes that never come."""
+    """Before waiting for ranks that never connect."""
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

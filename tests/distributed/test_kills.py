@@ -1,4 +1,4 @@
-"""Processes that are killed at random moments, under a launcher that starts all of them again."""
+"""Runs whose ranks are killed at random moments under `torchrun --max-restarts`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ from tests.tiny_training import events_of, without_run_id
 pytestmark = pytest.mark.slow
 
 KILLS = 5
-"""Of each run: 20 in all of those that have all of a base, and 10 of one in parts."""
+"""Kills of each run."""
 COMMAND = ("-m", "evogrpo", "train")
 LONGER = ("schedule.steps_per_generation=8", "schedule.samples_per_step=32", "agent.max_output_tokens=32")
-"""Whoever kills needs some time to see where a run is: at this length it takes some seconds."""
+"""Length at which a run takes some seconds, so that kills fall into it."""
 COMMANDS: dict[str, Sequence[str]] = {
     "networks": (
         *COMMAND,
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Sequence[str]] = {
     "met": ("program.py", "processes(), Accelerator(cpu=True)"),
 }
 SETTINGS = {"opened": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-"""What a program needs that opens torch.distributed before evogrpo does; else it meets processes that were killed."""
+"""Environment of programs that initialise torch.distributed themselves; they would connect to killed processes."""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -66,7 +66,7 @@ run.finish()
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pace]]:
-    """All runs, which nobody disturbs, in folders beside that of what they train on; and how fast they go."""
+    """All runs without kills: their folders and speeds."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_project(folder)
     (folder / "program.py").write_text(PROGRAM)
@@ -87,10 +87,10 @@ def words(kind: str, project: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", COMMANDS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_whose_processes_are_killed_ends_as_if_nobody_had(
+def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
     kind: str, seed: int, undisturbed: dict[str, tuple[Path, Pace]], tmp_path: Path
 ) -> None:
-    """Journal, learner states and best member, bit for bit, clock readings aside."""
+    """Journal, train states and best member are bit-equal, apart from clock readings."""
     place, pace = undisturbed[kind]
     moments = np.sort(np.random.default_rng(seed).uniform(0, events_in(place) - 1, KILLS))
     seen = elastic(

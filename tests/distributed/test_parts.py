@@ -1,4 +1,4 @@
-"""A base that several processes hold together: what members learn, what one process cannot do, what if one fails."""
+"""Sharded base models (FSDP): learning, refused calls and failures."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from tests.tiny_models import CONFIGS, tiny_model
 from tests.tiny_training import resumed_run, shared_model
 
 ARCHITECTURES = ("gpt2",)
-"""Run by transformers' own passes; `test_equality` has members whose base runs by the direct one."""
+"""Computed by transformers' own passes; `test_equality` uses fast_llama."""
 
 
-def test_members_learn_over_a_base_in_parts_what_they_learn_over_a_whole_one(tmp_path: Path) -> None:
+def test_a_sharded_base_gives_the_results_of_a_whole_one(tmp_path: Path) -> None:
     """Three members; ranks without work of their own; and a stop of one rank between passes."""
     for architecture in ARCHITECTURES:
         store(tiny_model(architecture), tmp_path / architecture)
@@ -27,8 +27,8 @@ def test_members_learn_over_a_base_in_parts_what_they_learn_over_a_whole_one(tmp
         assert status == 0, said
 
 
-def test_a_failure_in_one_process_does_not_leave_the_others_waiting_for_its_part(tmp_path: Path) -> None:
-    """They end as well, and say why; what was learnt goes on, over a whole base."""
+def test_an_error_on_one_rank_of_a_sharded_base_ends_all_ranks(tmp_path: Path) -> None:
+    """All ranks report the cause, and the run resumes with a whole base."""
     store(shared_model(), tmp_path / "base")
     leader, other = launch(2, tmp_path / "logs", failing, str(tmp_path)).ended(60)
     assert (leader[0], other[0]) == (1, 1)
@@ -49,15 +49,15 @@ def test_a_rank_of_a_sharded_base_that_is_out_of_memory_ends_the_run_with_advice
     assert resumed_run(tmp_path / "run").population.members.banks.size == 2
 
 
-def test_one_process_has_all_of_a_base(tmp_path: Path) -> None:
-    """However many are wanted, so that a run goes on anywhere."""
+def test_a_single_process_loads_the_whole_base(tmp_path: Path) -> None:
+    """For any number of parts, so that a run can be resumed anywhere."""
     store(shared_model(), tmp_path)
     assert sharded_over(load_base(tmp_path, parts=PARTS).model) == 1
 
 
 @pytest.mark.parametrize("architecture", list(CONFIGS))
-def test_what_a_process_holds_is_counted(architecture: str) -> None:
-    """A part of the layers, and all that is outside of them; three whole layers at most on the way."""
+def test_parameters_per_rank(architecture: str) -> None:
+    """A shard of each layer, everything outside of the layers, and three whole layers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[architecture])
     whole = sum(weights.numel() for weights in model.parameters())
@@ -71,8 +71,8 @@ def test_what_a_process_holds_is_counted(architecture: str) -> None:
     ("parts", "device", "words"),
     [(2, "mps", "base_parts above 1 requires"), (2, "cpu", "has no list of layers")],
 )
-def test_what_cannot_be_held_in_parts_is_refused(parts: int, device: str, words: str) -> None:
-    """By its device, and by what it is made of."""
+def test_bases_that_cannot_be_sharded_are_refused(parts: int, device: str, words: str) -> None:
+    """For their device, or because they have no list of layers."""
     model = tiny_model()
     check_sharding(model, 1, device)
     if "layers" in words:
@@ -82,7 +82,7 @@ def test_what_cannot_be_held_in_parts_is_refused(parts: int, device: str, words:
 
 
 @pytest.mark.parametrize("parts", [0, -1, 1.5, "2", True])
-def test_a_number_of_processes_is_asked_for(parts: object, tmp_path: Path) -> None:
+def test_invalid_numbers_of_parts_are_refused(parts: object, tmp_path: Path) -> None:
     """Before anything is loaded."""
     with pytest.raises(ValueError, match="parts must be"):
         load_base(tmp_path, parts=parts)  # type: ignore[arg-type]  # what is refused
