@@ -101,7 +101,10 @@ class StepControl:
     def _search(self, kl: float, clip_fraction: float) -> bool:
         """Move the factor until the KL is within a factor of 1.5 of the target."""
         too_large = kl > 1.5 * self._target or clip_fraction > MAX_CLIP_FRACTION
+        # KL grows with the square of the learning rate, as long as the clipping does not bind.
+        change = math.sqrt(self._target / kl) if kl > 0 else math.inf
         if not too_large and kl >= self._target / 1.5:
+            self.factor *= change  # for the next step
             return False
         if too_large:
             self._high = self.factor
@@ -109,8 +112,6 @@ class StepControl:
             self._low = self.factor
         if self.passes == MAX_SEARCH_PASSES and not too_large:
             return False  # smaller than could be, which does no harm
-        # KL grows with the square of the learning rate, as long as the clipping does not bind.
-        change = math.sqrt(self._target / kl) if kl > 0 else math.inf
         if self._low is not None and self._high is not None:
             guess = self.factor * change
             inside = 1.1 * self._low < guess < self._high / 1.1
