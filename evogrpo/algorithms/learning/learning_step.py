@@ -1,7 +1,7 @@
 """One learning step: from rewarded samples to optimizer steps, for all members and all of their policies at once."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +86,16 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         if acting != sampled[policy]:
             batch = batch.select_members(sorted(acting))  # noqa: PLW2901
         step = _LearningStep(policies[policy], own, batch)
-        step.run()
+        updates, slots = step.schedule_updates(), set(own) - step.step_sizes.idle
+        noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
+        while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
+            taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
+            counter = ProgressCounter("learning", sum(len(rows) for dealt in taken for rows in dealt.values()), noun)
+            for number, dealt in enumerate(taken):
+                if dealt:
+                    step.update(dealt, first=number == 0)
+                    counter.add(sum(map(len, dealt.values())))
+            slots = step.slots_to_repeat(slots)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
 
@@ -185,7 +194,8 @@ class _LearningStep:
             transitions=self._bank.rows_are_transitions,
         )
         self._has_gradient = self._losses.rows_with_gradient()
-        self._step_sizes = StepSizes(self._bank, self._cached, learners, advantages, self._has_gradient)
+        self._first_sums = self._sums.clone()
+        self.step_sizes = StepSizes(self._bank, self._cached, learners, advantages, self._has_gradient)
 
     def _row_hyperparameters(self, batch: Batch) -> RowHyperparameters:
         return row_hyperparameters(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
@@ -208,22 +218,6 @@ class _LearningStep:
         self._cached.compute_old(later.nonzero()[:, 0])
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
-
-    def run(self) -> None:
-        """Take the optimizer steps of all members. Members with `target_kl` may repeat theirs with another lr."""
-        updates = self.schedule_updates()
-        sums, slots = self._sums.clone(), set(self._learners) - self._step_sizes.idle
-        noun = "actions" if self._bank.rows_are_transitions else "completions"
-        while slots:
-            taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
-            counter = ProgressCounter("learning", sum(len(rows) for dealt in taken for rows in dealt.values()), noun)
-            for number, dealt in enumerate(taken):
-                if dealt:
-                    self.update(dealt, first=number == 0)
-                    counter.add(sum(map(len, dealt.values())))
-            slots = self._step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
-            for slot in slots:
-                self._updates[slot], self._sums[slot], self._action_counts[slot] = [], sums[slot], 0.0
 
     def update(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`.
@@ -251,7 +245,7 @@ class _LearningStep:
 
         # 3. Forward, backward and AdamW in the bank.
         part = self._cached.training_rows.select(run)
-        hyperparameters = {slot: self._step_sizes.hyperparameters(slot) for slot in steps}
+        hyperparameters = {slot: self.step_sizes.hyperparameters(slot) for slot in steps}
         bonus, distributions = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._cached.distributions
         if distributions is None:
             update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
@@ -281,6 +275,13 @@ class _LearningStep:
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
         counts = select_rows(self._rows.action_mask, rows).sum(1).double()
         self._action_counts.index_add_(0, select_rows(self._rows.member_ids, rows).cpu(), counts.cpu())
+
+    def slots_to_repeat(self, slots: Collection[int]) -> set[int]:
+        """Return the members among `slots` that repeat all of their updates, with their train states restored."""
+        repeated = self.step_sizes.repeat({slot: self._updates[slot] for slot in slots if self._updates[slot]})
+        for slot in repeated:
+            self._updates[slot], self._sums[slot], self._action_counts[slot] = [], self._first_sums[slot], 0.0
+        return repeated
 
     def _high_entropy_actions(self, rows: Tensor) -> Tensor:
         """Return `[k, t]` the actions that the policy loss is taken of."""
@@ -323,7 +324,7 @@ class _LearningStep:
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]
             metrics |= sampling_metrics(self._objective, self._cached.old[rows], sampler[rows], mask)
-        metrics |= self._shared_metrics.get(slot, {}) | self._step_sizes.metrics.get(slot, {})
+        metrics |= self._shared_metrics.get(slot, {}) | self.step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
