@@ -17,7 +17,7 @@ class Callback:
     """
 
     def on_run_start(self, trainer: "Trainer") -> None:
-        """Called before the first learning step, also of a resumed run; `trainer.stop()` ends the run at any time."""
+        """Called when the run begins or is resumed; `trainer.stop()` ends it at any time."""
 
     def on_step(self, report: StepReport) -> None:
         """Called after every learning step, once it is in the journal."""

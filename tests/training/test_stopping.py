@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evogrpo import evolve
+from evogrpo import Population, evolve
 from evogrpo.distributed import Processes
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
@@ -108,9 +108,8 @@ def test_a_stop_interrupts_once_it_is_requested_and_only_where_it_may():
     copy.deepcopy(stop).check()  # a copy on another rank is never requested
 
 
-def train_slowly(seconds: float, patience: float = stopping.PATIENCE_SECONDS) -> None:
+def train_slowly(seconds: float) -> None:
     """Train in a loop, as a program of a user does."""
-    stopping.PATIENCE_SECONDS = patience
 
     def slow(completion, answer, question):
         if "made-up" not in completion:  # the trial before anything is trained
@@ -149,11 +148,39 @@ def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, n
     assert (stopped["event"], stopped["reason"]) == ("stopped", f"stopped by {name}")
 
 
-def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
-    process = training(tmp_path, 10_000, 0.5)
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_run_stopped_by_any_signal_resumes_bit_for_bit(whole, tmp_path, number, monkeypatch):
+    begin, resume, folder, _ = whole
+    learn, calls = Population.learn, []
+
+    def signalled(*args, **options):
+        reports = learn(*args, **options)
+        calls.append(1)
+        if len(calls) == 3:  # after the weights have changed
+            signal.raise_signal(number)
+            options["stop"].check()
+        return reports
+
+    monkeypatch.setattr(Population, "learn", signalled)
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit), match="stopped after learning step 2|" + str(128 + number)):
+            Run(begin(tmp_path / "run")).finish()
+    finally:
+        signal.signal(number, before)
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == stopping.stop_reason(number)
+    finish(resume(tmp_path / "run"))
+    assert events_of(tmp_path / "run") == events_of(folder)
+    assert equal_states(final_states(tmp_path / "run"), final_states(folder))
+
+
+def test_a_process_with_a_blocking_reward_function_is_gone_ten_seconds_after_sigterm(tmp_path):
+    process = training(tmp_path, 10_000)
+    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=100)
     assert process.returncode == 143
+    assert time.monotonic() - began < 10
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
 
 

@@ -177,8 +177,8 @@ class Trainer:
         clock.start()
         try:
             # 1. Record the start and the fitness before training, or that the run was resumed.
-            self._begin()
             self._call("on_run_start", self)
+            self._begin()
             while not self.limits.finished():
                 if state.unplanned:  # stopped between an evaluation and its plan
                     self._apply(self._plan())
