@@ -11,7 +11,15 @@ from evogrpo.data.batch import (
     select_rows,
 )
 from evogrpo.data.reports import LearnReport, UpdateReport
-from evogrpo.data.rollout import Actor, Conversation, Rollout, SampledActions, SamplingBatch, SamplingOptions
+from evogrpo.data.rollout import (
+    Actor,
+    Conversation,
+    Rollout,
+    SampledActions,
+    SamplingBatch,
+    SamplingOptions,
+    positions_in_turn,
+)
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -29,5 +37,6 @@ __all__ = [
     "TokenInputs",
     "UpdateReport",
     "map_tensors",
+    "positions_in_turn",
     "select_rows",
 ]

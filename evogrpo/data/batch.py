@@ -23,7 +23,8 @@ class Batch:
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
-        chosen: `[n, t]` True where the member chose the action, also if left out of the loss. Defaults to `present`.
+        chosen: `[n, t]` True where the member chose the action, also if left out of the loss. Defaults to `present`. In
+            conversations, each run of chosen tokens is a turn; see `positions_in_turn`.
         rewards: `[n]` total reward; NaN = no reward applies.
         group_ids: `[n]` group of each row: one member, one prompt (or reset seed).
         member_ids: `[n]` slots of the members that score the rows and learn from them.
@@ -162,43 +163,27 @@ class TokenInputs:
         prompt_ids: `[n]` index of each row's prompt.
         temperature: `[n]` sampling temperature T; the policy is softmax(logits / T).
         min_new_tokens: Number of first tokens of every turn that could not be an end of sequence.
-        turn_places: `[n, t]` index of each token within its turn; None = one turn, so the column index.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     prompt_ids: Tensor
     temperature: Tensor
     min_new_tokens: int = 0
-    turn_places: Tensor | None = None
 
     __repr__ = short_repr
 
     def select(self, rows: Tensor) -> "TokenInputs":
         """Return the inputs of rows by index; all prompts stay."""
-        return replace(
-            self,
-            prompt_ids=select_rows(self.prompt_ids, rows),
-            temperature=select_rows(self.temperature, rows),
-            turn_places=None if self.turn_places is None else select_rows(self.turn_places, rows),
-        )
-
-    def places(self, width: int) -> Tensor:
-        """Return the index within its turn of each of the first `width` tokens, `[n, width]`."""
-        if self.turn_places is None:
-            return torch.arange(width, device=self.prompt_ids.device).expand(len(self.prompt_ids), width)
-        return self.turn_places[:, :width]
+        ids, temperature = select_rows(self.prompt_ids, rows), select_rows(self.temperature, rows)
+        return replace(self, prompt_ids=ids, temperature=temperature)
 
     def concatenate(self, other: "TokenInputs", width: int) -> "TokenInputs":
         """Return the inputs of both; the prompts of one must be the first prompts of the other."""
-        turn_places = None
-        if self.turn_places is not None or other.turn_places is not None:
-            turn_places = torch.cat([padded(inputs.places(width), width) for inputs in (self, other)])
         return replace(
             self,
             prompts=max(self.prompts, other.prompts, key=len),
             prompt_ids=torch.cat([self.prompt_ids, other.prompt_ids]),
             temperature=torch.cat([self.temperature, other.temperature]),
-            turn_places=turn_places,
         )
 
 

@@ -239,6 +239,18 @@ def single_turn_conversations(starts: Sequence[int], completions: Sequence[Seque
     )
 
 
+def positions_in_turn(sampled: Tensor) -> Tensor:
+    """Return the index of each sampled token within its turn, `[n, t]`; meaningless at other tokens.
+
+    Args:
+        sampled: `[n, t]` True for sampled tokens. Turns are separated by the tokens of replies.
+    """
+    column = torch.arange(sampled.shape[1], device=sampled.device)
+    begins = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    # The largest first column so far is that of the current turn.
+    return column - torch.where(begins, column, 0).cummax(1).values
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledActions:
     """Actions of small networks, one per observation.

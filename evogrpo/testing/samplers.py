@@ -143,8 +143,10 @@ def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
 
 
 def example_replies(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
-    """Return a reply of the environment to each row: up to three tokens, empty in every fourth row."""
-    return tuple(tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(row % 4)) for row in range(len(rows)))
+    """Return a reply of the environment to each row, of one to three tokens."""
+    return tuple(
+        tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(1 + row % 3)) for row in range(len(rows))
+    )
 
 
 def next_turn(
@@ -169,22 +171,19 @@ def next_turn(
 
 def join_turns(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
     """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
-    table: list[list[tuple[int, bool, int, float]]] = [[] for _ in range(len(rows))]  # token, counts, place, log_prob
+    table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]  # token, counts, log-probability
     for rollout, replies in turns:
         for row, cells in enumerate(table):
             own = rollout.present[row]
             sampled = zip(rollout.actions[row][own].tolist(), rollout.log_probs[row][own].tolist(), strict=True)
-            cells += [(token, True, place, value) for place, (token, value) in enumerate(sampled)]
-            cells += [(token, False, 0, 0.0) for token in replies[row]]
+            cells += [(token, True, value) for token, value in sampled]
+            cells += [(token, False, 0.0) for token in replies[row]]
     width = max(map(len, table))
-    whole = [[*cells, *[(PAD, False, 0, 0.0)] * (width - len(cells))] for cells in table]
-    actions, mask, places, log_probs = (
-        torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(4)
-    )
+    whole = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
+    actions, mask, log_probs = (torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(3))
     present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
     rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
-    batch = as_batch(rows, rollout)
-    return replace(batch, inputs=replace(batch.inputs, turn_places=places))
+    return replace(as_batch(rows, rollout), chosen=mask)
 
 
 # ---- the suite

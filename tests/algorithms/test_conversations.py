@@ -9,6 +9,7 @@ from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.language_batches import PENALTY
 from evogrpo.algorithms.rollout.collect import collect
+from evogrpo.data import positions_in_turn
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS
 from tests.tiny_training import (
@@ -86,11 +87,8 @@ def test_turns_alternate_and_replies_are_masked():
         said = [tokens for tokens, own in runs if own]
         assert all(tokens[-1] in ENDS for tokens in said[:-1])  # only finished turns get a reply
         assert bool(batch.truncated[row]) is (said[-1][-1] not in ENDS)
-        places = batch.inputs.turn_places[row][: sum(len(tokens) for tokens, _ in runs)].tolist()
-        expected = []
-        for tokens, own in runs:
-            expected += list(range(len(tokens))) if own else [0] * len(tokens)
-        assert places == expected
+        positions = positions_in_turn(batch.chosen)[row][batch.action_mask[row]].tolist()
+        assert positions == [position for tokens, own in runs if own for position in range(len(tokens))]
     assert counts == {1, 3, 5}
     assert not batch.sampler_log_probs[~batch.action_mask].any()
 

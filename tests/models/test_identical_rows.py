@@ -167,7 +167,9 @@ def batch_of(rows):
         torch.tensor(column) for column in zip(*rows, strict=True)
     )
     present = torch.arange(3) < lengths[:, None]
-    mask = present.clone()
+    chosen = present.clone()
+    chosen[:, 1] &= turns == 0  # otherwise a reply
+    mask = chosen.clone()
     mask[:, 0] &= heard == 0
     return Batch(
         inputs=TokenInputs(
@@ -175,11 +177,11 @@ def batch_of(rows):
             prompt_ids=prompts,
             temperature=1.0 + warmer * torch.finfo(torch.float32).eps,
             min_new_tokens=1,
-            turn_places=torch.where(turns[:, None] == 1, torch.tensor([0, 0, 1]), torch.arange(3)),
         ),
         actions=tokens,
         present=present,
         action_mask=mask,
+        chosen=chosen,
         rewards=torch.zeros(len(rows)),
         group_ids=prompts,
         member_ids=members,
@@ -191,8 +193,12 @@ def test_repetitions_are_rows_with_equal_inputs(rows):
     batch = batch_of(rows)
 
     def same(one, other):
-        (*facts, tokens, length, heard, turns), (*others, said, width, listened, further) = rows[one], rows[other]
-        return (facts, tokens[:length], heard, turns) == (others, said[:width], listened, further)
+        def key(*facts, tokens, length, heard, turns):
+            return facts, tokens[:length], heard, turns and length > 1
+
+        names = ("tokens", "length", "heard", "turns")
+        first, second = (key(*rows[row][:3], **dict(zip(names, rows[row][3:], strict=True))) for row in (one, other))
+        return first == second
 
     expected = [[other for other in range(len(rows)) if same(row, other)] for row in range(len(rows))]
     assert repetitions(batch, batch.member_ids) == [own if own[0] == row else [] for row, own in enumerate(expected)]

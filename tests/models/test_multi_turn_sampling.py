@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Rollout, SamplingBatch, TokenInputs
+from evogrpo.data import positions_in_turn
 from evogrpo.models.language import sampling
 from evogrpo.testing.samplers import (
     PROMPTS,
@@ -245,9 +245,9 @@ def test_min_new_tokens_applies_to_every_turn():
     bank = ending(MODEL)
     rows, turns = two_turns(bank)
     batch = join_turns(rows, turns)
-    unaware = dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, turn_places=None))
+    unaware = dataclasses.replace(batch, chosen=batch.present)
     right, wrong = bank.log_probs(batch), bank.log_probs(unaware)
-    second = batch.action_mask & (batch.inputs.turn_places < MIN_TOKENS)
+    second = batch.action_mask & (positions_in_turn(batch.chosen) < MIN_TOKENS)
     second[:, :MIN_TOKENS] = False
     assert second.any()
     assert bool((right[second] > wrong[second]).all()), "ruling ends out raises what is left"
@@ -279,46 +279,3 @@ def test_episode_gradients_do_not_depend_on_micro_batches():
     for slot in range(3):
         one, other = (bank.state(slot)["exp_avg"] for bank in banks)
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(one.abs().max()))
-
-
-def inputs(places, prompts=((3,), (4,))):
-    count = 2
-    return TokenInputs(
-        prompts=prompts, prompt_ids=torch.arange(count), temperature=torch.ones(count), turn_places=places
-    )
-
-
-def test_turn_places_follow_their_rows():
-    places = torch.tensor([[0, 1, 0], [0, 0, 1]])
-    known, unknown = inputs(places), inputs(None)
-    assert torch.equal(known.select(torch.tensor([1])).turn_places, places[1:])
-    assert unknown.select(torch.tensor([1])).turn_places is None
-    assert unknown.concatenate(unknown, 3).turn_places is None
-    column = torch.arange(4).expand(2, 4)
-    padded = torch.nn.functional.pad(places, (0, 1))
-    assert torch.equal(known.concatenate(unknown, 4).turn_places, torch.cat([padded, column]))
-    assert torch.equal(unknown.concatenate(known, 4).turn_places, torch.cat([column, padded]))
-
-
-def test_rows_without_max_new_tokens_raise():
-    fields = {"prompts": ((3,),), "prompt_ids": torch.zeros(2, dtype=torch.long), "temperature": torch.ones(2)}
-    fields["member_ids"] = fields["prompt_ids"]
-    assert SamplingBatch(**fields, uniforms=torch.zeros(2, 5)).max_new_tokens == 5
-    assert SamplingBatch(**fields, max_new_tokens=7).max_new_tokens == 7
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        SamplingBatch(**fields, uniforms=torch.zeros(2, 5), max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"max_new_tokens.*0.*uniforms"):
-        SamplingBatch(**fields)
-    with pytest.raises(ValueError, match=r"history.*2 rows, got 1"):
-        SamplingBatch(**fields, max_new_tokens=7, history=((),))
-    with pytest.raises(ValueError, match=r"kept_rows.*2 rows, got 3"):
-        SamplingBatch(**fields, max_new_tokens=7, kept_rows=torch.arange(3))
-
-
-def test_default_action_mask_is_present():
-    present = torch.tensor([[True, True, False]])
-    fields = {"actions": present.long(), "present": present, "log_probs": torch.zeros(1, 3), "truncated": present[:, 2]}
-    assert torch.equal(Rollout(**fields).action_mask, present)
-    assert not Rollout(**fields).exact
-    mask = torch.tensor([[True, False, False]])
-    assert torch.equal(Rollout(**fields, action_mask=mask).action_mask, mask)

@@ -32,7 +32,7 @@ from evogrpo.algorithms.policies.language_batches import (
 )
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.algorithms.policies.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout, sample_conversations
+from evogrpo.algorithms.rollout.multi_turn import sample_conversations
 from evogrpo.algorithms.rollout.requests import (
     HELD_OUT,
     EvaluationRequest,
@@ -42,7 +42,7 @@ from evogrpo.algorithms.rollout.requests import (
     SamplingRequest,
 )
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import DEFAULT_POLICY, Experience, SamplingBatch
+from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
@@ -243,11 +243,11 @@ class LanguagePolicySet:
             ]
             return torch.from_numpy(np.concatenate(parts))[wanted.chosen]
 
-        rows, rollout = self._generate(
+        rows, rollout, conversations = self._generate(
             prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms, stop=request.stop
         )
         began = time.monotonic()
-        scores = self._score(prompts, rollout, request.stop)
+        scores = self._score(prompts, conversations, request.stop)
         scoring_seconds = time.monotonic() - began
         batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return RolloutBatch(
@@ -255,7 +255,7 @@ class LanguagePolicySet:
             scores=replace(scores, step_rewards=None),
             member_ids=wanted.member_ids,
             start_ids=wanted.start_ids,
-            truncated=rollout.rollout.truncated,
+            truncated=rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(prompts.questions),
             scoring_seconds=scoring_seconds,
@@ -280,12 +280,11 @@ class LanguagePolicySet:
             return torch.from_numpy(np.concatenate(parts)).repeat(len(request.slots), 1)
 
         start_ids, member_ids = request.start_ids, request.member_ids
-        rows, rollout = self._generate(
+        rows, rollout, conversations = self._generate(
             prompts, start_ids, member_ids, request.temperature, uniforms, base=request.base, stop=request.stop
         )
-        lengths = rollout.rollout.present.sum(1).tolist()
-        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, lengths)
-        rewards = self._score(prompts, rollout, request.stop).rewards
+        costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist())
+        rewards = self._score(prompts, conversations, request.stop).rewards
         return EvaluationResult(rewards=rewards, tokens=tuple(costs[slot] for slot in request.slots))
 
     def _generate(
@@ -298,7 +297,7 @@ class LanguagePolicySet:
         *,
         base: bool = False,
         stop: Stop,
-    ) -> tuple[SamplingBatch, MultiTurnRollout]:
+    ) -> tuple[SamplingBatch, Rollout, tuple[Conversation, ...]]:
         """Sample completions or conversations within the settings' limits and the model's context."""
         rows = SamplingBatch(
             prompts=tuple(tuple(map(int, prompt)) for prompt in prompts.prompts),
@@ -314,7 +313,7 @@ class LanguagePolicySet:
         if self.bank.base.context is not None:
             limits.append(self.bank.base.context - max(map(len, prompts.prompts)))
         max_tokens = min((limit for limit in limits if limit is not None), default=None)
-        rollout = sample_conversations(
+        rollout, conversations = sample_conversations(
             self._synced_sampler(),
             prompts,
             rows,
@@ -323,13 +322,13 @@ class LanguagePolicySet:
             device=self.device,
             base=base,
         )
-        return rows, rollout
+        return rows, rollout, conversations
 
-    def _score(self, prompts: PromptBatch, rollout: MultiTurnRollout, stop: Stop) -> Scores:
-        ProgressCounter("rewarding", len(rollout.transcripts), "completions")
+    def _score(self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop) -> Scores:
+        ProgressCounter("rewarding", len(conversations), "completions")
         if isinstance(prompts, SingleTurnBatch):  # and so every dataset of prompts
-            return prompts.score(rollout.transcripts, stop)
-        return prompts.score(rollout.transcripts)
+            return prompts.score(conversations, stop)
+        return prompts.score(conversations)
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Do nothing: prompts have no running statistics."""

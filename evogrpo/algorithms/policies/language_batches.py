@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.settings import LanguageSettings
-from evogrpo.algorithms.rollout.multi_turn import MultiTurnRollout
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, positions_in_turn
 from evogrpo.envs.protocol import Scores
 from evogrpo.envs.text.templates import Tokenizer, check_messages, tokenize
 from evogrpo.functional.rewards import overlong_penalty
@@ -106,18 +105,19 @@ def as_batch(
     """
     if len(experiences) != 3:
         raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts")
-    completion_ids, action_masks, given = experiences
+    completion_ids, action_masks, reward_values = experiences
     for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
         if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
             raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}")
     try:
-        rewards = torch.as_tensor(given, dtype=torch.float32)
+        rewards = torch.as_tensor(reward_values, dtype=torch.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards must be numbers [prompts, group_size], got {given!r:.80}") from error
+        raise ValueError(f"rewards must be numbers [prompts, group_size], got {reward_values!r:.80}") from error
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
-            "experiences hold completion_ids and action_masks per prompt and rewards [prompts, group_size], got "
-            f"{len(completion_ids)}, {len(action_masks)} and {tuple(rewards.shape)}"
+            "completion_ids, action_masks and rewards must have one entry per prompt, got "
+            f"{len(completion_ids)} completion_ids, {len(action_masks)} action_masks and rewards of shape "
+            f"{list(rewards.shape)}. Give rewards as [prompts, group_size]."
         )
     prompts: list[tuple[int, ...]] = []
     rows: list[tuple[Tensor, Tensor]] = []
@@ -135,26 +135,11 @@ def as_batch(
         if not bool((ids[:, :start] == ids[:1, :start]).all()):
             raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt")
         rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
-    return _batch(prompts, rows, rewards, slot, hyperparameters, min_new_tokens, device)
-
-
-def _batch(
-    prompts: "list[tuple[int, ...]]",
-    rows: "list[tuple[Tensor, Tensor]]",
-    rewards: Tensor,
-    slot: int,
-    hyperparameters: Hyperparameters,
-    min_new_tokens: int,
-    device: torch.device,
-) -> Batch:
-    width = max(len(ids) for ids, _ in rows)
-    actions = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
-    mask = torch.stack([torch.nn.functional.pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
+    # Pad all rows to the longest.
+    width, device = max(len(ids) for ids, _ in rows), torch.device(device)
+    actions = torch.stack([pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
+    mask = torch.stack([pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
     columns = torch.arange(1, width + 1, device=device)
-    present = columns <= (mask * columns).amax(1, keepdim=True)
-    # A gap in the mask is a reply, so the next action begins a new turn.
-    place = torch.arange(width, device=device)
-    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
     return Batch(
         inputs=TokenInputs(
@@ -162,11 +147,11 @@ def _batch(
             prompt_ids=group_ids,
             temperature=torch.full((len(rows),), hyperparameters.temperature, device=device),
             min_new_tokens=min_new_tokens,
-            turn_places=place - torch.where(begins, place, 0).cummax(1).values,
         ),
         actions=actions,
-        present=present,
+        present=columns <= (mask * columns).amax(1, keepdim=True),  # up to the last counted token
         action_mask=mask,
+        chosen=mask,
         rewards=rewards.reshape(-1).to(device),
         group_ids=group_ids,
         member_ids=torch.full((len(rows),), slot, device=device),
@@ -216,30 +201,30 @@ PENALTY = "overlong_penalty"
 
 
 def rewarded_batch(
-    settings: LanguageSettings, rows: SamplingBatch, conversed: MultiTurnRollout, scores: Scores, group_ids: Tensor
+    settings: LanguageSettings, rows: SamplingBatch, rollout: Rollout, scores: Scores, group_ids: Tensor
 ) -> Batch:
     """Build the batch of a rollout, and add the overlong penalty to its rewards.
 
     The penalty is computed per turn and placed at the end of the turn; that of a conversation is the sum.
     """
-    rollout = conversed.rollout
     device = rollout.actions.device
     components, weights = dict(scores.components), scores.weights
-    rewards = torch.from_numpy(scores.rewards).to(device)
-    steps = None if scores.step_rewards is None else _widened(scores.step_rewards, rollout.present)
-    # 1. Add the overlong penalty.
-    buffer = settings.objective.overlong_buffer
-    if buffer is not None:
-        lengths = conversed.turn_lengths
-        by_turn = overlong_penalty(lengths, settings.max_output_tokens, buffer).double()
-        penalty = by_turn.sum(1)
-        # Rows without a reward stay NaN.
-        penalty = torch.where(rewards.isnan(), torch.nan, penalty)
+    rewards, steps = torch.from_numpy(scores.rewards).to(device), None
+    if scores.step_rewards is not None:
+        steps = torch.from_numpy(scores.step_rewards).to(device)
+        steps = pad(steps, (0, rollout.present.shape[1] - steps.shape[1]), value=torch.nan)
+    # 1. Add the overlong penalty. Rows without a reward stay NaN.
+    if settings.objective.overlong_buffer is not None:
+        sampled, most = rollout.action_mask, settings.max_output_tokens
+        ends = sampled & ~pad(sampled, (0, 1))[:, 1:]  # last tokens of turns: a reply has at least one token
+        by_turn = overlong_penalty(1 + positions_in_turn(sampled), most, settings.objective.overlong_buffer).double()
+        by_turn = torch.where(ends, by_turn, 0.0)
+        penalty = torch.where(rewards.isnan(), torch.nan, by_turn.sum(1))
         rewards = rewards + penalty
         components, weights = {**components, PENALTY: penalty.cpu().numpy()}, (*weights, 1.0)
         if steps is not None:
-            placed = _at_ends_of_turns(torch.where(rewards.isnan()[:, None], torch.nan, by_turn), conversed)
-            steps = torch.where(placed.isnan(), steps, steps.nan_to_num(nan=0.0) + placed)
+            penalised = ends & ~rewards.isnan()[:, None]
+            steps = torch.where(penalised, steps.nan_to_num(nan=0.0) + by_turn, steps)
     # 2. Mask truncated completions.
     mask = rollout.action_mask
     if settings.objective.mask_truncated:
@@ -251,7 +236,6 @@ def rewarded_batch(
             prompt_ids=rows.prompt_ids.to(device),
             temperature=rows.temperature.to(device),
             min_new_tokens=rows.min_new_tokens,
-            turn_places=conversed.turn_places,
         ),
         actions=rollout.actions,
         present=rollout.present,
@@ -268,16 +252,3 @@ def rewarded_batch(
         component_names=tuple(components),
         truncated=rollout.truncated,
     )
-
-
-def _at_ends_of_turns(penalties: Tensor, conversed: MultiTurnRollout) -> Tensor:
-    """Place one value per turn `[n, k]` at the turn's last token `[n, t]`; NaN elsewhere."""
-    said = conversed.rollout.action_mask
-    ends = said & ~torch.nn.functional.pad(said, (0, 1))[:, 1:]  # a reply has at least one token
-    turn = (ends.cumsum(1) - 1).clamp(min=0, max=penalties.shape[1] - 1)
-    return torch.where(ends, penalties.gather(1, turn), torch.nan)
-
-
-def _widened(table: NDArray[np.float64], present: Tensor) -> Tensor:
-    values = torch.from_numpy(table).to(present.device)
-    return torch.nn.functional.pad(values, (0, present.shape[1] - values.shape[1]), value=torch.nan)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.data import Batch, TokenInputs
+from evogrpo.data import Batch, TokenInputs, positions_in_turn
 from evogrpo.distributed import Processes
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
@@ -62,10 +62,11 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
     columns = (
         members[:, None],
         inputs.prompt_ids[:, None],
+        # Bits of the float, read as an integer: all columns fit into one integer matrix, and only equal floats match.
         inputs.temperature.double()[:, None].view(torch.long),
         torch.where(batch.present, batch.actions, -1),
         batch.action_mask,
-        inputs.places(batch.actions.shape[1]),
+        batch.chosen,
     )
     found: dict[bytes, list[int]] = {}
     every: list[list[int]] = []
@@ -364,7 +365,9 @@ class ForwardPasses:
         if self.model.lockstep:  # with a token after the first action, each micro-batch takes as many passes
             used = min(max(used, 2), batch.action_mask.shape[1])
         mask = batch.action_mask[:, :used]
-        early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
+        early = torch.zeros_like(mask)  # True where an end of sequence was forbidden
+        if inputs.min_new_tokens:
+            early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
         # 2. Hidden states, then log-probabilities and entropies of the actions.
         with self.model.autocast():
             scores = self.model.score(
