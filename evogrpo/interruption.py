@@ -1,11 +1,31 @@
-"""Interruption of long work by a stop request, and exits that user code asks for during a run."""
+"""Stop requests and progress of long work, and exits that user code asks for during a run."""
 
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+Activity = Literal["writing", "playing", "rewarding", "scoring", "learning"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressUpdate:
+    """Progress of one piece of work.
+
+    Attributes:
+        activity: Kind of work.
+        count: Total number of items.
+        noun: Name of the items: "completions", "episodes" or "actions".
+        part: Fraction that is done, from 0 to 1.
+    """
+
+    activity: Activity
+    count: int
+    noun: str
+    part: float
 
 
 class Interrupted(BaseException):
@@ -15,7 +35,8 @@ class Interrupted(BaseException):
 class Stop:
     """Stop request of a run, passed as an argument to everything that takes long.
 
-    Long work calls `check` every second or more often. A request may come from a signal handler or another thread.
+    Long work calls `check` every second or more often, and reports how far it is with `progress`. A request may come
+    from a signal handler or another thread.
 
     Args:
         may_interrupt: Returns True where this process may abandon its work; always, by default. With several ranks this
@@ -24,11 +45,13 @@ class Stop:
     Attributes:
         reason: Reason of the stop; None without a request.
         signal: Number of the signal that requested it; None if none did.
+        listener: Called with the progress of the work, in its thread; must be fast and raise nothing. None = unused.
     """
 
     def __init__(self, may_interrupt: Callable[[], bool] = lambda: True) -> None:
         self.reason: str | None = None
         self.signal: int | None = None
+        self.listener: Callable[[ProgressUpdate], None] | None = None
         self._may_interrupt = may_interrupt
         self._interruptible, self._leaving = False, threading.Lock()
 
@@ -41,6 +64,10 @@ class Stop:
         """Raise `Interrupted` if a stop was requested. Takes less than a microsecond without a request."""
         if self.reason is not None and self._may_interrupt():
             raise Interrupted
+
+    def progress(self, activity: Activity, count: int, noun: str) -> "ProgressCounter":
+        """Return a counter that reports to the listener; see `ProgressUpdate`."""
+        return ProgressCounter(self.listener, activity, count, noun)
 
     def __reduce__(self) -> tuple[type["Stop"], tuple[()]]:
         """Copy as a stop that is never requested: rows are sent to other ranks, each of which has its own stop."""
@@ -69,7 +96,29 @@ class Stop:
 
 
 NEVER = Stop()
-"""Stop of work outside of a run: it is never requested."""
+"""Stop of work outside of a run: it is never requested and has no listener."""
+
+
+class ProgressCounter:
+    """Counter of one piece of work; see `Stop.progress`."""
+
+    def __init__(
+        self, listener: Callable[[ProgressUpdate], None] | None, activity: Activity, count: int, noun: str
+    ) -> None:
+        self._listener, self._activity, self._count, self._noun = listener, activity, count, noun
+        self._done = 0.0
+        self.set(0.0)
+
+    def add(self, amount: float) -> None:
+        """Add an amount; the sum is capped at the total, as work may be repeated after running out of memory."""
+        self.set(self._done + amount)
+
+    def set(self, amount: float) -> None:
+        """Set the amount that is done."""
+        if self._listener is not None:
+            self._done = min(amount, self._count)
+            part = self._done / self._count if self._count else 1.0
+            self._listener(ProgressUpdate(self._activity, self._count, self._noun, part))
 
 
 class ProgramEndError(RuntimeError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
-from evogrpo.progress import ProgressCounter, progress_listener
+from evogrpo.interruption import NEVER, Stop
 from tests.envs.joint_probes import Favours
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -23,9 +23,9 @@ def teams():
     return MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=4), env
 
 
-def take_a_step(population, env):
-    collected = population.collect(env, step=0, samples_per_step=8, block=2)
-    population.learn(collected.experience, step=0)
+def take_a_step(population, env, stop=NEVER):
+    collected = population.collect(env, step=0, samples_per_step=8, block=2, stop=stop)
+    population.learn(collected.experience, step=0, stop=stop)
     population.evaluate(env)
     return [population.members.banks.state(agent.slot) for agent in population.agents]
 
@@ -33,8 +33,9 @@ def take_a_step(population, env):
 @pytest.mark.parametrize("make", [language, networks, teams])
 def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
     heard = []
-    with progress_listener(lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.part))):
-        listened = take_a_step(*make())
+    stop = Stop()
+    stop.listener = lambda work: heard.append((f"{work.activity} {work.count} {work.noun}", work.part))
+    listened = take_a_step(*make(), stop)
     learning = next(what for what, _ in heard if what.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
     parts = {what: [part for each, part in heard if each == what] for what, _ in heard}
@@ -43,20 +44,18 @@ def test_every_part_of_a_step_runs_from_zero_to_its_total(make):
         # An evaluation, and each policy of a team, starts at zero again.
         rises = [after - before for before, after in zip(parts[what], parts[what][1:], strict=False)]
         assert all(rise >= 0 or parts[what][place + 1] == 0 for place, rise in enumerate(rises)), what
-        assert len(parts[what]) > (1 if make is teams or what.startswith("scoring") else 2), what
+        assert len(parts[what]) > (2 if what == acting else 1), what
         assert max(parts[what]) == pytest.approx(1.0), what
     for own, other in zip(listened, take_a_step(*make()), strict=True):
         assert all(torch.equal(own[name], other[name]) for name in own)
 
 
-def test_a_listener_gets_progress_of_its_own_block_only():
-    heard = []
-    with progress_listener(lambda work: heard.append(work.part)):
-        outer = ProgressCounter("playing", 4, "episodes")
-        with progress_listener(lambda work: None):
-            ProgressCounter("learning", 1, "actions").add(1)
-        outer.add(1)
-        outer.add(9)
-        ProgressCounter("scoring", 0, "completions")
-    ProgressCounter("writing", 2, "completions").add(1)
+def test_the_amount_is_capped_at_the_total():
+    heard, stop = [], Stop()
+    stop.listener = lambda work: heard.append(work.part)
+    counter = stop.progress("playing", 4, "episodes")
+    counter.add(1)
+    counter.add(9)
+    stop.progress("scoring", 0, "completions")
+    NEVER.progress("writing", 2, "completions").add(1)
     assert heard == [0.0, 0.25, 1.0, 1.0]

@@ -11,7 +11,6 @@ import torch
 
 from evogrpo.algorithms.rollout.requests import SamplingRequest
 from evogrpo.interruption import NEVER, Interrupted, Stop
-from evogrpo.progress import progress_listener
 from tests.envs import verifier_functions
 from tests.tiny_training import events_of, finish, randomise_adapter, tiny_env, tiny_population, tiny_run
 
@@ -51,8 +50,9 @@ def test_async_functions_start_during_sampling_and_others_afterwards():
         doing.append((work.activity, work.part))
         time.sleep(0.003)  # the event loop is another thread, and these completions are short
 
-    with progress_listener(hear):
-        both = collected([beside, plain])
+    stop = Stop()
+    stop.listener = hear
+    both = collected([beside, plain], stop=stop)
     ((where, _, everything),) = calls["plain"]
     assert where[0] == "rewarding"
     assert len(everything) == 32

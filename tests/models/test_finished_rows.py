@@ -1,10 +1,12 @@
 """Finished completions are reported once, during sampling."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from evogrpo.interruption import Stop
 from evogrpo.models.language import sampling, shared_prefixes
-from evogrpo.progress import progress_listener
 from evogrpo.testing.samplers import make_rows
 from tests.models.test_multi_turn_sampling import ending
 from tests.tiny_models import tiny_model
@@ -20,8 +22,9 @@ def listen(bank, rows):
     def on_finished(numbers, completions):
         told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
-    with progress_listener(lambda work: parts.append(work.part)):
-        return bank.sample(rows, on_finished=on_finished), told
+    stop = Stop()
+    stop.listener = lambda work: parts.append(work.part)
+    return bank.sample(replace(rows, stop=stop), on_finished=on_finished), told
 
 
 def tokens_of(rollout):

@@ -35,7 +35,6 @@ from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.functional.rewards import consecutive_ids
 from evogrpo.models.bank import FullDistributionBank, ReferenceDistributions
-from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
@@ -90,7 +89,8 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         while slots:  # usually once; members with `target_kl` may repeat their updates with another learning rate
             taken = [{slot: rows for slot, rows in dealt.items() if slot in slots} for dealt in updates]
-            counter = ProgressCounter("learning", sum(len(rows) for dealt in taken for rows in dealt.values()), noun)
+            count = sum(len(rows) for dealt in taken for rows in dealt.values())
+            counter = batch.stop.progress("learning", count, noun)
             for number, dealt in enumerate(taken):
                 if dealt:
                     step.update(dealt, first=number == 0)

@@ -58,7 +58,6 @@ from evogrpo.models.language.lora import lora_from_json, lora_to_json
 from evogrpo.models.language.protocols import check_context
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
-from evogrpo.progress import ProgressCounter
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 
@@ -325,7 +324,7 @@ class LanguagePolicySet:
         return rows, rollout, conversations
 
     def _score(self, prompts: PromptBatch, conversations: Sequence[Conversation], stop: Stop) -> Scores:
-        ProgressCounter("rewarding", len(conversations), "completions")
+        stop.progress("rewarding", len(conversations), "completions")
         if isinstance(prompts, SingleTurnBatch):  # and so every dataset of prompts
             return prompts.score(conversations, stop)
         return prompts.score(conversations)

@@ -15,7 +15,6 @@ from evogrpo.envs.control.observations import fits_float32, unflatten
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.progress import ProgressCounter
 from evogrpo.text import short_repr
 
 MOST_STEPS = 100_000
@@ -439,7 +438,7 @@ def play_episodes(
     queue = _queue(request.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), max_episode_steps
-    progress = ProgressCounter("playing", total, "episodes")
+    progress = stop.progress("playing", total, "episodes")
     while True:
         # 1. Remove finished episodes.
         finished = env.finished()

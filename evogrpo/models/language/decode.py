@@ -17,9 +17,9 @@ from evogrpo.functional.log_probs import (
     truncate_logits,
 )
 from evogrpo.functional.matmul import padded_rows
+from evogrpo.interruption import ProgressCounter
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.protocols import Decoding
-from evogrpo.progress import ProgressCounter
 
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""

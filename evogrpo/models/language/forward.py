@@ -14,7 +14,6 @@ from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.protocols import Weights
-from evogrpo.progress import ProgressCounter
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +162,7 @@ class ForwardPasses:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
-        counter = ProgressCounter("scoring", len(batch), "completions")
+        counter = batch.stop.progress("scoring", len(batch), "completions")
         while True:
             try:
                 parts = self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)

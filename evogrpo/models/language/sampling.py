@@ -10,12 +10,12 @@ from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.distributed import processes
+from evogrpo.interruption import ProgressCounter
 from evogrpo.models.bank import FinishedCallback
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.decode import OutputBuffers, generate
 from evogrpo.models.language.forward import lexsort, share_prefixes
 from evogrpo.models.language.protocols import Decoding, HookFactory, Weights, check_context
-from evogrpo.progress import ProgressCounter
 
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
@@ -115,7 +115,7 @@ def sample(
         model=model,
         make_hook=weights.hook_factory("base" if base else "weights"),
         end_ids=end_ids,
-        counter=ProgressCounter("writing", len(rows), "completions"),
+        counter=rows.stop.progress("writing", len(rows), "completions"),
         on_finished=on_finished,
     )
     plan: list[tuple[CachedRows | None, Tensor]] = []

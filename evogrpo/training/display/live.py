@@ -3,7 +3,6 @@
 import importlib
 import io
 import time
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
-from evogrpo.progress import ProgressUpdate, progress_listener
+from evogrpo.interruption import ProgressUpdate
 from evogrpo.reporting.records import GenerationReport, Report
 from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.reporting.results import Result, Terms, evaluated, processed, second_set_lines, terms_of, verdict
@@ -241,17 +240,17 @@ class RunDisplay(Callback):
         if self._region is None and not self._entered:
             self._console.print(self._phase())
         self._entered = True
-        with ExitStack() as stack:
-            stack.enter_context(progress_listener(self._hear))
-            if self._region is not None:
-                stack.enter_context(self._region)
-            self._shown = stack.pop_all()
+        if self._region is not None:
+            self._region.__enter__()
+        self._trainer.stop_request.listener = self._hear
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._shown.close()
+        self._trainer.stop_request.listener = None
+        if self._region is not None:
+            self._region.__exit__(kind, error, trace)
 
     def _hear(self, work: ProgressUpdate) -> None:
         self._show_baseline()  # there is no report of it

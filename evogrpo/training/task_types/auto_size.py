@@ -11,9 +11,8 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import drop_single_group_size
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.interruption import Interrupted, Stop
+from evogrpo.interruption import Interrupted, ProgressUpdate, Stop
 from evogrpo.models.devices import device_memory
-from evogrpo.progress import ProgressUpdate, progress_listener
 from evogrpo.text import duration_text, pluralize
 from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, AnyConfig
 from evogrpo.training.forecast import Need
@@ -157,7 +156,8 @@ def _measured_step(
         if work.activity == "playing" and work.part > played[-1][0]:
             played.append((work.part, time.monotonic() - began))
 
-    with suppress(Interrupted), progress_listener(hear):
+    stop.listener = hear
+    with suppress(Interrupted):
         collected = population.collect(
             env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
         )
