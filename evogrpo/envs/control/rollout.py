@@ -438,7 +438,7 @@ def play_episodes(
     queue = _queue(request.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), max_episode_steps
-    progress = stop.progress("playing", total, "episodes")
+    progress = request.stop.progress("playing", total, "episodes")
     while True:
         # 1. Remove finished episodes.
         finished = env.finished()
