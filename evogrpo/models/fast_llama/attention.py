@@ -63,31 +63,26 @@ def attention(
         `[n * t, kv * rep * d]`.
     """
     kv, n, wide, d = q.shape
-    keep = k.shape[2] + (0 if shared is None else shared.keys.shape[2]) <= FOLDED * d
+    past = 0 if shared is None else shared.keys.shape[2]
+    keep = past + k.shape[2] <= FOLDED * d
     if t < 2 * BLOCK and (t == 1 or q.device.type == "cpu"):
+        # 1. Short rows: one product of all rows of a prompt with its keys.
         own = () if shared is None else (shared.keys, shared.values)
         runs = None if shared is None else shared.runs
         out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *own)
     else:
-        k, v, bias = _expanded(k, v, t, bias, shared, shared_bias)
+        # 2. Long rows: a copy of the prompt for every row, then blocks of tokens or torch's kernels.
+        if shared is not None:
+            k = torch.cat([shared.keys[:, shared.rows], k], 2)  # `[kv, n, P + s, d]`
+            v = torch.cat([shared.values[:, shared.rows], v], 2)
+            biases = [(shared_bias, past), (bias, k.shape[2] - past)]
+            rows = max((len(part) for part, _ in biases if part is not None), default=0)
+            if rows:  # otherwise both are 0
+                both = [(k.new_zeros(1) if part is None else part).expand(rows, t, keys) for part, keys in biases]
+                bias = torch.cat(both, 2)
         out = _in_blocks(q, k, v, t, bias, keep) if q.device.type == "cpu" else _by_torch(q, k, v, t, bias)
+    # `[kv, n, rep * t, d]` -> `[n * t, kv * rep * d]`
     return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
-
-
-def _expanded(
-    k: Tensor, v: Tensor, t: int, bias: Tensor | None, shared: SharedPrompts | None, shared_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys and values `[kv, n, P + s, d]` with a copy of the prompt for every row, and the joint bias."""
-    if shared is None:
-        return k, v, bias
-    k, v = (torch.cat([past[:, shared.rows], own], 2) for past, own in ((shared.keys, k), (shared.values, v)))
-    if bias is None and shared_bias is None:
-        return k, v, None
-    length = shared.keys.shape[2]
-    parts = ((shared_bias, length), (bias, k.shape[2] - length))
-    rows = max(len(part) for part, _ in parts if part is not None)
-    both = [(k.new_zeros(1) if part is None else part).expand(rows, t, wide) for part, wide in parts]
-    return k, v, torch.cat(both, 2)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
@@ -187,10 +182,21 @@ def _attention_weights(
     bias: Tensor | None,
     shared_bias: Tensor | None,
     runs: tuple[int, ...] | None,
-    shared: Any,
+    shared: Sequence[Tensor],
 ) -> Tensor:
-    """Return attention weights `[kv, n, rep * t, P + s]`; for the arguments see `attention`."""
+    """Return attention weights `[kv, n, rep * t, P + s]`.
+
+    Args:
+        q: `[kv, n, rep * t, d]`, already scaled.
+        k: `[kv, n, s, d]`.
+        t: Tokens of a row that attend.
+        bias: `[n or 1, t, s]` bias of the rows' own keys; None = 0.
+        shared_bias: `[n or 1, t or 1, P]` bias of the prompts' keys; None = 0.
+        runs: Number of rows of each prompt; None = no shared prompts.
+        shared: The prompts' keys `[kv, m, P, d]` as a sequence of one tensor; empty without shared prompts.
+    """
     scores = _products(q, k, shared, runs)
+    # `rep` query heads share a bias, so view `[kv, n, rep * t, P + s]` as `[kv, n, rep, t, P + s]`.
     past = scores.shape[-1] - k.shape[2]
     by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
     if bias is not None:
@@ -230,6 +236,7 @@ class _Attention(torch.autograd.Function):
         if weights is None:
             weights = _attention_weights(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
         slope = grads[0].contiguous()
+        # out = W V and W = softmax(S): dW = dout V^T, dS from dW, then dQ = dS K, dK = dS^T Q, dV = W^T dout.
         past = weights.shape[-1] - k.shape[2]
         of_weights = _products(slope, v, shared[1:], runs)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
@@ -249,7 +256,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _products(q: Tensor, k: Tensor, shared: Any, runs: tuple[int, ...] | None) -> Tensor:
+def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None) -> Tensor:
     """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with the vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
     past = shared[0].shape[2] if runs is not None else 0

@@ -59,11 +59,11 @@ def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor
 
     def read(number: int, layer: Layer, heads: Heads) -> Tensor:
         kept[:] = heads[1:]
-        return attention(*heads, WIDEST, biases[0].whole(layer.window), None, None)
+        return attention(*heads, WIDEST, biases[0].whole[layer.window], None, None)
 
     def follow(number: int, layer: Layer, heads: Heads) -> Tensor:
-        own, far = biases[1].apart(layer.window)
-        return attention(*heads, t, own, SharedPrompts(kept[0], kept[1], continued, RUNS), far)
+        shared = SharedPrompts(kept[0], kept[1], continued, RUNS)
+        return attention(*heads, t, biases[1].own[layer.window], shared, biases[1].prompts[layer.window])
 
     for number in range(len(passes.layout.layers)):
         passes.layer(number, prompts[number].flatten(0, 1), rotations[:1], None, read)
@@ -86,7 +86,7 @@ def _decoded(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tenso
         values.append(v.mT)
         own = KeyValues(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
         seen = mask[:, : past + len(keys)]
-        bias = AttentionBias(passes.layout, seen, past, 1).whole(layer.window)
+        bias = AttentionBias(passes.layout, seen, past, 1).whole[layer.window]
         return decode_attention(q, own, prompt_key_values(prompts), q.new_zeros(1) if bias is None else bias)
 
     for at, tokens in enumerate(rows.unbind(1)):

@@ -19,7 +19,7 @@ from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.layers import NamedLinear, columns_of
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm
 from evogrpo.models.language.kv_cache import KVCache, Prefix
-from evogrpo.models.language.low_rank import LoraHook, StackedAdapters
+from evogrpo.models.language.low_rank import LoraHook
 from evogrpo.models.language.protocols import AdapterHook, HookFactory
 
 AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
@@ -60,15 +60,11 @@ class DecodeStep:
 
     def run(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
         """Return final hidden states `[n, h]` of one token `[n]` of each row, at its position `[n]`."""
-        hidden = self.embed(tokens)
+        hidden = self._passes.embed(tokens).float().T.contiguous()
         rotations = self.rotations(positions)
         for number in range(len(self.layout.layers)):
             self.layer(number, hidden, rotations, attend)
-        return self.final_norm(hidden).T.contiguous()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings `[h, n]` in float32."""
-        return self._passes.embed(tokens).float().T.contiguous()
+        return _normed(hidden, self.layout.final_norm).T.contiguous()
 
     def rotations(self, positions: Tensor) -> Rotations:
         """Return the rotary embeddings at positions `[n]`."""
@@ -85,6 +81,7 @@ class DecodeStep:
         """Run one layer on the residual stream `[h, n]`, in place."""
         layer, (kv, rep), width = self.layout.layers[number], self.layout.heads, self.layout.width
         self._passes.gather(layer.module)
+        # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
         q, k, v = self._products(self._read(hidden, layer.before_attention), layer.projections)
         heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
         if layer.head_norms is not None:
@@ -93,16 +90,14 @@ class DecodeStep:
             heads = torch.cat([_normed(x.view(-1, norm.width, x.shape[2]), norm).view(x.shape) for x, norm in norms])
         heads = _turned(heads, *rotations[layer.kind])
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
+        # 2. Attention.
         attention = attend(number, layer, q, heads[kv * rep :], v)
         (out,) = self._products(attention.T, [layer.output])
         hidden += _added(out, layer.after_attention)
+        # 3. MLP.
         gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates)
         (down,) = self._products(self.layout.activation.into(gate).mul_(up), [layer.down])
         hidden += _added(down, layer.after_mlp)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return final hidden states `[h, n]`, given those after the last layer."""
-        return _normed(hidden, self.layout.final_norm)
 
     def _read(self, hidden: Tensor, norm: Norm | None) -> Tensor:
         """Return the normalised input of products, in their dtype."""
@@ -124,24 +119,16 @@ class DecodeStep:
     def _acting(self, hook: LoraHook, layers: Sequence[NamedLinear], x: Tensor) -> list[_Adapters]:
         """Return the adapters of layers with the input `[in, n]`; cached."""
         names = tuple(name for name, _ in layers)
-        if names not in self._adapters:
-            joined = hook.joined(names, x.shape[1], x.dtype, first=True)
-            self._adapters[names] = [] if joined is None else _by_run(joined)
-        return self._adapters[names]
-
-
-def _by_run(joined: StackedAdapters) -> list[_Adapters]:
-    every = list(enumerate(zip(joined.b, columns_of(joined), strict=True)))
-    runs = joined.runs
-    return [
-        _Adapters(
-            rows if len(runs) > 1 else None,
-            joined.a[own],
-            [(number, places, b[own]) for number, (b, places) in every if b is not None and places is not None],
-            joined.scale,
-        )
-        for rows, own, _ in runs
-    ]
+        if names in self._adapters:
+            return self._adapters[names]
+        acting, joined = list[_Adapters](), hook.joined(names, x.shape[1], x.dtype, first=True)
+        if joined is not None:
+            every = list(enumerate(zip(joined.b, columns_of(joined), strict=True)))
+            for rows, own, _ in joined.runs:
+                b = [(number, places, b[own]) for number, (b, places) in every if b is not None and places is not None]
+                acting.append(_Adapters(rows if len(joined.runs) > 1 else None, joined.a[own], b, joined.scale))
+        self._adapters[names] = acting
+        return acting
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
@@ -174,7 +161,7 @@ def _add(x: Tensor, outputs: Sequence[Tensor], adapters: _Adapters) -> None:
 
 
 def _by_segment(x: Tensor, rows: slice | None, count: int) -> Tensor:
-    """AdapterHook columns `[c, n]` of segments of equally many rows as `[count, c, rows of each]`."""
+    """View columns `[c, n]` of segments of equally many rows as `[count, c, rows of each]`."""
     return (x if rows is None else x[:, rows]).view(len(x), count, -1).transpose(0, 1)
 
 
@@ -214,6 +201,7 @@ class FastDecoding:
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.layout.heads[0], passes.layout.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
+        self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `AttentionBias`
         self._continue(rows)
 
     def _continue(self, rows: Tensor) -> None:
@@ -237,10 +225,6 @@ class FastDecoding:
         self._seen = bias.masked_fill_(~seen, self._lowest)[:, None]
         self._places = torch.arange(seen.shape[1], device=seen.device)
 
-    @property
-    def _lowest(self) -> float:
-        return torch.finfo(self._own[0][0].dtype).min / 2  # as in `AttentionBias`
-
     def start(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
         return self._first
@@ -254,7 +238,13 @@ class FastDecoding:
         self._length += 1
         place = self._past + at
         self._seen[:, :, place] = 0.0
-        seen = {window: self._near(window, place) for window in self._windows}
+        # Bias of a token at `place` by window; None = full attention.
+        seen = {
+            window: self._seen
+            if window is None
+            else self._seen.masked_fill(self._places <= place - window, self._lowest)
+            for window in self._windows
+        }
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
@@ -264,10 +254,6 @@ class FastDecoding:
 
         return self._columns.run(tokens, self._positions + at, attend)
 
-    def _near(self, window: int | None, place: int) -> Tensor:
-        """Return the bias of a token at position `place` in a layer with a sliding window; None = full attention."""
-        return self._seen if window is None else self._seen.masked_fill(self._places <= place - window, self._lowest)
-
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, or several copies of some."""
         self._move(rows, self._own[0][0].shape[2])
@@ -275,10 +261,14 @@ class FastDecoding:
         self._continue(self._rows[rows])
 
     def _move(self, rows: Tensor | None, room: int) -> None:
-        """Move keys and values of some or all rows to storage of `room` tokens, layer by layer to save memory."""
+        """Move keys and values of some or all rows to zeroed storage of `room` tokens, one by one to save memory."""
         for parts in self._own:
-            for number, part in enumerate(parts):
-                parts[number] = _moved(part, rows, self._length, room)
+            for number, part in enumerate(parts):  # `[kv, n, ., d]`
+                count = part.shape[1] if rows is None else len(rows)
+                storage = part.new_zeros((part.shape[0], count, room, part.shape[3]))
+                filled = part[:, :, : self._length]
+                storage[:, :, : self._length] = filled if rows is None else filled[:, rows]
+                parts[number] = storage
 
     def save_cache(self, rows: Tensor, real: Tensor) -> KVCache:
         """Return the KV cache of some rows, with padding masked."""
@@ -291,10 +281,3 @@ class FastDecoding:
             for prompts, parts in zip(self._prompts, self._own, strict=True)
         )
         return KVCache(layers=layers, mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
-
-
-def _moved(part: Tensor, rows: Tensor | None, length: int, room: int) -> Tensor:
-    """Copy some or all rows of `[kv, n, ., d]` with `length` filled positions to zeroed storage."""
-    kept = part.new_zeros((part.shape[0], part.shape[1] if rows is None else len(rows), room, part.shape[3]))
-    kept[:, :, :length] = part[:, :, :length] if rows is None else part[:, rows, :length]
-    return kept

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from evogrpo.functional.matmul import padding_rows
 from evogrpo.models.fast_llama.attention import SharedPrompts, attention, prompt_runs
-from evogrpo.models.fast_llama.layers import gated, normed, projected, rotated
+from evogrpo.models.fast_llama.layers import gated_unit, projected, rms_norm, rotated
 from evogrpo.models.fast_llama.weight_layout import Layer, Norm, WeightLayout
 from evogrpo.models.language.fsdp import ShardedLayers
 from evogrpo.models.language.kv_cache import Prefix
@@ -114,7 +114,7 @@ class FastLlama:
             q, k, v = heads
             if cache is not None:
                 k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
-            return attention(q, k, v, t, biases.whole(layer.window), None, None), k, v
+            return attention(q, k, v, t, biases.whole[layer.window], None, None), k, v
 
         return attend
 
@@ -135,8 +135,8 @@ class FastLlama:
 
         def attend(layer: Layer, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = (x if order is None else x[:, order] for x in (keys, values))
-            own, of_prompts = biases.apart(layer.window)
-            return attention(*heads, mask.shape[1] - past, own, SharedPrompts(keys, values, numbers, runs), of_prompts)
+            shared, window = SharedPrompts(keys, values, numbers, runs), layer.window
+            return attention(*heads, mask.shape[1] - past, biases.own[window], shared, biases.prompts[window])
 
         return attend
 
@@ -183,20 +183,25 @@ class FastLlama:
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
             made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
+        groups: Sequence[Any] = [made]
+        if len(shapes) > 1:  # leave out the padding tokens at the end
+            sizes = [shape.numel() for shape in shapes]
+            groups = list(zip(*(x.split([*sizes, len(x) - sum(sizes)])[:-1] for x in made), strict=True))
         heads = [
             (
                 rotated(q, *of_queries, (kv, rep)),
                 rotated(k, *of_keys, (kv, 1)),
-                v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),
+                v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),  # `[kv, n, t, d]`
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_rotations, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(groups, own_rotations, shapes, strict=True)
         ]
         # 2. Attention.
         added = projected(attend(number, layer, *heads), [layer.output], hook, rows, self.changed)[0]
         hidden = hidden + _normed(added, layer.after_attention)
         # 3. MLP.
         gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook, rows, self.changed)
-        added = projected(gated(gate, up, self.layout.activation), [layer.down], hook, rows, self.changed)[0]
+        gated = gated_unit(gate, up, self.layout.activation)
+        added = projected(gated, [layer.down], hook, rows, self.changed)[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.gather_in_backward(layer.module, after)
@@ -207,31 +212,28 @@ class FastLlama:
         return _normed(hidden, self.layout.final_norm)
 
 
-def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any]:
-    """Split queries, keys and values into groups of rows with these shapes."""
-    if len(shapes) == 1:
-        return [made]
-    sizes = [shape.numel() for shape in shapes]
-    return list(zip(*(x.split([*sizes, len(x) - sum(sizes)])[:-1] for x in made), strict=True))
-
-
 def _zeros(rows: int, like: Tensor) -> list[Tensor]:
     """Return a list with rows of zeros; empty if `rows` is 0."""
     return [like.new_zeros((rows, like.shape[1]))] if rows else []
 
 
 def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
-    return hidden if norm is None else normed(hidden, norm.weight, norm.eps)
+    return hidden if norm is None else rms_norm(hidden, norm.weight, norm.eps)
 
 
 class AttentionBias:
-    """Bias on attention scores for padding, causality and sliding windows.
+    """Bias on attention scores for padding, causality and sliding windows; by window size, None = 0.
 
     Args:
         layout: Layout of the decoder.
         mask: `[n, P + s]` booleans: True for real tokens.
         past: P.
         t: Number of query tokens, the last ones.
+
+    Attributes:
+        whole: `[n or 1, t, P + s]` biases of all keys.
+        own: `[n or 1, t, s]` biases of rows' own keys.
+        prompts: `[n or 1, t, P]` biases of prompts' keys.
     """
 
     def __init__(self, layout: WeightLayout, mask: Tensor, past: int, t: int) -> None:
@@ -240,20 +242,14 @@ class AttentionBias:
         place = torch.arange(mask.shape[1], device=mask.device)
         distance = place[-t:, None] - place
         real = bool(mask.all())
-        self._of = dict[int | None, tuple[Tensor | None, Tensor | None, Tensor | None]]()
+        self.whole, self.own, self.prompts = (dict[int | None, Tensor | None]() for _ in range(3))
         for window in {layer.window for layer in layout.layers}:
             near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             seen = near[None] if real else near & mask[:, None]  # one bias for all rows if there is no padding
             bias = torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, lowest)
-            apart = (None if bool(part.all()) else part for part in (seen, seen[..., past:], seen[..., :past]))
-            cuts = (bias, bias[..., past:], bias[..., :past])
-            whole, own, of_prompts = (None if part is None else cut for part, cut in zip(apart, cuts, strict=True))
-            self._of[window] = whole, own, of_prompts
-
-    def whole(self, window: int | None) -> Tensor | None:
-        """Return the bias `[n or 1, t, P + s]`; None = 0."""
-        return self._of[window][0]
-
-    def apart(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the biases of rows' own keys `[n or 1, t, s]` and prompts' keys `[n or 1, t, P]`; None = 0."""
-        return self._of[window][1:]
+            for biases, keys in (
+                (self.whole, slice(None)),
+                (self.own, slice(past, None)),
+                (self.prompts, slice(past)),
+            ):
+                biases[window] = None if bool(seen[..., keys].all()) else bias[..., keys]

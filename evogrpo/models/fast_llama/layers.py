@@ -14,17 +14,6 @@ from evogrpo.models.language.low_rank import AdapterLeaves, LoraHook, Run, Stack
 from evogrpo.models.language.protocols import AdapterHook
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows `[m, h]` by their root mean square, computed in float32, and multiply by the frozen `weight` `[h]`.
-
-    If `weight` has a higher precision than the rows, the result is rounded once.
-
-    Source: RMSNorm (arXiv:1910.07467).
-    """
-    out: Tensor = _Norm.apply(x, weight, eps)
-    return out
-
-
 def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split half-precision rows into tiles, so that their float32 copies fit into the CPU cache."""
     if every[0].dtype == torch.float32:
@@ -32,7 +21,14 @@ def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return (tuple(each[rows] for each in every) for rows in row_tiles(every[0]))
 
 
-class _Norm(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
+    """Divides rows `[m, h]` by their root mean square, computed in float32, and multiplies by the frozen weight `[h]`.
+
+    If the weight has a higher precision than the rows, the result is rounded once.
+
+    Source: RMSNorm (arXiv:1910.07467).
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
@@ -56,6 +52,10 @@ class _Norm(torch.autograd.Function):
             mean = torch.linalg.vecdot(made, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
             made.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
         return out, None, None
+
+
+rms_norm = _RMSNorm.apply
+"""(rows `[m, h]`, weight `[h]`, eps) -> normalised rows."""
 
 
 class Activation(NamedTuple):
@@ -83,16 +83,12 @@ ACTIVATIONS = {
 """Activations, by their names in configs of transformers."""
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up, given `[m, w]` gate and up projections.
+class _GatedUnit(torch.autograd.Function):
+    """Computes activation(gate) * up of the gate and up projections `[m, w]`.
 
     Source: SwiGLU and GEGLU (arXiv:2002.05202).
     """
-    out: Tensor = _Gated.apply(gate, up, activation)
-    return out
 
-
-class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -111,6 +107,10 @@ class _Gated(torch.autograd.Function):
             torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
             of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
         return of_gate, of_up, None
+
+
+gated_unit = _GatedUnit.apply
+"""(gate `[m, w]`, up `[m, w]`, `Activation`) -> activation(gate) * up."""
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
@@ -209,11 +209,12 @@ def projected(
 
 def columns_of(joined: StackedAdapters) -> list[slice | None]:
     """Return the columns of each module in x A^T; None without adapter."""
-    at, found = 0, list[slice | None]()
+    start, columns = 0, list[slice | None]()
     for b in joined.b:
-        found.append(None if b is None else slice(at, at + b.shape[2]))
-        at += 0 if b is None else b.shape[2]
-    return found
+        end = start if b is None else start + b.shape[2]
+        columns.append(None if b is None else slice(start, end))
+        start = end
+    return columns
 
 
 def _add(x: Tensor, outputs: Sequence[Tensor], joined: StackedAdapters) -> Tensor:
@@ -253,6 +254,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # 1. The frozen layers.
         x, low, *leaves = ctx.saved_tensors
         slopes = [None if grad is None else grad.contiguous() for grad in grads]
         into: Tensor | None = None
@@ -264,48 +266,28 @@ class _Linears(torch.autograd.Function):
                     add_frozen_linear_(into, slope, layer.weight.T)
         if ctx.pieces is None:
             return into, None, None
-        joined = ctx.pieces.joined(leaves, x.dtype)
-        return into, None, None, *_backward(x, low, slopes, joined, into, leaves[0].dtype)
-
-
-def _backward(
-    x: Tensor,
-    low: Tensor,
-    slopes: Sequence[Tensor | None],
-    joined: StackedAdapters,
-    into: Tensor | None,
-    dtype: torch.dtype,
-) -> list[Tensor | None]:
-    """Return the gradients of all leaves, in order, and add the gradient of `x` to `into`.
-
-    Args:
-        x: `[m, in]` input.
-        low: `[m, modules * r]` x A^T.
-        slopes: `[m, out]` gradient of each layer's output.
-        joined: Stacked adapters.
-        into: `[m, in]`, or None if `x` needs no gradient.
-        dtype: Dtype of the leaves.
-    """
-    runs = joined.runs
-    back = torch.zeros_like(low)  # the gradient of x A^T
-    of_b = [
-        None
-        if b is None or slope is None
-        else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs, dtype)
-        for slope, b, columns in zip(slopes, joined.b, columns_of(joined), strict=True)
-    ]
-    of_a = x.new_zeros(joined.a.shape, dtype=dtype)
-    for rows, own, count in runs:
-        narrow = back[rows].view(count, -1, back.shape[1])
-        of_a[own] += torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]))
-        if into is not None:
-            into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
-    found = list[Tensor | None]()
-    for b, grad, columns in zip(joined.b, of_b, columns_of(joined), strict=True):
-        if b is not None:
-            for number in range(len(b)):
-                found += (None, None) if grad is None else (of_a[number, columns], grad[number])
-    return found
+        # 2. B: its gradient, and `back`, the gradient of x A^T.
+        joined, dtype = ctx.pieces.joined(leaves, x.dtype), leaves[0].dtype
+        columns, back = columns_of(joined), torch.zeros_like(low)
+        of_b = [
+            None
+            if b is None or slope is None
+            else _through_b(low[:, part], slope, b, joined.scale, back[:, part], joined.runs, dtype)
+            for slope, b, part in zip(slopes, joined.b, columns, strict=True)
+        ]
+        # 3. A, and the adapters' part of the gradient of x.
+        of_a = x.new_zeros(joined.a.shape, dtype=dtype)
+        for rows, own, count in joined.runs:
+            narrow = back[rows].view(count, -1, back.shape[1])
+            of_a[own] += torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]))
+            if into is not None:
+                into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
+        # 4. Gradients in the order of the leaves: A and B of every slot, module by module.
+        of_leaves = list[Tensor | None]()
+        for b, grad, part in zip(joined.b, of_b, columns, strict=True):
+            for number in range(0 if b is None else len(b)):
+                of_leaves += (None, None) if grad is None else (of_a[number, part], grad[number])
+        return into, None, None, *of_leaves
 
 
 def _through_b(
