@@ -9,7 +9,8 @@ from peft.tuners.lora import LoraLayer
 
 from evogrpo.models.language.adapter_files import peft_files
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.lora import check_supported, default_lora_config, find_targets, initial_weights, scaling
+from evogrpo.models.language.lora import check_supported, initial_weights, scaling
+from evogrpo.models.language.targets import find_targets
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_model
@@ -57,7 +58,7 @@ def test_all_unsupported_fields_are_named():
 @pytest.mark.parametrize(
     "config",
     [
-        default_lora_config(),
+        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], base_model_name_or_path="x", revision="main"),
         lora(use_rslora=True, exclude_modules=["k_proj"], init_lora_weights="gaussian"),
         LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),  # fixed by the type of the layer

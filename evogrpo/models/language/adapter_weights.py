@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 from peft import LoraConfig
@@ -15,10 +16,13 @@ from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
 from evogrpo.models.devices import check_allocation
 from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
-from evogrpo.models.language.lora import default_lora_config, initial_weights, scaling
+from evogrpo.models.language.lora import initial_weights, scaling
 from evogrpo.models.language.low_rank import LoraAdapters
 from evogrpo.models.language.protocols import AdapterHook, HookFactory
-from evogrpo.models.language.targets import LoraTargets, choose_targets, warn_left_out
+from evogrpo.models.language.targets import LoraTargets, choose_targets
+from evogrpo.warnings import warn
+
+_WARNED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 class TrainStates:
@@ -220,13 +224,19 @@ class AdapterWeights(TrainStates):
         start: StoredAdapter | None = None,
         trained: LoraTargets | None = None,
     ) -> None:
+        # 1. Choose the layers to adapt; warn once per model about those left out.
         if start is not None:
             self.lora_config = start.lora_config
         else:
-            self.lora_config = lora_config or default_lora_config()
+            self.lora_config = lora_config or LoraConfig(
+                r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
         self.trained = trained or choose_targets(model, self.lora_config)
-        warn_left_out(self.trained, model)
+        if (summary := self.trained.summary(model)) and model not in _WARNED:
+            _WARNED.add(model)
+            warn(f"Adapters train {summary}")
         self.targets = self.trained.targets
+        # 2. Allocate weights and moments, one row per member.
         device = next(model.parameters()).device
         check_allocation(
             4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
@@ -235,6 +245,7 @@ class AdapterWeights(TrainStates):
         )
         first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
         super().__init__(first.to(device), size, optimizer, own_reference=own_reference)
+        # 3. Views of A and B for the passes.
         scale = scaling(self.lora_config)
         self._adapters = {"weights": LoraAdapters(self.targets, self.weights, scale)}
         if self.reference is not None:

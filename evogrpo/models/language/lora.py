@@ -1,4 +1,4 @@
-"""LoRA configuration: supported fields, targeted modules, initial weights."""
+"""LoRA configuration: supported fields, the layout of adapters, initial weights."""
 
 import dataclasses
 import math
@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from evogrpo.config.checks import refuse_unknown
 from evogrpo.randomness import generator
@@ -65,11 +63,6 @@ class Target:
         return view
 
 
-def default_lora_config() -> LoraConfig:
-    """Return the default: rank 16 on every linear layer except the vocabulary head."""
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
 def lora_to_json(config: LoraConfig) -> dict[str, Any]:
     """Return the supported fields as plain JSON values."""
     values = {name: getattr(config, name) for name in sorted(SUPPORTED)}
@@ -121,56 +114,6 @@ def check_supported(config: LoraConfig) -> None:
 def adapts_all(config: LoraConfig) -> bool:
     """Return True if a config targets all linear layers."""
     return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
-
-
-def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
-    """Return the modules that `config` targets, in the model's order.
-
-    Raises:
-        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
-            vocabulary head.
-    """
-    check_supported(config)
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    targets: list[Target] = []
-    for name, module in model.named_modules():
-        linear = isinstance(module, (nn.Linear, Conv1D))
-        if adapts_all(config):
-            matched = linear and module is not head and not _excluded(config, name)
-        else:
-            matched = bool(check_target_module_exists(config, name))
-        if not matched:
-            continue
-        if not linear or module is head:
-            raise ValueError(
-                f"lora_config.target_modules matches {name!r}, a {type(module).__name__}"
-                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
-                "or use target_modules='all-linear'."
-            )
-        # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
-        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
-        width_in, width_out = shape
-        start = targets[-1].end if targets else 0
-        targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
-    if not targets:
-        raise ValueError(
-            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
-            "Use target_modules='all-linear', or names from model.named_modules()."
-        )
-    widest = max(max(target.width_in, target.width_out) for target in targets)
-    if config.r > widest:
-        raise ValueError(
-            f"lora_config.r must be at most {widest}, the largest width of an adapted layer of {type(model).__name__}, "
-            f"got {config.r}."
-        )
-    return tuple(targets)
-
-
-def _excluded(config: LoraConfig, name: str) -> bool:
-    if not config.exclude_modules:
-        return False
-    probe = dataclasses.replace(config, target_modules=config.exclude_modules, exclude_modules=None)
-    return bool(check_target_module_exists(probe, name))
 
 
 def scaling(config: LoraConfig) -> float:

@@ -1,25 +1,25 @@
 """LoRA targets: the layers that a LoraConfig adapts, except those that cannot be trained or exported."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from weakref import WeakSet
+from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from evogrpo.models.language.adapter_files import as_peft_loads
 from evogrpo.models.language.compatibility import frozen_model, logits_of
-from evogrpo.models.language.lora import Target, adapts_all, find_targets
-from evogrpo.warnings import warn
+from evogrpo.models.language.lora import Target, adapts_all, check_supported
 
 FUSED = "stacked weights such as fused experts"
 NOT_LINEAR = "not a plain linear layer that sees every token"
 UNUSED = "not called for text"
 MISREAD = "PEFT cannot load its adapter"
-_WARNED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,58 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool 
     left_out = _grouped(dict.fromkeys(_stacks(model), FUSED) | unfit)
     packed: list[Target] = []
     for target in fitting:  # each starts at the end of the one before
-        packed.append(replace(target, start=packed[-1].end if packed else 0))
+        packed.append(dataclasses.replace(target, start=packed[-1].end if packed else 0))
     return LoraTargets(targets=tuple(packed), left_out=left_out)
 
 
-def warn_left_out(trained: LoraTargets, model: nn.Module) -> None:
-    """Warn once per model about modules without adapters."""
-    summary = trained.summary(model)
-    if summary and model not in _WARNED:
-        _WARNED.add(model)
-        warn(f"Adapters train {summary}")
+def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
+    """Return the modules that `config` targets, in the model's order.
+
+    Raises:
+        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
+            vocabulary head.
+    """
+    check_supported(config)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    targets: list[Target] = []
+    for name, module in model.named_modules():
+        linear = isinstance(module, (nn.Linear, Conv1D))
+        if adapts_all(config):
+            matched = linear and module is not head and not _excluded(config, name)
+        else:
+            matched = bool(check_target_module_exists(config, name))
+        if not matched:
+            continue
+        if not linear or module is head:
+            raise ValueError(
+                f"lora_config.target_modules matches {name!r}, a {type(module).__name__}"
+                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
+                "or use target_modules='all-linear'."
+            )
+        # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
+        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        width_in, width_out = shape
+        start = targets[-1].end if targets else 0
+        targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
+    if not targets:
+        raise ValueError(
+            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
+            "Use target_modules='all-linear', or names from model.named_modules()."
+        )
+    widest = max(max(target.width_in, target.width_out) for target in targets)
+    if config.r > widest:
+        raise ValueError(
+            f"lora_config.r must be at most {widest}, the largest width of an adapted layer of {type(model).__name__}, "
+            f"got {config.r}."
+        )
+    return tuple(targets)
+
+
+def _excluded(config: LoraConfig, name: str) -> bool:
+    if not config.exclude_modules:
+        return False
+    probe = dataclasses.replace(config, target_modules=config.exclude_modules, exclude_modules=None)
+    return bool(check_target_module_exists(probe, name))
 
 
 def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
