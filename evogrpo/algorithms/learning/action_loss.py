@@ -1,6 +1,6 @@
 """Loss of one optimizer step: each row by the loss type and hyperparameters of its own member."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,42 +42,44 @@ class RowHyperparameters:
     loss_types: Mapping[str, Tensor]
     advantages: Mapping[str, Tensor]
 
+    @classmethod
+    def of(
+        cls,
+        learners: Mapping[int, Learner],
+        objectives: Mapping[int, Objective],
+        kl_factors: Tensor,
+        member_ids: Tensor,
+    ) -> "RowHyperparameters":
+        """Look up the hyperparameters of each row's member.
 
-def row_hyperparameters(
-    learners: Mapping[int, Learner], objectives: Mapping[int, Objective], kl_factors: Tensor, member_ids: Tensor
-) -> RowHyperparameters:
-    """Look up the hyperparameters of each row's member.
+        Args:
+            learners: By slot.
+            objectives: Each member's objective, by slot.
+            kl_factors: `[p]` factors on beta, by slot.
+            member_ids: `[n]` slots, all of them in `learners`.
+        """
 
-    Args:
-        learners: By slot.
-        objectives: Each member's objective, by slot.
-        kl_factors: `[p]` factors on beta, by slot.
-        member_ids: `[n]` slots, all of them in `learners`.
-    """
-    device = member_ids.device
+        def column(values: Sequence[float]) -> Tensor:
+            """Return the members' values, in the order of `learners`, as a column `[n, 1]`."""
+            table = torch.zeros(len(kl_factors))
+            table[list(learners)] = torch.tensor(values, dtype=table.dtype)
+            return table.to(member_ids.device).index_select(0, member_ids)[:, None]
 
-    def column(values: Mapping[int, float]) -> Tensor:
-        table = torch.zeros(len(kl_factors))
-        table[list(values)] = torch.tensor(list(values.values()))
-        return table.to(device).index_select(0, member_ids)[:, None]
+        def masks(names: Sequence[str]) -> dict[str, Tensor]:
+            return {name: column([own == name for own in names])[:, 0] > 0 for name in sorted(set(names))}
 
-    def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
-        return {
-            name: column({slot: float(own == name) for slot, own in names.items()})[:, 0] > 0
-            for name in sorted(set(names.values()))
-        }
-
-    own = {slot: learner.hyperparameters for slot, learner in learners.items()}
-    return RowHyperparameters(
-        clip_low=column({slot: h.clip_bounds[0] for slot, h in own.items()}),
-        clip_high=column({slot: h.clip_bounds[1] for slot, h in own.items()}),
-        beta=column({slot: h.beta * float(kl_factors[slot]) if h.beta else 0.0 for slot, h in own.items()}),
-        entropy_coef=column({slot: h.entropy_coef for slot, h in own.items()}),
-        gamma=column({slot: h.gamma for slot, h in own.items()}),
-        advantage_clip=column({slot: h.number("advantage_clip") for slot, h in own.items()}),
-        loss_types=masks({slot: objective.loss_type for slot, objective in objectives.items()}),
-        advantages=masks({slot: objective.advantage for slot, objective in objectives.items()}),
-    )
+        members = [learner.hyperparameters for learner in learners.values()]
+        factors = kl_factors[list(learners)].tolist()
+        return cls(
+            clip_low=column([h.clip_bounds[0] for h in members]),
+            clip_high=column([h.clip_bounds[1] for h in members]),
+            beta=column([h.beta * factor if h.beta else 0.0 for h, factor in zip(members, factors, strict=True)]),
+            entropy_coef=column([h.entropy_coef for h in members]),
+            gamma=column([h.gamma for h in members]),
+            advantage_clip=column([h.number("advantage_clip") for h in members]),
+            loss_types=masks([objectives[slot].loss_type for slot in learners]),
+            advantages=masks([objectives[slot].advantage for slot in learners]),
+        )
 
 
 MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
@@ -108,13 +110,6 @@ class ActionLosses:
     def _shared(self) -> Objective:
         """Any of the objectives, to read what they have in common: all but the loss and advantage types."""
         return next(iter(self.objectives.values()))
-
-    def rows_with_gradient(self) -> Tensor:
-        """Return `[n]` True for rows that can have a gradient. The others need no forward pass."""
-        always = self.per_row.entropy_coef > 0
-        if self.kl_in_loss:
-            always = always | (self.per_row.beta > 0)
-        return (((self.advantages != 0) | always) & self.cached.training_rows.outcomes.action_mask).any(1)
 
     def __call__(
         self, rows: Tensor, log_probs: Tensor, old: Tensor, kept: Tensor, divergences: Tensor | None = None

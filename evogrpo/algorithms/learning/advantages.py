@@ -1,7 +1,5 @@
 """Advantages of a batch by each member's objective, and checks of rewards and objectives."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from evogrpo.functional.advantages import advantages
 from evogrpo.functional.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.functional.rewards import (
     consecutive_ids,
-    difficulty_mask,
     normalise_rewards,
     update_running_statistics,
     zero_variance_groups,
@@ -62,15 +59,6 @@ def check_hyperparameters(
         for name in ("loss_type", "advantage"):
             for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):
                 check_action_objective(objective.with_types(**{name: kind}))
-
-
-def filter_groups(batch: Batch, objective: Objective) -> Batch:
-    """Mask groups whose mean reward is outside `min_group_reward` to `max_group_reward` out of the loss."""
-    low, high = objective.min_group_reward, objective.max_group_reward
-    if low is None and high is None:
-        return batch
-    inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
-    return replace(batch, action_mask=batch.action_mask & inside[:, None])
 
 
 def check_finite_rewards(batch: Batch) -> None:
@@ -151,7 +139,10 @@ def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tenso
 
 
 def _in_statistics(batch: Batch) -> Tensor:
-    """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss."""
+    """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss.
+
+    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that others compare with.
+    """
     left_out = ~batch.action_mask.any(1, keepdim=True)
     return batch.action_mask | (batch.chosen & left_out)
 

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters, row_hyperparameters
+from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters
 from evogrpo.algorithms.learning.advantages import (
     check_action_objective,
     check_finite_rewards,
     compute_advantages,
-    filter_groups,
 )
 from evogrpo.algorithms.learning.metrics import (
     length_metrics,
@@ -25,7 +26,7 @@ from evogrpo.algorithms.learning.step_size import StepSizes
 from evogrpo.algorithms.learning.training_rows import (
     CachedLogProbs,
     Learner,
-    filter_by_sample_size,
+    drop_rows_of_distant_members,
     select_training_rows,
     uses_sampler_log_probs,
 )
@@ -33,7 +34,7 @@ from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_ro
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.functional.rewards import consecutive_ids
+from evogrpo.functional.rewards import consecutive_ids, difficulty_mask
 from evogrpo.models.bank import FullDistributionBank, ReferenceDistributions
 from evogrpo.randomness import generator
 
@@ -151,20 +152,27 @@ class _LearningStep:
         if objective.importance_correction is not None and batch.sampler_log_probs is None:
             raise ValueError("importance_correction needs sampler_log_probs in the batch. Add them or leave it out.")
 
-        # 2. Training rows: each row once for every member that learns from it.
-        training_rows = select_training_rows(filter_groups(batch, objective), learners)
-        training_rows, tokens, self._shared_metrics = filter_by_sample_size(self._bank, training_rows, learners)
+        # 2. Training rows: each row once for every member that learns from it, without groups of extreme mean reward.
+        low, high = objective.min_group_reward, objective.max_group_reward
+        if low is not None or high is not None:
+            inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
+            batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
+        training_rows = select_training_rows(batch, learners)
+        training_rows, tokens, self._shared_metrics = drop_rows_of_distant_members(self._bank, training_rows, learners)
         self._episodes = episodes = training_rows.outcomes
         self._cached = CachedLogProbs(self._bank, training_rows, trust_sampler=uses_sampler_log_probs(batch, objective))
         self._cached.tokens |= tokens
 
         # 3. Reference log-probabilities or distributions, only where beta > 0.
-        per_row = self._row_hyperparameters(episodes)
+        look_up = partial(RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0])
+        per_row = look_up(episodes.member_ids)
         with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
         if objective.kl_estimator in FULL_KLS:
             self._cached.compute_distributions(with_kl, old=objective.reference == "old")
-        elif objective.reference != "old":
-            self._cached.compute_reference(with_kl)
+        elif objective.reference != "old" and len(with_kl):
+            part = training_rows.select(with_kl)
+            self._cached.reference[with_kl] = self._bank.reference_log_probs(part)
+            self._cached.count_tokens(part)
 
         # 4. Advantages; rewards include beta times KL if the objective places it there.
         kl_penalty = None
@@ -181,10 +189,10 @@ class _LearningStep:
         if self._bank.rows_are_transitions:
             advantages = advantages.flatten()[episodes.counted_actions()[0]][:, None]
             self._cached.split_into_actions()
-            per_row = self._row_hyperparameters(self._cached.training_rows.outcomes)
+            per_row = look_up(self._cached.training_rows.outcomes.member_ids)
         self._rows = self._cached.training_rows.outcomes
 
-        # 6. The loss, and the rows that can have a gradient.
+        # 6. The loss, and the rows that can have a gradient. All others need no forward pass.
         self._losses = ActionLosses(
             cached=self._cached,
             objectives={own.loss_type: own for own in self._objectives.values()},
@@ -193,12 +201,12 @@ class _LearningStep:
             kl_in_loss=len(with_kl) > 0 and objective.kl_placement == "loss",
             transitions=self._bank.rows_are_transitions,
         )
-        self._has_gradient = self._losses.rows_with_gradient()
+        always = per_row.entropy_coef > 0
+        if self._losses.kl_in_loss:
+            always = always | (per_row.beta > 0)
+        self._has_gradient = (((advantages != 0) | always) & self._rows.action_mask).any(1)
         self._first_sums = self._sums.clone()
         self.step_sizes = StepSizes(self._bank, self._cached, learners, advantages, self._has_gradient)
-
-    def _row_hyperparameters(self, batch: Batch) -> RowHyperparameters:
-        return row_hyperparameters(self._learners, self._objectives, self._bank.running_stats[:, 0], batch.member_ids)
 
     def schedule_updates(self) -> list[dict[int, Tensor]]:
         """Return the rows of every optimizer step, by slot; compute the old log-probabilities they will need."""

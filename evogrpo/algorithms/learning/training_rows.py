@@ -128,7 +128,7 @@ class CachedLogProbs:
     Attributes:
         training_rows: The episodes, or their single actions after `split_into_actions`.
         old: `[m, t]` under the policy that sampled, in nats; valid where `known`.
-        reference: `[m, t]` under the learner's reference, in nats; valid for rows given to `compute_reference`.
+        reference: `[m, t]` under the learner's reference, in nats; valid for rows with beta above 0.
         distributions: `[m, t, o]` reference distributions in the bank's format; None = not computed.
         known: `[m]` True where the old log-probabilities are known.
         from_trainer: `[m]` True where the bank computed them, False where they are the sampler's.
@@ -147,13 +147,6 @@ class CachedLogProbs:
             assert outcomes.sampler_log_probs is not None
             self.old = torch.where(mask, outcomes.sampler_log_probs, 0.0)
             self.known[:] = True
-
-    def compute_reference(self, rows: Tensor) -> None:
-        """Compute log-probabilities under the reference of the member that learns."""
-        if len(rows):
-            part = self.training_rows.select(rows)
-            self.reference[rows] = self._bank.reference_log_probs(part)
-            self.count_tokens(part)
 
     def compute_distributions(self, rows: Tensor, *, old: bool) -> None:
         """Compute the whole distributions that KL compares the policy with.
@@ -225,10 +218,13 @@ def uses_sampler_log_probs(batch: Batch, objective: Objective) -> bool:
     return batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
 
 
-def filter_by_sample_size(
+def drop_rows_of_distant_members(
     bank: PolicyBank, training_rows: TrainingRows, learners: Mapping[int, Learner]
 ) -> tuple[TrainingRows, dict[int, int], dict[int, dict[str, float]]]:
-    """Drop rows of sources whose effective sample size is below the learner's `min_ess`.
+    """Drop other members' rows if their effective sample size is below the learner's `min_ess`.
+
+    The effective sample size of rows under importance weights w is (sum w)^2 / sum w^2. It is small if the learner's
+    policy differs much from the policy that sampled the rows.
 
     Args:
         bank: The policies; nothing has been learnt yet.
@@ -238,14 +234,14 @@ def filter_by_sample_size(
     Returns:
         The remaining rows; the tokens that the check processed, by slot; `shared_*` metrics, by slot (`metrics.NAMES`).
     """
-    least = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
+    min_ess = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
     outcomes = training_rows.outcomes
     sampled_by, owners = outcomes.sampled_by, outcomes.member_ids
     foreign = torch.zeros_like(owners, dtype=torch.bool) if sampled_by is None else sampled_by != owners
-    filtered = torch.tensor([slot for slot, share in least.items() if share > 0], device=foreign.device)
-    rows = (foreign & torch.isin(owners, filtered)).nonzero()[:, 0]
-    kept, tokens = torch.ones_like(foreign), dict[int, int]()
-    metrics: dict[int, dict[str, float]] = {slot: {} for slot in least}
+    checking = torch.tensor([slot for slot, least in min_ess.items() if least > 0], device=foreign.device)
+    rows = (foreign & torch.isin(owners, checking)).nonzero()[:, 0]
+    remaining, tokens = torch.ones_like(foreign), dict[int, int]()
+    metrics: dict[int, dict[str, float]] = {slot: {} for slot in min_ess}
     if len(rows):
         # 1. Log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is unknown.
         part = training_rows.select(rows)
@@ -257,9 +253,10 @@ def filter_by_sample_size(
         pair = part.member_ids * sources + sampled_by[rows]
         action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
         ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size * sources)
-        # 3. Drop the pairs below the learner's threshold.
-        floor = ess.new_tensor([least.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
-        kept[rows] = ~(ess < floor)[pair]
+        # 3. Drop the pairs below the learner's threshold. NaN (no actions, or failed weights) is not below it, so it
+        #    stays: those rows have no gradient, or the member is reported as failed.
+        threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
+        remaining[rows] = ~(ess < threshold)[pair]
         for slot, values in metrics.items():
             own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
             if len(own):
@@ -267,11 +264,12 @@ def filter_by_sample_size(
                 excess, by_source = torch.expm1(own), ess.view(bank.size, sources)[slot]
                 values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
                 values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
-        numbers = kept.nonzero()[:, 0]
-        remaining = numbers if training_rows.rows is None else training_rows.rows[numbers]
-        training_rows = TrainingRows(batch=training_rows.batch, rows=remaining, outcomes=outcomes.select(numbers))
+        numbers = remaining.nonzero()[:, 0]
+        chosen = numbers if training_rows.rows is None else training_rows.rows[numbers]
+        training_rows = TrainingRows(batch=training_rows.batch, rows=chosen, outcomes=outcomes.select(numbers))
+    # 4. Fraction of other members' rows that remain.
     for slot, values in metrics.items():
-        theirs = kept[foreign & (owners == slot)]
-        if len(theirs):
-            values["shared_share"] = float(theirs.double().mean())
+        foreign_rows = remaining[foreign & (owners == slot)]
+        if len(foreign_rows):
+            values["shared_share"] = float(foreign_rows.double().mean())
     return training_rows, tokens, metrics
