@@ -28,7 +28,6 @@ from evogrpo.algorithms.learning.training_rows import (
     Learner,
     drop_rows_of_distant_members,
     select_training_rows,
-    uses_sampler_log_probs,
 )
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
 from evogrpo.functional.corrections import high_entropy_mask
@@ -160,7 +159,9 @@ class _LearningStep:
         training_rows = select_training_rows(batch, learners)
         training_rows, tokens, self._shared_metrics = drop_rows_of_distant_members(self._bank, training_rows, learners)
         self._episodes = episodes = training_rows.outcomes
-        self._cached = CachedLogProbs(self._bank, training_rows, trust_sampler=uses_sampler_log_probs(batch, objective))
+        # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
+        trust_sampler = batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
+        self._cached = CachedLogProbs(self._bank, training_rows, trust_sampler=trust_sampler)
         self._cached.tokens |= tokens
 
         # 3. Reference log-probabilities or distributions, only where beta > 0.

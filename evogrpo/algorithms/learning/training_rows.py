@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, select_rows
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.functional.corrections import effective_sample_fraction
@@ -213,11 +212,6 @@ class CachedLogProbs:
             self.tokens[slot] = self.tokens.get(slot, 0) + tokens
 
 
-def uses_sampler_log_probs(batch: Batch, objective: Objective) -> bool:
-    """Return True if the sampler's log-probabilities serve as the old log-probabilities of this batch."""
-    return batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
-
-
 def drop_rows_of_distant_members(
     bank: PolicyBank, training_rows: TrainingRows, learners: Mapping[int, Learner]
 ) -> tuple[TrainingRows, dict[int, int], dict[int, dict[str, float]]]:
@@ -249,19 +243,18 @@ def drop_rows_of_distant_members(
         ratios = bank.log_probs(part) - part.sampler_log_probs
         log_ratios, tokens = torch.where(part.action_mask, ratios, 0.0).nan_to_num(0.0), dict(bank.cost(part))
         # 2. Effective sample size for each pair of learner and source.
-        sources = 1 + int(sampled_by.max())  # a source may be in the bank of another rank
-        pair = part.member_ids * sources + sampled_by[rows]
+        pair = part.member_ids * bank.size + sampled_by[rows]
         action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
-        ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size * sources)
+        ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size**2)
         # 3. Drop the pairs below the learner's threshold. NaN (no actions, or failed weights) is not below it, so it
         #    stays: those rows have no gradient, or the member is reported as failed.
-        threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
+        threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(bank.size)
         remaining[rows] = ~(ess < threshold)[pair]
         for slot, values in metrics.items():
             own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
             if len(own):
                 low, high = learners[slot].hyperparameters.clip_bounds
-                excess, by_source = torch.expm1(own), ess.view(bank.size, sources)[slot]
+                excess, by_source = torch.expm1(own), ess.view(bank.size, bank.size)[slot]
                 values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
                 values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
         numbers = remaining.nonzero()[:, 0]
