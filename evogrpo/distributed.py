@@ -230,20 +230,6 @@ class Processes:
         self.wait(lambda: dist.all_gather(list(padded.view(self.size, part).unbind()), total, group=self._group))
         return padded[: len(values)].to(values.device)
 
-    def check_equal(self, digest: int, what: str) -> None:
-        """Compare a checksum with that of rank 0.
-
-        Raises:
-            ProcessError: On all ranks, if any differs.
-        """
-        first, *others = self.all_gather(digest)
-        differing = [rank for rank, other in enumerate(others, 1) if other != first]
-        if differing:
-            raise ProcessError(
-                f"{what} differ between rank 0 and ranks {differing}. Ranks must run the same program on the same "
-                "kind of device. Start all processes again to resume from the last checkpoint."
-            )
-
     def wait(self, exchange: Callable[[], object]) -> None:
         """Run a blocking exchange; raise ProcessError if the connection was lost."""
         began = time.monotonic()

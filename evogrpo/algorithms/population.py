@@ -1,7 +1,7 @@
 """Population: agents that share one bank, learn in the same batches and evolve."""
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -17,7 +17,7 @@ from evogrpo.algorithms.rollout.evaluation import FitnessResult, common_scores, 
 from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
-from evogrpo.distributed import Processes
+from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
 from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey
@@ -26,7 +26,7 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import NEVER, Stop
-from evogrpo.models.bank import Sampler, TrainState
+from evogrpo.models.bank import Sampler
 from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
@@ -284,7 +284,9 @@ class Population(Sequence[Any]):
         reports = self.processes.run_section(work)[0]
         # Scatter-add of a GPU is not deterministic, so the updates of small networks differ in bits.
         if self.plays and self.processes.size > 1 and self.members.device.type == "cuda":
-            for slot, state in self._rank_zero_states(healthy).items():
+            states = self.members.banks.snapshot(healthy)
+            on_cpu = {slot: {name: value.cpu() for name, value in state.items()} for slot, state in states.items()}
+            for slot, state in self.processes.broadcast(on_cpu).items():
                 self.members.banks.load_state(slot, state)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
@@ -379,12 +381,6 @@ class Population(Sequence[Any]):
         scores = common_scores(np.concatenate(found), split).tolist()
         return [Fitness.from_scores(row) for row in scores], tokens
 
-    def _rank_zero_states(self, slots: Collection[int]) -> dict[int, TrainState]:
-        """Return the train states of rank 0 on every rank. Collective."""
-        states = self.members.banks.snapshot(slots)
-        on_cpu = {slot: {name: value.cpu() for name, value in state.items()} for slot, state in states.items()}
-        return self.processes.broadcast(on_cpu)
-
     def _evaluation_member(self) -> PolicySet:
         """Return one fresh member, to load train states into and evaluate them on all ranks."""
         alone = self.members.new_member()
@@ -404,7 +400,13 @@ class Population(Sequence[Any]):
             for name in banks.state_keys:
                 values = banks.state_tensor(slot, name).cpu().contiguous()
                 digest = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, digest)
-        self.processes.check_equal(digest, "Train states of members")
+        digests = self.processes.all_gather(digest)
+        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if differing:
+            raise ProcessError(
+                f"Train states of members differ between rank 0 and ranks {differing}. All ranks must run the same "
+                "program on the same kind of device. Start all processes again to resume from the last checkpoint."
+            )
 
     def sample_with(self, sampler: Sampler) -> None:
         """Generate completions with an external engine instead of the bank.
