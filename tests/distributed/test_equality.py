@@ -74,13 +74,13 @@ def performed(count: int, folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("name", IN_TWO)
 def test_two_ranks_give_the_results_of_one(name: str, alone: Alone, two: Path) -> None:
-    """For changing networks, dynamic sampling, shared samples and one member on two ranks."""
+    """For changing networks, dynamic sampling and shared samples."""
     assert_same(alone / name, two / name)
 
 
 @pytest.mark.parametrize("name", IN_THREE)
 def test_three_ranks_give_the_results_of_one(name: str, alone: Alone, three: Path) -> None:
-    """For five members and for two, and where members retire."""
+    """For five members, two and one, and where members retire."""
     assert_same(alone / name, three / name)
 
 
