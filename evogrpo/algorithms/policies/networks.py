@@ -107,9 +107,9 @@ class StackedPolicy:
             raise ValueError("The architecture of a custom module cannot evolve. Leave out evolve_network.")
         self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
         # A copy, because the reference policy must not change with the user's module.
-        self.custom, self._width = deepcopy(module), 0
+        self.custom, self._normalised_entries = deepcopy(module), 0
         if settings.normalise_observations:
-            self._width = ObservationStatistics.empty(1, observation_space).mean.shape[1]
+            self._normalised_entries = ObservationStatistics.empty(1, observation_space).mean.shape[1]
         self.bank = StackedBank(
             observation_space,
             action_space,
@@ -119,7 +119,7 @@ class StackedPolicy:
             seed=settings.seed,
             own_reference=settings.objective.reference == "snapshot",
             device=device,
-            extra_stats=1 + 2 * self._width if self._width else 0,
+            extra_stats=1 + 2 * self._normalised_entries if self._normalised_entries else 0,
         )
 
     @property
@@ -149,9 +149,9 @@ class StackedPolicy:
     @property
     def statistics(self) -> ObservationStatistics | None:
         """Observation statistics of all members; None without normalisation."""
-        if not self._width:
+        if not self._normalised_entries:
             return None
-        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), [1, 1 + self._width], axis=1)
+        count, mean, m2 = np.split(self.bank.extra_stats.numpy(), [1, 1 + self._normalised_entries], axis=1)
         return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
 
     def update_statistics(self, observed: ObservationStatistics) -> None:

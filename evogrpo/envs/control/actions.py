@@ -214,18 +214,25 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         return None
     sizes = mask_sizes(space)
     if not sizes:
-        raise ValueError(f"info['action_mask'] requires Discrete or MultiDiscrete actions, got {space}")
+        raise ValueError(
+            f"action masks are for Discrete or MultiDiscrete actions, got {space}. Remove info['action_mask']."
+        )
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:
             continue
         flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         if len(flags) != len(row):
-            raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}")
+            raise ValueError(
+                f"info['action_mask'] must have {len(row)} flags for {space}, one per value, got {len(flags)}."
+            )
         if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
-            raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}")
+            raise ValueError(f"info['action_mask'] must contain 0 and 1 only, got {flags.tolist()}.")
         row[:] = flags
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():
-        raise ValueError("info['action_mask'] must leave at least one legal value for every component of an action")
+        raise ValueError(
+            "info['action_mask'] must leave at least one legal value for every component of an action, got none. End "
+            "the episode if there is no legal action."
+        )
     return legal

@@ -209,9 +209,12 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         options: Further keyword arguments.
     """
     if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
-        found = "another class" if isinstance(wrap, type) else type(wrap).__name__
-        hint = ". Give the class, e.g. gymnasium.wrappers.FlattenObservation." if isinstance(wrap, str) else ""
-        raise ValueError(f"wrapper {name} must be a class of gymnasium.Wrapper, got {found}{hint}")
+        got = f"the class {wrap.__module__}.{wrap.__qualname__}" if isinstance(wrap, type) else type(wrap).__name__
+        fix = " Pass the class, e.g. gymnasium.wrappers.FlattenObservation." if isinstance(wrap, str) else ""
+        raise ValueError(
+            f"wrapper {name} must be a subclass of gymnasium.Wrapper, or a function that takes an environment, got "
+            f"{got}.{fix}"
+        )
     try:
         parameters = inspect.signature(wrap).parameters
     except (TypeError, ValueError):  # written in C

@@ -112,6 +112,7 @@ class SingleAgentVectorEnv(VectorEnv):
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """See `VectorEnv`."""
         if self._reseed:
+            # An environment gets nothing but a seed, so its upper bits name the noise: the position in the group.
             seeds = [seed + (replica << SEED_BITS) for seed, replica in zip(seeds, replicas, strict=True)]
         new, count = self._open(seeds), len(self._finished)
         self._finished = np.concatenate([self._finished, np.zeros(len(seeds), dtype=np.bool_)])

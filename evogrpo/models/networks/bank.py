@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
 
-R = TypeVar("R")
 Layouts = list[tuple[Stack, Layout]]
 MIN_MEMORY = 1024  # bytes: a pass of one row cannot be halved
 
@@ -177,7 +177,7 @@ class StackedBank(StackedTrainStates):
                 layouts = [(self.base, layout) for layout in lay_out(np.zeros_like(slots))]
             else:
                 layouts = [
-                    (stack, layout.renumbered(items))
+                    (stack, replace(layout, index=items[layout.index]))
                     for stack, items, rows in self.by_stack(slots)
                     for layout in lay_out(rows)
                 ]
@@ -225,15 +225,17 @@ class StackedBank(StackedTrainStates):
         """Return values computed from the outputs, `[n, t, *shape]` each, in passes that fit into memory."""
         mask = batch.action_mask
         found = [torch.zeros(*mask.shape, *shape, device=mask.device) for shape in shapes]
-
-        def run() -> list[Tensor]:
-            for part in self._parts(batch):
-                batch.stop.check()
-                for values, own in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
-                    values[part] = own
-            return found
-
-        return self._halve_memory_and_retry(run)
+        while True:
+            try:
+                for part in self._parts(batch):
+                    batch.stop.check()
+                    for values, own in zip(found, self._forward(batch.select(part), version, None, read), strict=True):
+                        values[part] = own
+                return found
+            except torch.OutOfMemoryError:
+                if self.memory < MIN_MEMORY:
+                    raise
+                self.memory //= 2
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return the number of environment steps that one pass over the batch processes, by slot."""
@@ -254,36 +256,18 @@ class StackedBank(StackedTrainStates):
         reference_distributions: ReferenceDistributions | None = None,
     ) -> Update:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.models.bank`."""
-
-        def add_gradients() -> tuple[list[float], list[Tensor]]:
-            losses, scores = torch.zeros(self.size), list[Tensor]()
-            for stack in self.stacks:
-                stack.gradient.zero_()
-            for part in self._parts(batch, hyperparameters):
-                batch.stop.check()
-                # 1. Forward pass of some rows.
-                rows = batch if len(part) == len(batch) else batch.select(part)
-                reference = None if reference_distributions is None else reference_distributions.select(part)
-                read = partial(self._read_scores, entropy_gradient=entropy_gradient, reference_distributions=reference)
-                tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
-                found = self._forward(rows, "weights", tape, read)
-                loss = loss_fn(part, *found)
-                # 2. Gradients with respect to the outputs by autograd, with respect to the weights by each stack.
-                grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
-                for (_, backward), grad in zip(tape, grads, strict=True):
-                    backward(grad)
-                losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
-                # 3. Keep the scores of these rows.
-                if len(part) == len(batch):
-                    scores = [values.detach() for values in found]
-                    continue
-                scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
-                for values, own in zip(scores, found, strict=True):
-                    values[part] = own.detach()
-            return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
-
-        losses, (log_probs, entropies, *divergences) = self._halve_memory_and_retry(add_gradients)
+        while True:
+            try:
+                losses, scores = self._add_gradients(
+                    batch, loss_fn, hyperparameters, entropy_gradient, reference_distributions
+                )
+                break
+            except torch.OutOfMemoryError:
+                if self.memory < MIN_MEMORY:
+                    raise
+                self.memory //= 2  # repeat with smaller parts: no weights have changed
         batch.stop.check()  # the last time before weights change
+        log_probs, entropies, *divergences = scores
         return Update(
             reports=self.step(hyperparameters, losses),
             log_probs=log_probs,
@@ -291,14 +275,40 @@ class StackedBank(StackedTrainStates):
             divergences=divergences[0] if divergences else None,
         )
 
-    def _halve_memory_and_retry(self, run: Callable[[], R]) -> R:
-        while True:
-            try:
-                return run()
-            except torch.OutOfMemoryError:
-                if self.memory < MIN_MEMORY:
-                    raise
-                self.memory //= 2
+    def _add_gradients(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        entropy_gradient: bool,
+        reference_distributions: ReferenceDistributions | None,
+    ) -> tuple[list[float], list[Tensor]]:
+        """Compute the gradients of all stacks; return the losses by slot, and the scores `[n, t]` of each kind."""
+        losses, scores = torch.zeros(self.size), list[Tensor]()
+        for stack in self.stacks:
+            stack.gradient.zero_()
+        for part in self._parts(batch, hyperparameters):
+            batch.stop.check()
+            # 1. Forward pass of some rows.
+            rows = batch if len(part) == len(batch) else batch.select(part)
+            reference = None if reference_distributions is None else reference_distributions.select(part)
+            read = partial(self._read_scores, entropy_gradient=entropy_gradient, reference_distributions=reference)
+            tape: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+            found = self._forward(rows, "weights", tape, read)
+            loss = loss_fn(part, *found)
+            # 2. Gradients with respect to the outputs by autograd, with respect to the weights by each stack.
+            grads = torch.autograd.grad(loss.sum(), [outputs for outputs, _ in tape])
+            for (_, backward), grad in zip(tape, grads, strict=True):
+                backward(grad)
+            losses.index_add_(0, rows.member_ids.cpu(), loss.detach().float().cpu())
+            # 3. Keep the scores of these rows.
+            if len(part) == len(batch):
+                scores = [values.detach() for values in found]
+                continue
+            scores = scores or [values.new_zeros(len(batch), values.shape[1]) for values in found]
+            for values, own in zip(scores, found, strict=True):
+                values[part] = own.detach()
+        return losses.tolist(), scores or [torch.zeros(batch.action_mask.shape)] * 2
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions (of some members) into parts, each with a share of every member's rows."""

@@ -53,7 +53,7 @@ class ObservationEncoder:
         self.description = "; ".join([*described, "side by side"] if len(described) > 1 else described)
         self.image_names = [name for name, leaf in parts if _image(leaf) is not None]
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
-        self.features = sum(_width(leaf) for leaf in self._leaves if _image(leaf) is None)
+        self.features = sum(_feature_count(leaf) for leaf in self._leaves if _image(leaf) is None)
 
     @property
     def is_identity(self) -> bool:
@@ -127,7 +127,8 @@ def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[st
             )
 
 
-def _width(space: spaces.Space[Any]) -> int:
+def _feature_count(space: spaces.Space[Any]) -> int:
+    """Return the number of features that a part of an observation is encoded as."""
     match space:
         case spaces.Discrete():
             return int(space.n)
@@ -138,19 +139,19 @@ def _width(space: spaces.Space[Any]) -> int:
 
 def _description(space: spaces.Space[Any]) -> str:
     """Return a part of an observation in words."""
-    width, image = _width(space), _image(space)
+    features, image = _feature_count(space), _image(space)
     if image is not None:
         channels, height, across = image
         return f"an image of {height} × {across} with {channels} channel{'' if channels == 1 else 's'}"
     match space:
         case spaces.Discrete():
-            return f"one of {width}, one-hot"
+            return f"one of {features}, one-hot"
         case spaces.MultiDiscrete():
-            return f"{int(space.nvec.size)} choices, one-hot in {width} numbers"
+            return f"{int(space.nvec.size)} choices, one-hot in {features} numbers"
         case spaces.MultiBinary():
-            return f"{width} bit{'' if width == 1 else 's'}"
+            return f"{features} bit{'' if features == 1 else 's'}"
     divided = ", divided by 255" if space.dtype == np.uint8 else ""
-    return f"{width} number{'' if width == 1 else 's'}{divided}"
+    return f"{features} number{'' if features == 1 else 's'}{divided}"
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:
@@ -367,18 +368,24 @@ class ModuleNetwork:
         trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
         self._first = {name: value.detach().float() for name, value in trained}
         if not self._first:
-            raise ValueError(f"actor_network must have parameters that require a gradient, got {self.name}.")
+            raise ValueError(
+                f"actor_network must have parameters that require a gradient, got {self.name} without any. Call "
+                "requires_grad_() on it, or add layers."
+            )
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
         try:
             with torch.no_grad():
                 output = self._member(self._first, zero_observation(space))
         except Exception as error:
             kind = f"{type(space).__name__}{space.shape or ''}"
-            raise ValueError(f"{self.name} cannot take an observation of {kind}: {error}") from error
+            raise ValueError(
+                f"actor_network must accept a batch of observations of {kind}, but {self.name} raised: {error}. Match "
+                "its first layer to evogrpo.spaces.observation_dim(observation_space)."
+            ) from error
         if tuple(output.shape) != (1, outputs):
             raise ValueError(
-                f"{self.name} must return [batch, {outputs}] for this action space, "
-                f"got {list(output.shape)} for a batch of one observation."
+                f"actor_network must return [batch, {outputs}] for this action space, but {self.name} returned "
+                f"{list(output.shape)} for one observation. Match its last layer."
             )
         if outputs > 1 and bool((output >= 0).all()) and math.isclose(float(output.sum()), 1.0, abs_tol=1e-5):
             warn(

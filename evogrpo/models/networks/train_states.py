@@ -61,10 +61,6 @@ class Layout:
         """True if `index` is 0, 1, 2 and so on, without padding."""
         return self.real is None and self.items_in_order
 
-    def renumbered(self, numbers: IntArray) -> "Layout":
-        """Return this layout with `numbers[i]` in place of item number i."""
-        return replace(self, index=numbers[self.index])
-
 
 def lay_out(rows: IntArray) -> list[Layout]:
     """Arrange items by member, padded to the same number for each.

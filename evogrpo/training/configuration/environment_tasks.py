@@ -130,7 +130,7 @@ def _gymnasiums(name: str) -> Wrap:
     known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
     if name not in known:
         error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
-        raise ValueError(f'{error}; others are named "module:Class"')
+        raise ValueError(f'{error}. For any other wrapper, write "module:Class".')
     found: Wrap = known[name]
     return found
 
