@@ -25,8 +25,6 @@ from evogrpo.algorithms.factory import (
     resolve_search_space,
 )
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
@@ -34,7 +32,7 @@ from evogrpo.algorithms.rollout.testing import open_test_environment
 from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown, unknown_name_error
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.data import Experience, LearnReport
+from evogrpo.data import LearnReport
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
@@ -230,7 +228,7 @@ class EvolvableAlgorithm(AgileRLAgent):
 
     @classmethod
     def _check_class(cls, options: Mapping[str, Any]) -> None:
-        if cls.learn_together.__func__ is Agent.learn_together.__func__:  # type: ignore[attr-defined]
+        if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
             raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
         for name in cls.unused_options:
             space = options.get("hp_config")  # not validated yet
@@ -244,16 +242,18 @@ class EvolvableAlgorithm(AgileRLAgent):
 
         Args:
             states: For a language model, prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
-                returns them; for a small network, one observation or a batch along a leading axis.
+                returns them; for a small network, one observation or a batch along a leading axis; for several agents,
+                observations by agent, as the environment returns them.
             training: True samples `group_size` completions per prompt, or one action per observation; False takes the
                 most likely one. None = the agent's training mode.
-            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`;
-                None = all.
+            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments return them in `info`, or
+                by agent; None = all.
 
         Returns:
             For prompts, per prompt, the completion ids `[g, P + C]`, prompt included and padded on the right, and the
             action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations, an array of
-            actions; pass them to `learn` unchanged. Box actions are not clipped to their bounds.
+            actions; pass them to `learn` unchanged. Box actions are not clipped to their bounds. For several agents,
+            actions by agent, in the environment's format.
 
         Raises:
             ValueError: If the states or the mask do not fit.
@@ -514,9 +514,4 @@ class GRPO(EvolvableAlgorithm):
 
     unused_options: ClassVar[tuple[str, ...]] = ()
 
-    @classmethod
-    def learn_together(
-        cls, members: PolicySet, learners: Sequence[Learner], experience: Experience
-    ) -> dict[int, LearnReport]:
-        """Take one learning step under the members' objective; see `algorithms.learning.learning_step.learn`."""
-        return learn(members, learners, experience)
+    learn_together = staticmethod(learn)

@@ -104,24 +104,6 @@ class MultiAgentGRPO(GRPO):
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
-    # ---- acting and learning
-
-    def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
-        """Choose the actions of all active agents in one multi-agent environment.
-
-        Args:
-            states: Observations by agent, as the environment's `reset` and `step` return them.
-            training: True samples; False takes the most likely actions. None = the member's training mode.
-            action_mask: Legal values by agent, unless the observations contain them; None = all.
-
-        Returns:
-            Actions by agent, in the environment's format.
-
-        Raises:
-            ValueError: If an agent has no policy, or an observation or a mask does not fit.
-        """
-        return super().get_action(states, training, action_mask)
-
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
         """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.
 

@@ -38,7 +38,7 @@ def test_spaces_alone_make_an_agent_with_default_networks():
     [
         ({"action_space": None}, "observation_space and action_space"),
         ({"actor_network": "CartPole"}, "actor_network"),
-        ({"actor_network": torch.nn.Linear(5, 2)}, "Linear cannot take an observation of Box"),
+        ({"actor_network": torch.nn.Linear(5, 2)}, "actor_network must accept a batch of observations"),
         ({"network": {"hidden": [32]}}, r"network must be a NetworkConfig, such as NetworkConfig\(hidden=\(64, 64\)\)"),
         ({"actor_network": torch.nn.Linear(4, 3)}, r"must return \[batch, 2\]"),
         ({"actor_network": OwnNetwork(), "network": NetworkConfig()}, "network is for"),

@@ -5,7 +5,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from evogrpo.algorithms.policies.networks import StackedPolicy
+from evogrpo.algorithms.policies.network_policy import StackedPolicy
 from evogrpo.algorithms.policies.settings import NetworkSettings
 from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups

@@ -12,7 +12,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyAction
 
 from evogrpo.envs.control import determinism as purity
-from evogrpo.envs.control.actions import legal_actions, random_action
+from evogrpo.envs.control.actions import legal_actions
+from evogrpo.envs.control.determinism import random_action
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
 from tests.envs.actors import Rule

@@ -95,10 +95,10 @@ def test_wrappers_are_part_of_the_fingerprint():
 @pytest.mark.parametrize(
     ("wrappers", "said"),
     [
-        (["FlattenObservation"], "'FlattenObservation' must be a class of gymnasium.Wrapper, got str"),
-        ([3], "must be a class of gymnasium.Wrapper, got int"),
-        ([gymnasium.Env], "wrapper Env must be a class of gymnasium.Wrapper, got another class"),
-        ([VectorWrapper], "wrapper NormalizeReward must be a class of gymnasium.Wrapper, got another class"),
+        (["FlattenObservation"], "'FlattenObservation' must be a subclass of gymnasium.Wrapper"),
+        ([3], "must be a subclass of gymnasium.Wrapper"),
+        ([gymnasium.Env], "wrapper Env must be a subclass of gymnasium.Wrapper"),
+        ([VectorWrapper], "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper"),
         ([TransformReward], r"wrapper TransformReward .*options: {func: \.\.\.}"),
         ([Times, Needs], "wrapper Needs requires factor and also"),
         (Times, "wrappers must be a list"),

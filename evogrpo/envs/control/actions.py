@@ -19,7 +19,6 @@ AgentUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], 
 for the same entry at every call."""
 
 _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
-_USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 
 
 class ActionNoise:
@@ -161,31 +160,6 @@ def _check_range(actions: Array, count: Any) -> None:
         raise ValueError(f"discrete actions must lie in [0, {count}), got {actions.tolist()}")
 
 
-def random_action(space: spaces.Space[Any], mask: Array | None, rng: np.random.Generator) -> Array:
-    """Return one random action `[1, ...]` in a policy's form, uniform over the legal values or within the bounds.
-
-    Args:
-        space: Action space of one environment.
-        mask: `[1, k]` from `legal_actions`; None = all are legal.
-        rng: Random generator. Entries of a Box without usable bounds are standard normal.
-    """
-    match space:
-        case spaces.Box():
-            low, high = np.float64(space.low), np.float64(space.high)
-            bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
-            within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
-            chosen = np.where(bounded, within, rng.standard_normal(low.shape))
-        case spaces.MultiBinary():
-            chosen = rng.integers(2, size=policy_action_shape(space))
-        case _:
-            sizes = mask_sizes(space)
-            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask[0]
-            parts = np.split(flags, np.cumsum(sizes)[:-1])
-            values = [rng.choice(np.flatnonzero(part)) for part in parts]
-            chosen = np.reshape(np.array(values), policy_action_shape(space))
-    return chosen[None].astype(space.dtype)
-
-
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
     """Return the number of values of each component of a maskable action; () if actions cannot be masked."""
     match space:
@@ -214,9 +188,7 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         return None
     sizes = mask_sizes(space)
     if not sizes:
-        raise ValueError(
-            f"action masks are for Discrete or MultiDiscrete actions, got {space}. Remove info['action_mask']."
-        )
+        raise ValueError(f"info['action_mask'] is for Discrete or MultiDiscrete actions, got {space}. Remove the mask.")
     legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
     for row, mask in zip(legal, masks, strict=True):
         if mask is None:

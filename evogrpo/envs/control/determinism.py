@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import chain, zip_longest
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.actions import random_action, to_environment
-from evogrpo.envs.control.making import api_error
+from evogrpo.envs.control.actions import mask_sizes, policy_action_shape, to_environment
+from evogrpo.envs.control.making import MakeEnv
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, SingleAgentVectorEnv
 from evogrpo.randomness import generator
@@ -30,6 +31,7 @@ _STEPS = 64  # of all these episodes together, since environments may be slow
 _SHORT_SEEDS = (1, 9, 1, 9, 1)  # state carried over may depend on the previous start, and settle after a few resets
 _SHORT = 4
 _MOST = 3 * _STEPS + _SHORT * len(_SHORT_SEEDS)
+_USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
 _SLOW = 0.1  # seconds per step above which the duration of the check is announced
 
 
@@ -45,6 +47,40 @@ class Moment(NamedTuple):
     seed: int
     steps: int
     parts: dict[str, NDArray[Any]]
+
+
+def _api_error(name: str, make: MakeEnv) -> ValueError | None:
+    """Return the error of an environment whose `reset` or `step` has another form than Gymnasium's; None if none has.
+
+    Called after a failure, because wrappers fail on such results with unclear errors.
+
+    Args:
+        name: Name of the environment.
+        make: Creates it.
+    """
+    with closing(make()) as made:
+        env: Any = made.unwrapped
+        try:
+            result = env.reset(seed=1)
+        except TypeError as error:
+            return ValueError(f"{name} must accept reset(seed=...): {error}")
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            return ValueError(f"{name} must return (observation, info) from reset(), got {_form(result)}")
+        env.action_space.seed(0)
+        result = env.step(env.action_space.sample())
+        if isinstance(result, tuple) and len(result) == 5:
+            return None
+        old = ". Replace the done flag of old Gym by terminated and truncated."
+        return ValueError(
+            f"{name} must return (observation, reward, terminated, truncated, info) from step(), got {_form(result)}"
+            f"{old if isinstance(result, tuple) and len(result) == 4 else ''}"
+        )
+
+
+def _form(result: object) -> str:
+    if not isinstance(result, tuple):
+        return type(result).__name__
+    return f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})"
 
 
 def check_determinism(
@@ -79,7 +115,7 @@ def check_determinism(
     except Exception as error:
         form_error = None
         with suppress(Exception):  # the first error is the one to report
-            form_error = api_error(name, lambda: make(False))
+            form_error = _api_error(name, lambda: make(False))
         if form_error is None:
             raise
         raise form_error from error
@@ -220,3 +256,28 @@ def _global_generators() -> Iterator[Callable[[], None]]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
+
+
+def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.random.Generator) -> NDArray[Any]:
+    """Return one random action `[1, ...]` in a policy's form, uniform over the legal values or within the bounds.
+
+    Args:
+        space: Action space of one environment.
+        mask: `[1, k]` from `legal_actions`; None = all are legal.
+        rng: Random generator. Entries of a Box without usable bounds are standard normal.
+    """
+    match space:
+        case spaces.Box():
+            low, high = np.float64(space.low), np.float64(space.high)
+            bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
+            within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
+            chosen = np.where(bounded, within, rng.standard_normal(low.shape))
+        case spaces.MultiBinary():
+            chosen = rng.integers(2, size=policy_action_shape(space))
+        case _:
+            sizes = mask_sizes(space)
+            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask[0]
+            parts = np.split(flags, np.cumsum(sizes)[:-1])
+            values = [rng.choice(np.flatnonzero(part)) for part in parts]
+            chosen = np.reshape(np.array(values), policy_action_shape(space))
+    return chosen[None].astype(space.dtype)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import gymnasium
@@ -18,11 +19,11 @@ from evogrpo.envs.control.making import (
     DistinctEnvs,
     EnvFactory,
     Wrap,
-    check_wrappers,
+    check_wrapper,
     declared_limit,
     env_spec,
     time_limit,
-    wrapper_identity,
+    wrapper_name,
 )
 from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.envs.control.policy_mapping import single_agent
@@ -114,7 +115,10 @@ class GymnasiumGroups(SeededGroups):
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps, "num_envs": num_envs})
         if vectorization not in ("auto", "native", "serial", "processes"):
             raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
-        check_wrappers(wrappers)
+        if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
+            raise ValueError(f"wrappers must be a list, got {wrappers!r:.80}.")
+        for wrap in wrappers:
+            check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         self._make = EnvFactory(
             env=env,
@@ -214,11 +218,16 @@ class GymnasiumGroups(SeededGroups):
 
     def _identity(self) -> dict[str, str]:
         make = self._make
+        wrappers = [
+            f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, partial) else ''}, "
+            f"code {code_hash(wrap)}"
+            for wrap in make.wrappers
+        ]
         return {
             "environment": self.name if isinstance(make.env, str) else f"{self.name}, code {code_hash(make.env)}",
             "code": self._code,
             "env_kwargs": canonical(make.env_kwargs),
-            **({"wrappers": wrapper_identity(make.wrappers)} if make.wrappers else {}),
+            **({"wrappers": "; ".join(wrappers)} if wrappers else {}),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
             "recreate_env": str(self.recreate_env),

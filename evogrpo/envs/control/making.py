@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.config.checks import unknown_name_error
-from evogrpo.envs.fingerprint import canonical, code_hash
 from evogrpo.randomness import generator
 
 Made = TypeVar("Made", bound=Any)
@@ -66,40 +65,6 @@ def check_env(env: object) -> None:
         space = getattr(env, kind, None)
         if not isinstance(space, gymnasium.Space):
             raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}")
-
-
-def api_error(name: str, make: MakeEnv) -> ValueError | None:
-    """Return the error of an environment whose `reset` or `step` has another form than Gymnasium's; None if none has.
-
-    Called after a failure, because wrappers fail on such results with unclear errors.
-
-    Args:
-        name: Name of the environment.
-        make: Creates it.
-    """
-    with closing(make()) as made:
-        env: Any = made.unwrapped
-        try:
-            result = env.reset(seed=1)
-        except TypeError as error:
-            return ValueError(f"{name} must accept reset(seed=...): {error}")
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            return ValueError(f"{name} must return (observation, info) from reset(), got {_form(result)}")
-        env.action_space.seed(0)
-        result = env.step(env.action_space.sample())
-        if isinstance(result, tuple) and len(result) == 5:
-            return None
-        old = ". Replace the done flag of old Gym by terminated and truncated."
-        return ValueError(
-            f"{name} must return (observation, reward, terminated, truncated, info) from step(), got {_form(result)}"
-            f"{old if isinstance(result, tuple) and len(result) == 4 else ''}"
-        )
-
-
-def _form(result: object) -> str:
-    if not isinstance(result, tuple):
-        return type(result).__name__
-    return f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})"
 
 
 def _check_single(env: object) -> None:
@@ -192,14 +157,6 @@ class DistinctEnvs:
 # ---- wrappers
 
 
-def check_wrappers(wrappers: object) -> None:
-    """Raise ValueError unless this is a sequence of wrappers that need no argument but the environment."""
-    if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
-        raise ValueError(f"wrappers must be a list, got {wrappers!r:.80}")
-    for wrap in wrappers:
-        check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else wrapper_name(wrap))
-
-
 def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError unless the object can be called with an environment and these options.
 
@@ -258,15 +215,6 @@ def wrapper_name(wrap: object) -> str:
     """Return the name of a wrapper."""
     inner = wrap.func if isinstance(wrap, functools.partial) else wrap
     return str(getattr(inner, "__name__", type(inner).__name__))
-
-
-def wrapper_identity(wrappers: Sequence[Wrap]) -> str:
-    """Return a short text that identifies wrappers by name, arguments and code."""
-    return "; ".join(
-        f"{wrapper_name(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, functools.partial) else ''}, "
-        f"code {code_hash(wrap)}"
-        for wrap in wrappers
-    )
 
 
 # ---- creation

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.algorithms.policies.networks import PolicyDescription
+from evogrpo.algorithms.policies.network_policy import PolicyDescription
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
