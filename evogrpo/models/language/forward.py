@@ -301,11 +301,11 @@ class ForwardPasses:
             return scores_of_part, losses
 
         shares = self.processes.run_section(share)
+        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
         for scores_of_part, _ in shares:
             for number, computed in scores_of_part.items():
                 for values, part in zip(scores, computed, strict=True):
                     values[parts[number].rows] = part.to(values.device)
-        totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
         for slot, gradient in totals.items():
             yield slot, gradient, sum(share_losses[slot] for _, share_losses in shares)
 
