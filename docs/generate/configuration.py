@@ -28,7 +28,7 @@ from evogrpo.models.networks.architecture import MAX_LAYERS, MAX_UNITS, Architec
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles
-from evogrpo.training.configuration.reading import SAMPLES_OF_A_SEARCH, UNSAID_SCHEDULE
+from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES
@@ -109,8 +109,8 @@ def sections() -> list[Section]:
         Section(path="population", title="The population", record=PopulationConfig),
         Section(path="schedule", title="How long, and at what cost", record=Schedule,
                 beside={"": {"generations": 1}, "count_evaluations": {"max_tokens": 1}},
-                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in UNSAID_SCHEDULE.items()) + ". "
-                f"`samples_per_step` is {SAMPLES_OF_A_SEARCH} where a search shares them. " + SEARCH),
+                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + ". "
+                f"`samples_per_step` is {SEARCH_SAMPLES} where a search shares them. " + SEARCH),
         Section(path="fitness", title="How fitness is measured", record=FitnessConfig,
                 lead="Or one of the names of `by`. " + SEARCH, beside={"answers": {"sampled": True}}),
         Section(path="experience", title="Who learns from whose samples", record=SharedExperience,
@@ -150,7 +150,7 @@ def _tasks() -> Iterator[Section]:
     for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(
-                path="task", title=f"The task: {task.what}", record=task, lead=f"Named by `{task.key}`.",
+                path="task", title=f"The task: {task.description}", record=task, lead=f"Named by `{task.key}`.",
                 beside={"": needed[task.key]}, ranges=ranges,
             )  # fmt: skip
 
@@ -168,7 +168,7 @@ def _other_defaults() -> str:
     for kind in TASK_TYPES.values():
         if kind.hyperparameters:
             values = ", ".join(f"`{name}: {_written(value)}`" for name, value in kind.hyperparameters.items())
-            told.append(f"{kind.tasks[0].what} begins with {values}")
+            told.append(f"{kind.tasks[0].description} begins with {values}")
     return f"Where nothing is said, {'; '.join(told)}." if told else ""
 
 
