@@ -18,11 +18,6 @@ from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
 
-
-class TooFewStartsError(ValueError):
-    """A member has too few training rewards to be selected by."""
-
-
 TOO_FEW = (
     "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last half of a generation"
 )
@@ -113,7 +108,7 @@ def measure(
         stop: Checked while members answer.
 
     Raises:
-        TooFewStartsError: If selection uses training rewards and a member has too few of them.
+        ValueError: If selection uses training rewards and a member has too few of them.
     """
     # 1. Training rewards of every member.
     earned = {agent.slot: rollouts_of(run_state, agent.slot) for agent in population.healthy}
@@ -121,7 +116,7 @@ def measure(
     if config.selection_measure == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
         count = len({(step, place) for step, place, _ in run_state.rollouts[lacking]})
-        raise TooFewStartsError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
+        raise ValueError(f"{TOO_FEW}, got {count} of member {population.agents[lacking].index}. {REMEDY}")
     # 2. Validation questions, for all members or for those near the best.
     slots = list(earned) if config.by == "validation" else []
     if config.by == "both":

@@ -79,9 +79,6 @@ class Limits:
         fitness: Measure of fitness.
         run_state: Counters of the run.
         clock: Seconds of the run.
-
-    Attributes:
-        given_up: A limit left too few training rewards to select by, so the run ends without an evaluation.
     """
 
     def __init__(
@@ -95,15 +92,15 @@ class Limits:
     ) -> None:
         self._population, self._env, self._schedule, self._fitness = population, env, schedule, fitness
         self._run_state, self._clock = run_state, clock
-        self.given_up = False
 
     def step_fits(self) -> bool:
         """Return True if the generation under way has another learning step that fits into the limits."""
         state = self._run_state
         if state.step_in_generation >= state.steps_per_generation:
             return False
-        # Without a best member, steps go on until training rewards suffice for an evaluation.
-        if state.step_in_generation and (state.best or self._can_evaluate()):
+        if state.step_in_generation:
+            if not self._can_evaluate():  # no limit ends a generation that could not be evaluated
+                return True
             spent = state.spent(evaluations=self._schedule.count_evaluations)
             if self._schedule.spent(**spent, seconds=state.seconds) or self._exceeded_limit():
                 return False
@@ -116,8 +113,6 @@ class Limits:
     def finished(self) -> bool:
         """Return True if no further generation will start; the test may still follow."""
         state = self._run_state
-        if self.given_up:
-            return True
         if self._clock.expired:
             return not state.step_in_generation
         if self._finished_untrained():

@@ -26,7 +26,6 @@ from evogrpo.training.loop.best_tracker import BestTracker, second_set
 from evogrpo.training.loop.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
-    TooFewStartsError,
     check_starts,
     first_step_fitness,
     measure,
@@ -229,10 +228,9 @@ class Trainer:
                 # 5. Evaluate, plan, apply, checkpoint.
                 if state.step_in_generation:
                     generation = self._end_generation()
-                    if generation is not None:
-                        with clock.paused():
-                            self._call("on_generation", generation)
-                            yield generation
+                    with clock.paused():
+                        self._call("on_generation", generation)
+                        yield generation
             if clock.left() <= 0:  # the limit may have passed since the last checkpoint
                 clock.expire()
             stop.check_all_ranks()
@@ -344,8 +342,8 @@ class Trainer:
         self._learning_signal.update(learned)
         return report
 
-    def _end_generation(self) -> GenerationReport | None:
-        """Evaluate, plan, apply and save. Returns None if a limit left too few training rewards to select by."""
+    def _end_generation(self) -> GenerationReport:
+        """Evaluate, plan, apply and save."""
         state, population, clock = self.run_state, self.population, self.clock
         # 1. Evaluate.
         self._require_healthy()
@@ -362,11 +360,6 @@ class Trainer:
                     stop=self.stop_request,
                 )
         except (Exception, SystemExit) as error:
-            if isinstance(error, TooFewStartsError) and state.step_in_generation < state.steps_per_generation:
-                self.limits.given_up = True
-                steps = pluralize(state.step_in_generation, "learning step")
-                warn(f"The last {steps} were not evaluated: the budget ended before every member had enough rewards.")
-                return None
             self._logger.save(f"{type(error).__name__} while evaluating generation {state.generation + 1}")
             raise
         clock.longest_evaluation = max(clock.longest_evaluation, clock.now() - began)
@@ -484,7 +477,7 @@ class Trainer:
         """Record why the run has ended, and by how much it exceeded its time limit."""
         self.clock.tick()
         self._ended, self._complete = f"{self.limits.ended()}{self.clock.overrun}", True
-        if self.clock.expired or self.limits.given_up:
+        if self.clock.expired:
             self._logger.save()
             if not self.run_state.step:
                 warn(
