@@ -291,7 +291,7 @@ class TestGroupSizeLadder:
                 check_group_size(size, samples_per_step)
             else:
                 with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\): use one of"):
-                    check_group_size(size, samples_per_step, whose="member 7")
+                    check_group_size(size, samples_per_step, owner="member 7")
 
     def test_choices_that_do_not_divide_are_refused(self):
         space = HyperparameterConfig(group_size=RLParameter(choices=[4, 6, 8]))

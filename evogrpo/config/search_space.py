@@ -431,13 +431,13 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
 
 
-def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "") -> None:
+def check_group_size(group_size: int, samples_per_step: int, *, owner: str = "") -> None:
     """Require a group size that splits a learning step into whole groups.
 
     Args:
         group_size: Samples of one group.
         samples_per_step: Samples of a learning step.
-        whose: Member that has it, for the message.
+        owner: Member that has it, for the message.
 
     Raises:
         ValueError: If `group_size` does not divide `samples_per_step`.
@@ -446,7 +446,7 @@ def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "")
         valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
         raise ValueError(
             f"group_size must divide samples_per_step={samples_per_step}, "
-            f"got {group_size}{whose and f' ({whose})'}: use one of {valid}"
+            f"got {group_size}{owner and f' ({owner})'}: use one of {valid}"
         )
 
 

@@ -49,25 +49,27 @@ def apply_backtracking(
     """
     if not allowed:
         return Backtracking(choices=tuple(choices), keep=(), drop=tuple(kept.key for kept in history.kept_states))
-    lines = _Lines(history)
-    sent = tuple(lines.sent_back(slot, choice, z) for slot, choice in enumerate(choices))
-    needed = {key for slot, choice in enumerate(sent) if (key := lines.needed(slot, choice)) is not None}
-    now = history.last.number
-    keep = tuple(member.slot for member in history.last.members if (member.index, now) in needed)
+    lineages = _Lineages(history)
+    backtracked = tuple(lineages.backtracked_choice(slot, choice, z) for slot, choice in enumerate(choices))
+    needed = {
+        key for slot, choice in enumerate(backtracked) if (key := lineages.best_state_key(slot, choice)) is not None
+    }
+    generation = history.last.number
+    keep = tuple(member.slot for member in history.last.members if (member.index, generation) in needed)
     return Backtracking(
-        choices=sent, keep=keep, drop=tuple(kept.key for kept in history.kept_states if kept.key not in needed)
+        choices=backtracked, keep=keep, drop=tuple(kept.key for kept in history.kept_states if kept.key not in needed)
     )
 
 
-class _Lines:
+class _Lineages:
     """Lineages of a history with their kept states."""
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._records = {member.index: member for each in history.generations for member in each.members}
+        self._records = {member.index: member for state in history.generations for member in state.members}
         self._records |= {kept.member.index: kept.member for kept in history.kept_states}
 
-    def sent_back(self, slot: int, choice: Choice, z: float) -> Choice:
+    def backtracked_choice(self, slot: int, choice: Choice, z: float) -> Choice:
         """Return the choice for a slot, replaced by a return if its member collapsed."""
         record = self._history.last.slots[slot]
         kept = None if record.member is None or choice.parent is None else self.best(record.member)
@@ -76,31 +78,33 @@ class _Lines:
         successor = None if choice.parent in (slot, None) else self._history.last.fitness[choice.parent]
         if successor is not None and successor.mean >= kept.fitness.mean:
             return choice
-        back = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
+        reason = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
         if record.fitness is None:
-            return Choice(parent=None, kept_state=kept.key, reason=f"{back}: failed")
-        fall, standard_error = difference_between(kept.fitness, record.fitness)
-        if fall <= z * standard_error:
+            return Choice(parent=None, kept_state=kept.key, reason=f"{reason}: failed")
+        drop, standard_error = difference_between(kept.fitness, record.fitness)
+        if drop <= z * standard_error:
             return choice
-        return Choice(parent=None, kept_state=kept.key, reason=f"{back}: fell by {fall:.3g} +- {standard_error:.2g}")
+        return Choice(parent=None, kept_state=kept.key, reason=f"{reason}: fell by {drop:.3g} +- {standard_error:.2g}")
 
-    def needed(self, slot: int, choice: Choice) -> KeptStateKey | None:
+    def best_state_key(self, slot: int, choice: Choice) -> KeptStateKey | None:
         """Return the key of the best state so far of the lineage in a slot."""
         if choice.kept_state is not None or choice.parent is None:
             return choice.kept_state
-        member, earned = self._history.last.member(choice.parent), self._history.last.fitness[choice.parent]
+        member, fitness = self._history.last.member(choice.parent), self._history.last.fitness[choice.parent]
         kept = self.best(member)
-        if kept is None or (earned is not None and earned.mean >= kept.fitness.mean):
+        if kept is None or (fitness is not None and fitness.mean >= kept.fitness.mean):
             return member.index, self._history.last.number
         return kept.key
 
     def best(self, member: MemberRecord) -> KeptState | None:
         """Return the fittest kept state of a member's lineage, the earliest of equal ones."""
         samples = self._history.last.samples_per_step
-        usable = (each for each in self._kept(member) if samples % each.member.hyperparameters.group_size == 0)
-        return max(usable, key=lambda each: (each.fitness.mean, -each.generation), default=None)
+        usable = (
+            state for state in self._kept_states(member) if samples % state.member.hyperparameters.group_size == 0
+        )
+        return max(usable, key=lambda state: (state.fitness.mean, -state.generation), default=None)
 
-    def _kept(self, member: MemberRecord) -> Iterator[KeptState]:
+    def _kept_states(self, member: MemberRecord) -> Iterator[KeptState]:
         """Yield the kept states among the ancestors of a member's state."""
         ancestor, latest = member, self._history.last.number
         while True:

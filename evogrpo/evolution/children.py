@@ -11,7 +11,7 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorica
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
-from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
+from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, quantile, relative_position
 from evogrpo.text import reference_to
 
 Proposal = Callable[[np.random.Generator], Hyperparameters]
@@ -64,9 +64,9 @@ class TakenPoints:
                 if self.free(parent, point)
             )
             proposal = next(free, first)
-        found = self.free(parent, proposal)
+        is_free = self.free(parent, proposal)
         self.add(parent, proposal)
-        return proposal, found
+        return proposal, is_free
 
     def free(self, parent: int | None, hyperparameters: Hyperparameters) -> bool:
         """Return True if no member with this parent has these hyperparameters."""
@@ -85,11 +85,11 @@ def points(
         rng: Random generator of the order and of values in ranges.
     """
     axes = {name: _values(space[name], name, base, count, rng) for name in space.ordered}
-    for values in _combined(space, base.to_json(), axes, space.ordered):
+    for values in _combinations(space, base.to_json(), axes, space.ordered):
         yield Hyperparameters.from_json(values)
 
 
-def _combined(
+def _combinations(
     space: HyperparameterConfig,
     values: dict[str, Value],
     axes: Mapping[str, Sequence[Value]],
@@ -100,7 +100,7 @@ def _combined(
         return
     # An inactive hyperparameter does not make another point.
     for value in axes[names[0]] if space.is_active(names[0], values) else [values[names[0]]]:
-        yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
+        yield from _combinations(space, {**values, names[0]: value}, axes, names[1:])
 
 
 def _values(
@@ -108,26 +108,26 @@ def _values(
 ) -> list[Value]:
     """Return values of one hyperparameter in random order: all, or `count` of a range that has more.
 
-    Where steps have a size of their own, the values are so many steps away from that of `base`, the nearest first.
+    If the parameter has a `factor`, return the values that up to `count` steps reach from `base`, the nearest first.
     """
     if parameter.choices is not None:
-        return [parameter.choices[rung] for rung in rng.permutation(len(parameter.choices))]
+        return [parameter.choices[position] for position in rng.permutation(len(parameter.choices))]
     if parameter.factor is not None:
-        return _lattice(parameter, base.number(name), count, integer=is_integer(name))
+        return _values_in_steps(parameter, base.number(name), count, integer=is_integer(name))
     if is_integer(name):
         low, high = (int(bound) for bound in parameter.bounds)
-        whole = high - low + 1
-        return [low + int(rank) for rank in rng.choice(whole, size=min(count, whole), replace=False)]
+        count_all = high - low + 1
+        return [low + int(offset) for offset in rng.choice(count_all, size=min(count, count_all), replace=False)]
     return [quantile(parameter, float(fraction), integer=False) for fraction in rng.random(count)]
 
 
-def _lattice(parameter: RLParameter, value: float, count: int, *, integer: bool) -> list[Value]:
+def _values_in_steps(parameter: RLParameter, value: float, count: int, *, integer: bool) -> list[Value]:
     values: list[Value] = [value]
     above = below = value
     for _ in range(count):
         higher = neighbour(parameter, above, upward=True, integer=integer)
         lower = neighbour(parameter, below, upward=False, integer=integer)
-        if higher > above:  # otherwise it turned at the end
+        if higher > above:  # a step from the end of the range goes back
             above = higher
             values.append(above)
         if lower < below:
@@ -169,105 +169,110 @@ def proposals(
     if isinstance(perturbation, Mutation):
         steps = last_steps(history, parent)
         return lambda rng: perturbation(parent.hyperparameters, space, rng, steps)
-    return lambda rng: _checked(perturbation, parent.hyperparameters, space, rng)
+    return lambda rng: _call_custom(perturbation, parent.hyperparameters, space, rng)
 
 
 def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
-    """Return the steps with which a member was born, as shares of the ranges, by name; none for a founder.
+    """Return the steps from a member's parent to the member, as shares of the ranges, by name of the hyperparameter.
 
-    A number that its birth left as it was has none, and neither has one that did not count before.
+    Founders have none, and neither have unchanged hyperparameters.
     """
-    born = {each.index: each for generation in history.generations for each in generation.members}
-    born |= {kept.member.index: kept.member for kept in history.kept_states}
-    parent = None if member.parent is None else born.get(member.parent)
+    records = {record.index: record for generation in history.generations for record in generation.members}
+    records |= {kept_state.member.index: kept_state.member for kept_state in history.kept_states}
+    parent = None if member.parent is None else records.get(member.parent)
     if parent is None:
         return {}
     steps = {}
     for name, parameter in history.space.items():
         if not is_categorical(name):
-            old, new = (place(parameter, each.hyperparameters.number(name)) for each in (parent, member))
+            old, new = (
+                relative_position(parameter, record.hyperparameters.number(name)) for record in (parent, member)
+            )
             if old != new:
                 steps[name] = new - old
     return steps
 
 
-def checked_perturbation(value: object) -> None:
+def check_perturbation(value: object) -> None:
     """Raise ValueError unless the value is a perturbation."""
     if isinstance(value, type) or not callable(value):
         raise ValueError(
-            f"mutation must be a Mutation, or be called with hyperparameters, space and rng, got {value!r:.80}: "
-            "write Mutation(...), or give a function of your own"
+            f"mutation must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}"
         )
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
-    """Return a perturbation as plain JSON values: its settings, and the reference of a user's function or class."""
+    """Return a perturbation as plain JSON values: its settings, and the name of a custom function or class."""
     if perturbation is None or isinstance(perturbation, Mutation):
         return None if perturbation is None else perturbation.to_json()
     settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
-    return {**settings, "name": reference_to(defined(perturbation))}
+    return {**settings, "name": reference_to(definition_of(perturbation))}
 
 
-def perturbation_from_json(values: Any, own: Callable[..., Any] | None = None) -> Perturbation | None:
-    """Build a perturbation from what `perturbation_to_json` returned.
+def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None) -> Perturbation | None:
+    """Build a perturbation from the result of `perturbation_to_json`.
 
     Args:
-        values: The settings; with a "name" they are of the user's own.
-        own: The function or the class that the name stands for; names are never imported here.
+        values: The settings; "name" is that of a custom function or class.
+        custom: This function or class. A name is never imported here, because files are untrusted.
 
     Raises:
-        ValueError: If a setting is refused, or the user's own is not given.
+        ValueError: If a setting is invalid, or the custom function or class is missing.
     """
     if not isinstance(values, Mapping):
-        none: Perturbation | None = values  # or something else: the strategy's own check says what it must be
-        return none
+        other: Perturbation | None = values  # None, or an invalid value, which the strategy's constructor reports
+        return other
     if "name" not in values:
         return Mutation.from_json(values)
     name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
-    if own is None:
+    if custom is None:
         raise ValueError(
-            f"the mutation {name} is not imported merely because a file names it: give the strategy with it, such as "
-            "Tournament(mutation=...)"
+            f"Custom mutation {name} is not imported from a file. Pass the strategy with it: Tournament(mutation=...)."
         )
-    if not isinstance(own, type):
+    if not isinstance(custom, type):
         refuse_unknown(f"setting of {name}", settings, ())
-        function: Perturbation = own
+        function: Perturbation = custom
         return function
-    made: Perturbation = with_settings(own, name, settings)
-    return made
+    built: Perturbation = build_from_settings(custom, name, settings)
+    return built
 
 
-def with_settings(make: Callable[..., T], name: object, settings: Mapping[str, Any]) -> T:
-    """Call what makes an object by its settings.
+def build_from_settings(make: Callable[..., T], name: object, settings: Mapping[str, Any]) -> T:
+    """Call a class or function with settings as keyword arguments.
+
+    Args:
+        make: Class or function.
+        name: Its name, for messages.
+        settings: Keyword arguments.
 
     Raises:
-        ValueError: If a setting is unknown, missing or refused; `name` is what the message calls the object.
+        ValueError: If a setting is unknown, missing or invalid.
     """
     accepted = inspect.signature(make)
     refuse_unknown(f"setting of {name}", settings, accepted.parameters)
     try:
         accepted.bind(**settings)
     except TypeError as error:
-        raise ValueError(f"the settings of {name} are not complete: {error}") from error
+        raise ValueError(f"settings of {name}: {error}") from error
     return make(**settings)
 
 
-def defined(perturbation: Perturbation) -> Callable[..., Any]:
-    """Return the function of a user's perturbation, or the class of the object."""
+def definition_of(perturbation: Perturbation) -> Callable[..., Any]:
+    """Return the function of a custom perturbation, or the class if it is an object."""
     return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
 
 
-def _checked(
-    perturbation: Perturbation, before: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+def _call_custom(
+    perturbation: Perturbation, parent: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
 ) -> Hyperparameters:
-    """Call a user's perturbation and validate its result."""
+    """Call a custom perturbation and validate its result."""
     name = getattr(perturbation, "__name__", type(perturbation).__name__)
-    after: Any = perturbation(before, space, rng)
-    if not isinstance(after, Hyperparameters):
-        raise ValueError(f"{name} must return Hyperparameters, got {after!r:.80}: use dataclasses.replace on the given")
-    for what, (_, value) in changes_between(before, after).items():
-        if what not in space:
-            raise ValueError(f"{name} must change only what evolves, which is {', '.join(space)}, got {what}={value!r}")
-        if value is None or space[what].closest(value) != value:
-            raise ValueError(f"{name} must stay in the {space[what].extent} of {what}, got {value!r}: clip it")
-    return after
+    child: Any = perturbation(parent, space, rng)
+    if not isinstance(child, Hyperparameters):
+        raise ValueError(f"{name} must return Hyperparameters, got {child!r:.80}. Use dataclasses.replace.")
+    for changed, (_, value) in changes_between(parent, child).items():
+        if changed not in space:
+            raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}")
+        if value is None or space[changed].closest(value) != value:
+            raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {value!r}. Clip it.")
+    return child

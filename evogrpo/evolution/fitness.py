@@ -55,8 +55,8 @@ class Fitness:
         """
         rewards = tuple(float(finite_number("each score", score)) for score in scores)
         mean, standard_error = _mean_and_standard_error(rewards)
-        named = None if keys is None or list(keys) == list(range(len(rewards))) else tuple(map(int, keys))
-        return cls(mean=mean, standard_error=standard_error, scores=rewards, keys=named)
+        stored_keys = None if keys is None or list(keys) == list(range(len(rewards))) else tuple(map(int, keys))
+        return cls(mean=mean, standard_error=standard_error, scores=rewards, keys=stored_keys)
 
     @property
     def by_key(self) -> dict[int, float]:
@@ -76,8 +76,8 @@ class Fitness:
         if not isinstance(values, Mapping):
             return cls.from_scores(values)
         keys = values.get("keys")
-        listed = {"scores": tuple(values["scores"]), "keys": None if keys is None else tuple(keys)}
-        return cls(**declared_fields(cls, {**values, **listed}))
+        tuples = {"scores": tuple(values["scores"]), "keys": None if keys is None else tuple(keys)}
+        return cls(**declared_fields(cls, {**values, **tuples}))
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
@@ -97,8 +97,8 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     differences = [score - other[key] for key, score in a.by_key.items() if key in other]
     if len(differences) < 2:
         raise ValueError(
-            f"a comparison needs at least 2 common questions, got {len(differences)} of {len(a.scores)} and "
-            f"{len(b.scores)}"
+            f"A comparison needs at least 2 common questions, got {len(differences)} of {len(a.scores)} and "
+            f"{len(b.scores)}. Use more validation questions."
         )
     return _mean_and_standard_error(differences)
 
@@ -116,7 +116,7 @@ def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     count = len(values)
     if count < 2:
-        raise ValueError(f"a standard error needs at least 2 scores, got {count}: use more validation questions")
+        raise ValueError(f"A standard error needs at least 2 scores, got {count}. Use more validation questions.")
     if min(values) == max(values):
         # Rounding could move the mean of equal floats, which would look like a tiny but certain difference.
         return values[0], 0.0
@@ -181,38 +181,38 @@ class FitnessConfig:
         object.__setattr__(self, "second_set", whole_between("second_set", self.second_set, 0))
         object.__setattr__(self, "finalists", whole_between("finalists", self.finalists, 1, 1000))
         if self.second_set == 1:
-            raise ValueError("second_set must be 0 or at least 2, got 1: one question gives no standard error")
+            raise ValueError("second_set must be 0 or at least 2, got 1")
         for name in ("race_error", "z"):
             object.__setattr__(self, name, finite_number(name, getattr(self, name)))
         if self.answers > 1 and not self.sampled:
             raise ValueError(
-                f"answers must be 1 with greedy answers, which do not vary, got {self.answers}: set sampled=True"
+                f"answers must be 1 for greedy answers, which do not vary, got {self.answers}. Set sampled=True."
             )
         if not 0 < self.race_error < 0.5:
             raise ValueError(f"race_error must lie in (0, 0.5), got {self.race_error}")
         if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
         if self.racing and self.by == "rollouts":
-            raise ValueError("racing needs validation questions, and by='rollouts' uses none: leave racing out")
+            raise ValueError("racing needs validation questions, but by='rollouts' uses none. Remove racing.")
 
     @classmethod
-    def of(cls, given: object) -> Self:
+    def of(cls, value: object) -> Self:
         """Build from settings, a name for `by`, or a mapping.
 
         Raises:
             ValueError: If a setting is unknown or out of range.
         """
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping):
-            refuse_unknown("setting of fitness", given, list(cls.__dataclass_fields__))
-            return cls(**given)
-        if not isinstance(given, str):
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            refuse_unknown("setting of fitness", value, list(cls.__dataclass_fields__))
+            return cls(**value)
+        if not isinstance(value, str):
             raise ValueError(
                 f"fitness must be one of {', '.join(get_args(FitnessBy))}, a mapping of settings or a FitnessConfig, "
-                f"got {given!r:.80}"
+                f"got {value!r:.80}"
             )
-        return cls(by=given)  # type: ignore[arg-type]  # __post_init__ checks the name
+        return cls(by=value)  # type: ignore[arg-type]  # __post_init__ checks the name
 
     @property
     def uses_validation(self) -> bool:
@@ -267,6 +267,8 @@ def clearly_behind(leader: NDArray[np.float64], other: NDArray[np.float64], erro
     differences = (leader - other)[np.isfinite(leader - other)]
     if len(differences) < 2 or differences.mean() <= 0:
         return False
+    # Add one artificial difference that contradicts the others: without it, a few equal differences would have no
+    # variance and look certain.
     contradicted = np.append(differences, -np.abs(differences).max())
     standard_error = contradicted.std(ddof=1) / math.sqrt(len(contradicted))
     return bool(contradicted.mean() > t_quantile(1 - error, len(differences)) * standard_error)
@@ -282,7 +284,11 @@ def still_racing(scores: NDArray[np.float64], error: float) -> list[int]:
     scored = np.isfinite(scores)
     means = np.where(scored, scores, 0.0).sum(axis=1) / np.maximum(scored.sum(axis=1), 1)
     leader = int(np.where(scored.any(axis=1), means, -np.inf).argmax())
-    return [row for row, own in enumerate(scores) if row == leader or not clearly_behind(scores[leader], own, error)]
+    return [
+        row
+        for row, member_scores in enumerate(scores)
+        if row == leader or not clearly_behind(scores[leader], member_scores, error)
+    ]
 
 
 def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
@@ -301,8 +307,8 @@ def on_all_questions(fitness: Fitness, leader: Fitness) -> Fitness:
 
 def ahead(fitness: Fitness, rival: Fitness) -> bool:
     """Return True if a member's fitness is higher than a rival's, on their common questions if they differ."""
-    own, others = fitness.by_key.keys(), rival.by_key.keys()
-    if own != others and len(own & others) >= 2:
+    questions, rival_questions = fitness.by_key.keys(), rival.by_key.keys()
+    if questions != rival_questions and len(questions & rival_questions) >= 2:
         return paired_difference(fitness, rival)[0] > 0
     return fitness.mean > rival.mean
 

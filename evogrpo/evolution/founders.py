@@ -47,17 +47,18 @@ def spread_founders(
     Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
     """
     if whole_number("size", size) < 1:
-        raise ValueError(f"a population needs at least one member, got size={size}")
+        raise ValueError(f"size must be at least 1, got {size}")
     space = space.for_samples_per_step(samples_per_step)
     check_group_size(defaults.group_size, samples_per_step)
     first = tuple(given)[:size] or (defaults,)
-    rest = size - len(first)
-    parts = {name: (rng.permutation(rest) + rng.random(rest)) / max(rest, 1) for name in space}
-    spread = [
-        at(space, defaults, {name: float(fractions[place]) for name, fractions in parts.items()})
-        for place in range(rest)
+    remaining = size - len(first)
+    # A random permutation assigns one stratum of each range to each member.
+    strata = {name: (rng.permutation(remaining) + rng.random(remaining)) / max(remaining, 1) for name in space}
+    others = [
+        point_at(space, defaults, {name: float(fractions[position]) for name, fractions in strata.items()})
+        for position in range(remaining)
     ]
-    return *first, *_distinct(first, spread, space, streams(rng))
+    return *first, *_distinct(first, others, space, streams(rng))
 
 
 def warm_start_founders(
@@ -76,20 +77,20 @@ def warm_start_founders(
     """
     space = space.for_samples_per_step(samples_per_step)
     founders: dict[Hyperparameters, None] = {}
-    moved: dict[str, None] = {}
+    changes: dict[str, None] = {}
     for record in earlier:
         values: dict[str, Any] = {}
         for name, parameter in space.items():
             value = getattr(record, name)
-            near = value if value is None else parameter.closest(value)
-            values[name] = getattr(first, name) if near is None and value is not None else near
+            closest = value if value is None else parameter.closest(value)
+            values[name] = getattr(first, name) if closest is None and value is not None else closest
             if values[name] != value:
-                moved[f"{name} {value} -> {values[name]}, as it has {parameter.extent}"] = None
+                changes[f"{name} {value} -> {values[name]}, the closest in its {parameter.extent}"] = None
         founders[dataclasses.replace(first, **values)] = None
     evolved = [name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1]
     for name in (name for name in evolved if name not in space):
-        moved[f"{name} stays {getattr(first, name)}, as it evolved earlier and does not now"] = None
-    return tuple(founders), tuple(moved)
+        changes[f"{name} stays {getattr(first, name)}: it does not evolve in this run"] = None
+    return tuple(founders), tuple(changes)
 
 
 def _distinct(
@@ -100,28 +101,33 @@ def _distinct(
 ) -> list[Hyperparameters]:
     """Return `others`, with duplicates of `first` or of earlier ones redrawn."""
     occupied = TakenPoints(space)
-    for each in first:
-        occupied.add(None, each)
-    distinct, again = list(others), []
-    for place, wanted in enumerate(others):
-        if occupied.free(None, wanted):
-            occupied.add(None, wanted)
+    for founder in first:
+        occupied.add(None, founder)
+    distinct, duplicates = list(others), []
+    for number, founder in enumerate(others):
+        if occupied.free(None, founder):
+            occupied.add(None, founder)
         else:
-            again.append(place)
+            duplicates.append(number)
     # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
-    for place in again:
-        drawn, found = occupied.draw(None, partial(random_founder, space, first[0]), partial(stream, "founder", place))
-        distinct[place] = drawn if found else distinct[place]
+    for number in duplicates:
+        redrawn, is_free = occupied.draw(
+            None, partial(random_founder, space, first[0]), partial(stream, "founder", number)
+        )
+        distinct[number] = redrawn if is_free else distinct[number]
     return distinct
 
 
 def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
     """Draw a founder from the whole space, each value (log-)uniform; other values are those of `base`."""
-    return at(space, base, {name: float(rng.random()) for name in space})
+    return point_at(space, base, {name: float(rng.random()) for name in space})
 
 
-def at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
-    """Return the point at these fractions, in [0, 1), of the founders' ranges; inactive values are those of `base`."""
+def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
+    """Return the point of the space at these quantiles, in [0, 1), of the founders' ranges, by hyperparameter.
+
+    Inactive hyperparameters keep their values of `base`.
+    """
     values = base.to_json()
     for name in space.ordered:
         parameter, fraction = space[name], fractions[name]

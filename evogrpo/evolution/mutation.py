@@ -56,7 +56,7 @@ class Mutation:
             raise ValueError(
                 f"probability must lie in (0, 1], got {self.probability}. To disable mutation, set mutation=None."
             )
-        object.__setattr__(self, "resample", share("resample", self.resample))
+        object.__setattr__(self, "resample", checked_share("resample", self.resample))
 
     def __call__(
         self,
@@ -82,34 +82,34 @@ class Mutation:
         # 1. Draw all random numbers at once.
         names = space.ordered
         draws = rng.random((4, len(names)))
-        around, spare = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
+        step_factors, fallback = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
 
         # 2. Choose the hyperparameters that change, at least one.
         before = hyperparameters.to_json()
         active = [name for name in names if space.is_active(name, before)]
-        moving = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
-        if not moving.intersection(active) and active:
-            moving = {active[int(spare * len(active))]}
+        changing = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
+        if not changing.intersection(active) and active:
+            changing = {active[int(fallback * len(active))]}
 
         # 3. Another category, a draw from the whole range, or a step.
 
-        def moved(column: int, name: str) -> Value:
-            _, up, resample, fraction = (float(draw) for draw in draws[:, column])
-            if name not in moving:
+        def new_value(column: int, name: str) -> Value:
+            _, direction, resample, fraction = (float(draw) for draw in draws[:, column])
+            if name not in changing:
                 return before[name]
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
             if resample < self.resample and space[name].factor is None:
-                drawn = uniform_value(name, space[name], fraction)
-                if drawn != value:
-                    return drawn
+                resampled = uniform_value(name, space[name], fraction)
+                if resampled != value:
+                    return resampled
             inherited = (steps or {}).get(name)
-            usual = STEP if inherited is None else max(abs(inherited), MIN_STEP)
-            size = min(usual * float(around[column]), MAX_STEP)
-            return neighbour(space[name], value, upward=up < 0.5, integer=is_integer(name), size=size)
+            typical = STEP if inherited is None else max(abs(inherited), MIN_STEP)
+            size = min(typical * float(step_factors[column]), MAX_STEP)
+            return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
 
-        return mutate(hyperparameters, space, moved, draws[3])
+        return mutate(hyperparameters, space, new_value, draws[3])
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -126,7 +126,7 @@ class Mutation:
         return cls(**values)
 
 
-def share(what: str, value: object) -> float:
+def checked_share(what: str, value: object) -> float:
     """Return `value` as a number in [0, 1], or raise ValueError naming `what`."""
     number = finite_number(what, value)
     if not 0 <= number <= 1:
@@ -143,7 +143,7 @@ def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str
 def mutate(
     hyperparameters: Hyperparameters,
     space: HyperparameterConfig,
-    moved: Callable[[int, str], Value],
+    new_value: Callable[[int, str], Value],
     fractions: Sequence[float],
 ) -> Hyperparameters:
     """Return hyperparameters with new values for all that are active.
@@ -151,7 +151,7 @@ def mutate(
     Args:
         hyperparameters: Hyperparameters of the parent.
         space: Search space.
-        moved: Returns the new value of a hyperparameter that is active in the parent and the child, from its position
+        new_value: Returns the new value of a hyperparameter that is active in parent and child, from its position
             in `space.ordered` and its name.
         fractions: One number in [0, 1) per position: the quantile of a hyperparameter that becomes active.
     """
@@ -161,7 +161,7 @@ def mutate(
         if space.is_active(name, after):
             was_active = space.is_active(name, before)
             fraction = float(fractions[column])
-            after[name] = moved(column, name) if was_active else uniform_value(name, space[name], fraction)
+            after[name] = new_value(column, name) if was_active else uniform_value(name, space[name], fraction)
     return Hyperparameters.from_json(after)
 
 
@@ -199,11 +199,11 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     """
     low, high = parameter.bounds
     if parameter.choices is not None:
-        above = [rung for rung in parameter.numbers if rung > value]
-        below = [rung for rung in reversed(parameter.numbers) if rung < value]
-        way = above if above and (upward or not below) else below
-        rungs = max(1, round(size * (len(parameter.numbers) - 1))) if low <= value <= high else 1
-        return way[min(rungs, len(way)) - 1]
+        above = [choice for choice in parameter.numbers if choice > value]
+        below = [choice for choice in reversed(parameter.numbers) if choice < value]
+        candidates = above if above and (upward or not below) else below
+        steps = max(1, round(size * (len(parameter.numbers) - 1))) if low <= value <= high else 1
+        return candidates[min(steps, len(candidates)) - 1]
     if not low <= value <= high:
         return low if value < low else high
     for direction in (upward, not upward):
@@ -221,25 +221,25 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
 def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float) -> float:
     low, high = parameter.bounds
     if parameter.scale == "log":
-        times = math.pow(high / low, size) if parameter.factor is None else parameter.factor
-        moved = value * times if upward else value / times
+        factor = math.pow(high / low, size) if parameter.factor is None else parameter.factor
+        moved = value * factor if upward else value / factor
     else:
-        by = (size if parameter.factor is None else parameter.factor - 1) * (high - low)
-        moved = value + by if upward else value - by
+        shift = (size if parameter.factor is None else parameter.factor - 1) * (high - low)
+        moved = value + shift if upward else value - shift
     if not integer or not math.isfinite(moved):
         return moved
     return max(round(moved), value + 1) if upward else min(round(moved), value - 1)
 
 
-def place(parameter: RLParameter, value: float) -> float:
+def relative_position(parameter: RLParameter, value: float) -> float:
     """Return the position of a value, from 0 (smallest) to 1 (largest), on the range's scale or among choices."""
     low, high = parameter.bounds
-    inside = min(max(value, low), high)
+    clipped = min(max(value, low), high)
     if parameter.numbers:
-        return sum(rung < inside for rung in parameter.numbers) / (len(parameter.numbers) - 1)
+        return sum(choice < clipped for choice in parameter.numbers) / (len(parameter.numbers) - 1)
     if parameter.scale == "log":
-        return math.log(inside / low) / math.log(high / low)
-    return (inside - low) / (high - low)
+        return math.log(clipped / low) / math.log(high / low)
+    return (clipped - low) / (high - low)
 
 
 def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:

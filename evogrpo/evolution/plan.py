@@ -86,7 +86,7 @@ class Plan:
         if len(set(self.keep)) < len(self.keep) or len(set(self.drop)) < len(self.drop):
             raise ValueError(f"keep and drop must not repeat a state, got keep {self.keep} and drop {self.drop}")
         if len(self.vacant) == len(slots):
-            raise ValueError("a plan must keep at least one member, got one that retires all")
+            raise ValueError("a plan must keep at least one member, got one that retires all members")
         if self.samples_per_step is not None:
             feasible_group_sizes(self.samples_per_step)
         if (
@@ -146,7 +146,7 @@ class Plan:
             ValueError: If there are proposals and no generator.
         """
         given = hyperparameters or {}
-        own, exhausted = _drawn(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
+        own, exhausted = _draw_children(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
         reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
         children: list[Child] = []
         for slot, choice in enumerate(choices):
@@ -203,7 +203,7 @@ class Plan:
         if not {self.elite, *self.parents} <= {None, *healthy}:
             raise ValueError(
                 f"parents and elite must be slots of healthy members, {healthy}, got parents {self.parents} and elite "
-                f"{self.elite}: give failed members another parent, or retire them"
+                f"{self.elite}. Give failed members another parent, or retire them."
             )
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
@@ -212,27 +212,27 @@ class Plan:
         samples = self.samples_per_step or last.samples_per_step
         history.space.for_samples_per_step(samples)
         born = {child.slot: child for child in self.children}
-        most = samples * (len(self.parents) - len(self.vacant))
-        if self.samples is not None and sum(self.samples) > most:
+        budget = samples * (len(self.parents) - len(self.vacant))
+        if self.samples is not None and sum(self.samples) > budget:
             raise ValueError(
-                f"the sum of samples must be at most {most}, samples_per_step={samples} for each member, got "
+                f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
                 f"{sum(self.samples)}: {self.samples}"
             )
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
-            resident = born.get(slot, copied)
-            if resident is None:
+            occupant = born.get(slot, copied)
+            if occupant is None:
                 continue
-            if slot in born and copied is not None and resident.parent != copied.index:
+            if slot in born and copied is not None and occupant.parent != copied.index:
                 raise ValueError(
                     f"a child's parent must be the member whose state it takes, {copied.index}, got "
-                    f"{resident.parent} in slot {slot}"
+                    f"{occupant.parent} in slot {slot}"
                 )
-            size, whose = resident.hyperparameters.group_size, f"member {resident.index}"
-            check_group_size(size, samples, whose=whose)
-            if self.samples is not None and self.samples[slot] % size:
+            group_size, owner = occupant.hyperparameters.group_size, f"member {occupant.index}"
+            check_group_size(group_size, samples, owner=owner)
+            if self.samples is not None and self.samples[slot] % group_size:
                 raise ValueError(
-                    f"samples must be whole groups, got {self.samples[slot]} for {whose} with group_size={size}"
+                    f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}"
                 )
 
     def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
@@ -242,10 +242,10 @@ class Plan:
         for key in self.drop:
             history.find_kept_state(key)
         if not set(self.keep) <= set(healthy):
-            raise ValueError(f"keep must be slots of healthy members, {healthy}, got {self.keep}: leave the others out")
+            raise ValueError(f"keep must be slots of healthy members, {healthy}, got {self.keep}. Remove the others.")
         count = len(history.kept_states) - len(self.drop) + len(self.keep)
         if count > history.capacity:
-            raise ValueError(f"at most {history.capacity} states can be kept, one per slot, got {count}: drop some")
+            raise ValueError(f"at most {history.capacity} states can be kept, one per slot, got {count}. Drop some.")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; budgets and kept states only if they change."""
@@ -268,40 +268,40 @@ def parent_of(history: History, choice: Choice) -> MemberRecord | None:
     return None if choice.parent is None else history.last.member(choice.parent)
 
 
-def _drawn(
+def _draw_children(
     history: History,
     choices: Sequence[Choice],
-    given: Mapping[int, Hyperparameters | Proposal],
+    children: Mapping[int, Hyperparameters | Proposal],
     rng: np.random.Generator | None,
     samples_per_step: int,
 ) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
     """Return the hyperparameters of children by slot, and notes for reasons if the space has no free point left."""
     last = history.last
     parents = [parent_of(history, choice) for choice in choices]
-    own = {slot: value for slot, value in given.items() if isinstance(value, Hyperparameters)}
-    draws = {slot: value for slot, value in given.items() if not isinstance(value, Hyperparameters)}
+    hyperparameters = {slot: value for slot, value in children.items() if isinstance(value, Hyperparameters)}
+    draws = {slot: value for slot, value in children.items() if not isinstance(value, Hyperparameters)}
     if draws and rng is None:
-        raise ValueError("proposals need a generator: pass rng=rng, the generator of Strategy.plan")
+        raise ValueError("rng must be given with proposals. Pass rng=rng, the argument of Strategy.plan.")
     if not draws or rng is None:
-        return own, {}
-    occupied = TakenPoints(history.space.for_samples_per_step(samples_per_step))
+        return hyperparameters, {}
+    taken = TakenPoints(history.space.for_samples_per_step(samples_per_step))
     for slot, parent in enumerate(parents):
-        if slot in own:
-            occupied.add(None if parent is None else parent.index, own[slot])
+        if slot in hyperparameters:
+            taken.add(None if parent is None else parent.index, hyperparameters[slot])
         elif parent is not None and slot not in draws:
             # A child of a member that stays, or of its parent, must differ from that member.
-            occupied.add(parent.index, parent.hyperparameters)
+            taken.add(parent.index, parent.hyperparameters)
             if choices[slot].parent == slot:
-                occupied.add(parent.parent, parent.hyperparameters)
+                taken.add(parent.parent, parent.hyperparameters)
     exhausted, stream = {}, streams(rng)
     for slot in sorted(draws, key=lambda slot: last.indices[slot]):
-        parent, name = parents[slot], last.indices[slot]
-        purpose = "birth in an empty slot" if name < 0 else "birth"
-        attempts = partial(stream, purpose, abs(name))
-        own[slot], found = occupied.draw(None if parent is None else parent.index, draws[slot], attempts)
+        parent, identity = parents[slot], last.indices[slot]
+        purpose = "birth in an empty slot" if identity < 0 else "birth"
+        attempts = partial(stream, purpose, abs(identity))
+        hyperparameters[slot], found = taken.draw(None if parent is None else parent.index, draws[slot], attempts)
         if not found:
-            exhausted[slot] = "; the same as another, as nothing else is left in the space"
-    return own, exhausted
+            exhausted[slot] = "; the same as another member: the search space has no other point"
+    return hyperparameters, exhausted
 
 
 def _plain(value: Any) -> Any:

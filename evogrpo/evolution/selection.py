@@ -59,7 +59,7 @@ def tournament(
     rng: np.random.Generator,
     *,
     empty: Collection[int] = (),
-    names: Sequence[int] | None = None,
+    member_ids: Sequence[int] | None = None,
 ) -> tuple[Choice, ...]:
     """Hold one tournament per slot: the challenger replaces the member only if it is significantly better.
 
@@ -75,7 +75,7 @@ def tournament(
         z: Standard errors that a difference must exceed, at least 0; 0 replaces at any positive difference.
         rng: Random generator.
         empty: Empty slots; they stay empty.
-        names: One number per slot that identifies its member, such as its index. Draws and ties depend on it. By
+        member_ids: One number per slot that identifies its member, such as its index. Draws and ties depend on it. By
             default the slots themselves.
 
     Returns:
@@ -84,26 +84,28 @@ def tournament(
     Raises:
         ValueError: If every member failed, or two members have fewer than 2 common questions.
     """
-    titles = range(len(fitness)) if names is None else names
-    healthy = sorted(healthy_slots(fitness), key=lambda slot: titles[slot])
+    identities = range(len(fitness)) if member_ids is None else member_ids
+    healthy = sorted(healthy_slots(fitness), key=lambda slot: identities[slot])
     elite, stream = best_slot(fitness, healthy), streams(rng)
     choices = []
-    for slot, holder in enumerate(fitness):
+    for slot, incumbent in enumerate(fitness):
         if slot in empty:
             choices.append(Choice(parent=None, reason="empty"))
             continue
         if slot == elite:
             choices.append(Choice(parent=slot, reason="kept: elite"))
             continue
-        drawn = stream("tournament", titles[slot]).choice(healthy, size=min(size, len(healthy)), replace=False)
+        contestants = stream("tournament", identities[slot]).choice(
+            healthy, size=min(size, len(healthy)), replace=False
+        )
         # The order of `healthy`, not that of the draw, breaks ties: the oldest member wins.
-        challenger = best_slot(fitness, [contestant for contestant in healthy if contestant in drawn])
-        if holder is None:
+        challenger = best_slot(fitness, [candidate for candidate in healthy if candidate in contestants])
+        if incumbent is None:
             choices.append(Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed"))
         elif challenger == slot:
             choices.append(Choice(parent=slot, reason="kept: won its own tournament"))
         else:
-            choices.append(_duel(slot, holder, challenger, _healthy(fitness, challenger), z))
+            choices.append(_duel(slot, incumbent, challenger, _healthy(fitness, challenger), z))
     return tuple(choices)
 
 
@@ -189,25 +191,27 @@ def has_stagnated(history: History, z: float) -> bool:
     earlier = {record.member.index: record.fitness for record in slots if record.member}
     compared = 0
     for slot in history.last.ranked:
-        member, now = history.last.member(slot), _healthy(history.last.fitness, slot)
-        before = earlier.get(member.index, earlier.get(-1 if member.parent is None else member.parent))
-        if before is None or len(before.by_key.keys() & now.by_key.keys()) < 2:
+        member, fitness = history.last.member(slot), _healthy(history.last.fitness, slot)
+        earlier_fitness = earlier.get(member.index, earlier.get(-1 if member.parent is None else member.parent))
+        if earlier_fitness is None or len(earlier_fitness.by_key.keys() & fitness.by_key.keys()) < 2:
             continue
         compared += 1
-        difference, standard_error = paired_difference(now, before)
+        difference, standard_error = paired_difference(fitness, earlier_fitness)
         if difference > z * standard_error:
             return False
     return compared > 0
 
 
-def _duel(slot: int, holder: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:
-    difference, standard_error = paired_difference(rival, holder)
-    measured = f"slot {challenger} scores {difference:+.3g} +- {standard_error:.2g} against it"
+def _duel(slot: int, incumbent: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:
+    difference, standard_error = paired_difference(rival, incumbent)
+    difference_text = f"slot {challenger} scores {difference:+.3g} +- {standard_error:.2g} against it"
     if difference <= 0:
-        return Choice(parent=slot, reason=f"kept: no better challenger, {measured}")
+        return Choice(parent=slot, reason=f"kept: no better challenger, {difference_text}")
     if difference <= z * standard_error:
-        return Choice(parent=slot, reason=f"kept: within noise, {measured}, needs more than {z:g} standard errors")
-    return Choice(parent=challenger, reason=f"replaced by slot {challenger}: {measured}")
+        return Choice(
+            parent=slot, reason=f"kept: within noise, {difference_text}, needs more than {z:g} standard errors"
+        )
+    return Choice(parent=challenger, reason=f"replaced by slot {challenger}: {difference_text}")
 
 
 def _healthy(fitness: Sequence[Fitness | None], slot: int) -> Fitness:

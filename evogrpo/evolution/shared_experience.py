@@ -64,7 +64,7 @@ class SharedExperience:
         object.__setattr__(self, "min_ess", finite_number("min_ess", self.min_ess))
         if not 0 <= self.min_ess < 1:
             raise ValueError(
-                f"min_ess must lie in [0, 1), got {self.min_ess:g}: 0 uses every source, and only equal policies have 1"
+                f"min_ess must lie in [0, 1), got {self.min_ess:g}. 0 uses every source; only equal policies reach 1."
             )
 
     @staticmethod
@@ -72,7 +72,7 @@ class SharedExperience:
         """Raise ValueError for a population of one member."""
         if members < 2:
             raise ValueError(
-                f"shared experience needs at least 2 members, got {members}: use more, or experience='own'"
+                f"Shared experience needs at least 2 members, got {members}. Use more, or experience='own'."
             )
 
     def sources(self, rewards: Mapping[int, float], members: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -84,16 +84,17 @@ class SharedExperience:
 
         "better" is not from the literature: advantages of a worse policy's actions show how to improve that policy.
         """
-        known = {slot: reward for slot, reward in rewards.items() if reward == reward} or dict(rewards)
-        leader = max(known, key=lambda slot: (known[slot], -slot))
-        chosen = {}
+        # If no reward is finite, all are kept, and max chooses any leader.
+        finite_rewards = {slot: reward for slot, reward in rewards.items() if reward == reward} or dict(rewards)
+        leader = max(finite_rewards, key=lambda slot: (finite_rewards[slot], -slot))
+        sources = {}
         for member in members:
             others = {"leader": {leader}, "all": set(rewards)}.get(self.learn_from)
             if others is None:
-                own = rewards.get(member, known[leader])
-                others = {slot for slot, reward in known.items() if reward >= own} or {leader}
-            chosen[member] = tuple(sorted(others | ({member} & set(rewards))))
-        return chosen
+                own_reward = rewards.get(member, finite_rewards[leader])
+                others = {slot for slot, reward in finite_rewards.items() if reward >= own_reward} or {leader}
+            sources[member] = tuple(sorted(others | ({member} & set(rewards))))
+        return sources
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
@@ -140,28 +141,28 @@ def samples_by_rank(plan: Plan, history: History) -> Plan:
     """
     if plan.samples is not None:
         return plan
-    standing, sizes = _standing(plan, history), _group_sizes(plan, history)
-    ranked = sorted(sizes, key=lambda slot: (-standing[slot], slot))
-    whole = left = len(ranked) * (plan.samples_per_step or history.last.samples_per_step)
-    parts = len(ranked) * (len(ranked) + 1) / 2
-    lacks = {slot: whole * (len(ranked) - rank) / parts for rank, slot in enumerate(ranked)}
+    fitness, sizes = _state_fitness(plan, history), _group_sizes(plan, history)
+    ranked = sorted(sizes, key=lambda slot: (-fitness[slot], slot))
+    total = remaining = len(ranked) * (plan.samples_per_step or history.last.samples_per_step)
+    rank_sum = len(ranked) * (len(ranked) + 1) / 2
+    deficits = {slot: total * (len(ranked) - rank) / rank_sum for rank, slot in enumerate(ranked)}
     samples = [0] * len(plan.parents)
-    while fitting := [slot for slot in ranked if sizes[slot] <= left]:
-        slot = max(fitting, key=lambda each: lacks[each])
+    while affordable := [slot for slot in ranked if sizes[slot] <= remaining]:
+        slot = max(affordable, key=lambda candidate: deficits[candidate])
         samples[slot] += sizes[slot]
-        lacks[slot] -= sizes[slot]
-        left -= sizes[slot]
+        deficits[slot] -= sizes[slot]
+        remaining -= sizes[slot]
     return replace(plan, samples=tuple(samples))
 
 
-def _standing(plan: Plan, history: History) -> list[float]:
+def _state_fitness(plan: Plan, history: History) -> list[float]:
     """Return the fitness of the state that each slot takes; -inf for a new one."""
-    last = history.last.fitness
-    found = [-math.inf if parent is None else _mean(last[parent]) for parent in plan.parents]
+    last_fitness = history.last.fitness
+    fitness = [-math.inf if parent is None else _mean(last_fitness[parent]) for parent in plan.parents]
     for child in plan.children:
         if child.parent is not None and child.back_to is not None:
-            found[child.slot] = history.find_kept_state((child.parent, child.back_to)).fitness.mean
-    return found
+            fitness[child.slot] = history.find_kept_state((child.parent, child.back_to)).fitness.mean
+    return fitness
 
 
 def _mean(fitness: Fitness | None) -> float:
@@ -170,10 +171,10 @@ def _mean(fitness: Fitness | None) -> float:
 
 def _group_sizes(plan: Plan, history: History) -> dict[int, int]:
     """Return the group size of the next member of each occupied slot."""
-    born = {child.slot: child.hyperparameters.group_size for child in plan.children}
-    kept = {
+    children = {child.slot: child.hyperparameters.group_size for child in plan.children}
+    parents = {
         slot: history.last.member(parent).hyperparameters.group_size
         for slot, parent in enumerate(plan.parents)
-        if parent is not None and slot not in born
+        if parent is not None and slot not in children
     }
-    return kept | born
+    return parents | children

@@ -175,7 +175,7 @@ class Schedule:
         samples = self.samples_per_step
         members = [agent for agent in population.agents if not agent.retired]
         for agent in members:
-            check_group_size(agent.hyperparameters.group_size, samples, whose=f"member {agent.index}")
+            check_group_size(agent.hyperparameters.group_size, samples, owner=f"member {agent.index}")
         sizes = [agent.hyperparameters.group_size for agent in members]
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:

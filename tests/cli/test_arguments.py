@@ -128,9 +128,9 @@ def test_a_missing_run_is_reported(workdir, capsys, name):
     (workdir / "runs" / "demo-2").mkdir(parents=True)
     rest = ["out"] if name == "export" else []
     for folder, words in (
-        ("runs/dem-2", f"runs/dem-2 is not a folder. Did you mean {Path('runs/demo-2')}?"),
+        ("runs/dem-2", f"Did you mean {Path('runs/demo-2')}?"),
         ("nowhere", "nowhere is not a folder"),
-        ("demo-2", f"did you mean {Path('runs/demo-2')}?"),
+        ("demo-2", f"Did you mean {Path('runs/demo-2')}?"),
     ):
         assert main([name, folder, *rest]) == 2
         assert words in capsys.readouterr().err

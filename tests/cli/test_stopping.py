@@ -109,7 +109,7 @@ def test_a_second_signal_aborts_at_once_and_the_run_resumes(project, workdir, sl
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert "aborted" in errors
+    assert "Aborted" in errors
     assert read_journal(workdir / "run" / "journal.jsonl")[-1]["event"] == "step"  # without a `stopped` event
 
     Path("slow.py").write_text((project / "rewards.py").read_text())

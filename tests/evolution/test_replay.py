@@ -46,7 +46,7 @@ class TestReplay(StrategyTestCase):
         short = Replay(stages=STAGES[:2])
         plans = [plan for _, plan in self.follow(short, SimulatedPopulation(1))]
         assert [len(plan.children) for plan in plans] == [1] + [0] * (GENERATIONS - 1)
-        assert short.planned(99) == (STAGES[1], STAGES[1].generations[0])
+        assert short.stage_of(99) == (STAGES[1], STAGES[1].generations[0])
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class TestTruncationPBT(BuiltInTestCase):
             lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
         )
         start, rng, trials = Hyperparameters(lr=1e-4, group_size=16), np.random.default_rng(0), 2000
-        children = [self.strategy.explored(start, space, rng) for _ in range(trials)]
+        children = [self.strategy._explore(start, space, rng) for _ in range(trials)]
         rates = [round(child.lr / start.lr, 6) for child in children]
         rungs = [child.group_size for child in children]
         expected = {1.2: 3 / 8, 0.8: 3 / 8}

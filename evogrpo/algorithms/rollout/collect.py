@@ -50,7 +50,7 @@ def collect(
     # 1. Number of groups per member.
     counts = {learner.slot: (samples or {}).get(learner.slot, samples_per_step) for learner in learners}
     for learner in learners:
-        check_group_size(learner.hyperparameters.group_size, counts[learner.slot], whose=f"member {learner.index}")
+        check_group_size(learner.hyperparameters.group_size, counts[learner.slot], owner=f"member {learner.index}")
     groups = [
         GroupRequest(learner=learner, first=0, count=counts[learner.slot] // learner.hyperparameters.group_size)
         for learner in learners

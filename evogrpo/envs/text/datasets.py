@@ -193,17 +193,17 @@ class PromptEnvironment:
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         self._progress = TrainingProgress()
         # 2. Columns of each dataset.
-        given = {split: table for split, table in tables.items() if table is not None}
-        for split, table in given.items():
+        datasets = {split: table for split, table in tables.items() if table is not None}
+        for split, table in datasets.items():
             present = check_table(table, self._columns, f"{split}_dataset")
             for reward in rewards:
                 reward.check(present, f"{split}_dataset", in_process=self._runner.in_process)
         for split, size in sizes.items():
-            if size is not None and split in given:
+            if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
         # 3. Tokenized, deduplicated splits.
         self._splits, self.filtered = make_splits(
-            given, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+            datasets, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
         )
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
@@ -364,9 +364,9 @@ class PromptEnvironment:
             # 3. Its template options.
             options = self._options
             if row.get(TEMPLATE_OPTIONS) is not None:
-                own = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+                row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
                 # Arrow tables give every row the keys of all rows, with None for missing ones.
-                options = {**options, **{name: value for name, value in own.items() if value is not None}}
+                options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
             yield prompt, options
 
 

@@ -16,7 +16,7 @@ from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.envs.text.datasets import AnyTable, PromptEnvironment, tables_by_split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reasoning import reasoning_gym_tables
-from evogrpo.envs.text.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
+from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.text.templates import Options, Tokenizer, check_template
 
 PromptTensors = dict[str, Tensor]
@@ -113,7 +113,7 @@ class HuggingFaceGym(PromptEnvironment):
         data_batch_size_per_gpu: int | None = None,
         group_size: int | None = None,
         on_reward_error: OnRewardError = "raise",
-        reward_timeout: float | None = None,
+        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:

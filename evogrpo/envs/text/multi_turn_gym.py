@@ -18,7 +18,13 @@ from evogrpo.envs.text.datasets import (
 )
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_calls import escaped_prints, restored_torch_settings
-from evogrpo.envs.text.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
+from evogrpo.envs.text.reward_functions import (
+    DEFAULT_REWARD_TIMEOUT,
+    OnRewardError,
+    RewardFunc,
+    as_messages,
+    make_rewards,
+)
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
@@ -115,8 +121,8 @@ class MultiTurnBatch(SingleTurnBatch):
         if text is None:
             return None
         ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-        own = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
-        tokens = self.markers.tokens(text, ended=ended, options=own)
+        row_options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+        tokens = self.markers.tokens(text, ended=ended, options=row_options)
         self._replies[tokens] = text
         return tokens
 
@@ -190,7 +196,7 @@ class MultiTurnGym(PromptEnvironment):
         chat_template_kwargs: Options | None = None,
         max_prompt_length: int | None = None,
         on_reward_error: OnRewardError = "raise",
-        reward_timeout: float | None = None,
+        reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:

@@ -177,7 +177,7 @@ class SingleTurnBatch:
         log = RewardLog()
         inputs, group = self._reward_inputs(transcripts, log), range(len(transcripts))
         jobs = [job for reward in self._background_rewards() for job in reward.jobs(inputs, group, 1)]
-        named = [replace(job, rows=tuple(transcripts[place].row for place in job.rows)) for job in jobs]
+        named = [replace(job, rows=tuple(transcripts[row].row for row in job.rows)) for job in jobs]
         self._started.append(_StartedGroup(transcripts=transcripts, log=log, pending=self.runner.submit(named)))
 
     def poll(self) -> None:
@@ -186,7 +186,7 @@ class SingleTurnBatch:
 
     def cancel(self) -> None:
         """Cancel all started groups."""
-        self.runner.cancel([each for group in self._take_started() for each in group.pending])
+        self.runner.cancel([job for group in self._take_started() for job in group.pending])
 
     def _take_started(self) -> list[_StartedGroup]:
         started = list(self._started)
@@ -203,19 +203,19 @@ class SingleTurnBatch:
         """
         # 1. Groups that were started must be unchanged.
         self._check(transcripts)
-        if any(each not in transcripts[each.row :][:1] for group in self._started for each in group.transcripts):
+        if any(one not in transcripts[one.row :][:1] for group in self._started for one in group.transcripts):
             self.cancel()
             raise ValueError("score got other transcripts than start_scoring. Pass the same ones, in row order.")
         # 2. Compute the other rewards, and wait for all.
         started, log = self._take_started(), RewardLog()
         inputs = self._reward_inputs(transcripts, log)
-        pending = [each for group in started for each in group.pending]
+        pending = [job for group in started for job in group.pending]
         result = compute_rewards(
             self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending, stop=stop
         )
         # 3. Merge the values that were logged for each group and for all.
         count = len(transcripts)
-        logs = [([each.row for each in group.transcripts], group.log) for group in started]
+        logs = [([transcript.row for transcript in group.transcripts], group.log) for group in started]
         parts = [*logs, (range(count), log)]
         return Scores(
             rewards=result.rewards,

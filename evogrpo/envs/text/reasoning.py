@@ -57,10 +57,10 @@ def reasoning_gym_tables(
     unknown = sorted(set(sizes or {}) - set(SPLITS))
     if unknown:
         raise ValueError(f"Keys of sizes must be {list(SPLITS)}, got {unknown}.")
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        raise ValueError(f"Unknown reasoning-gym task {name!r}. Closest of {len(known)} tasks: {near}.")
+    names = importlib.import_module("reasoning_gym.factory").DATASETS
+    if name not in names:
+        suggestions = difflib.get_close_matches(name, names, n=3)
+        raise ValueError(f"Unknown reasoning-gym task {name!r}. Closest of {len(names)} tasks: {suggestions}.")
     # 2. Generate one dataset and cut it into splits.
     counts = {**DEFAULT_SIZES, **(sizes or {})}
     try:

@@ -344,10 +344,10 @@ class InProcessRunner:
             self._prints.enter_context(escaped_prints())
         pending = [PendingJob(job) for job in jobs]
         self._unfinished.update(pending)
-        for each in pending:
-            function = self._functions[each.job.name]
+        for pending_job in pending:
+            function = self._functions[pending_job.job.name]
             if is_async(function):
-                each.future = self._loop.submit(call_async(function, each.job.calls, self._timeout))
+                pending_job.future = self._loop.submit(call_async(function, pending_job.job.calls, self._timeout))
         return pending
 
     def poll(self) -> None:
@@ -357,23 +357,25 @@ class InProcessRunner:
         """Call functions that are not async, then wait for the others; see `RewardRunner.wait`."""
         try:
             with restored_torch_settings():
-                for each in sorted(pending, key=lambda each: each.future is not None):
-                    if each.future is not None:
-                        each.finish(self._loop.result(each.future, self._timeout, stop))
+                for pending_job in sorted(pending, key=lambda pending_job: pending_job.future is not None):
+                    if pending_job.future is not None:
+                        pending_job.finish(self._loop.result(pending_job.future, self._timeout, stop))
                     else:
-                        function = self._functions[each.job.name]
-                        each.finish(call_sync(function, each.job.calls, stop_at_first=stop_at_first, stop=stop))
-                    if stop_at_first and each.failed:
+                        function = self._functions[pending_job.job.name]
+                        pending_job.finish(
+                            call_sync(function, pending_job.job.calls, stop_at_first=stop_at_first, stop=stop)
+                        )
+                    if stop_at_first and pending_job.failed:
                         break
-            return [each.outcome for each in pending]
+            return [pending_job.outcome for pending_job in pending]
         finally:
             self.cancel(pending)
 
     def cancel(self, pending: Sequence[PendingJob]) -> None:
         """Cancel the unfinished ones of these jobs; see `RewardRunner.cancel`."""
-        for each in pending:
-            if each.future is not None:
-                each.future.cancel()
+        for pending_job in pending:
+            if pending_job.future is not None:
+                pending_job.future.cancel()
         self._unfinished.difference_update(pending)
         if not self._unfinished:
             self._prints.close()

@@ -26,7 +26,10 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form, beside the dataset's columns."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that the trainer provides."""
-MAX_WORKERS = 8  # of the default number of worker processes
+MAX_WORKERS = 8
+"""Largest default number of worker processes."""
+DEFAULT_REWARD_TIMEOUT: float | None = None
+"""Default time limit of one call of a reward function, in seconds; None = no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +58,19 @@ class Signature:
         except (TypeError, ValueError):
             return None
         named = [
-            each
-            for each in signature.parameters.values()
-            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
         return cls(
-            names=tuple(each.name for each in named),
-            required=tuple(each.name for each in named if each.default is each.empty),
+            names=tuple(parameter.name for parameter in named),
+            required=tuple(parameter.name for parameter in named if parameter.default is parameter.empty),
             positional=tuple(
-                each.name
-                for each in signature.parameters.values()
-                if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+                parameter.name
+                for parameter in signature.parameters.values()
+                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             ),
-            accepts_any=any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()),
+            accepts_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
             bind=signature.bind,
         )
 
@@ -98,7 +101,7 @@ def _agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[st
             "reward_funcs=[...] (form: trl), or let it take (completion, answer, question)."
         )
     # 1. By name, if its names are AgileRL's.
-    named = tuple(each for each in AGILERL_ARGUMENTS if each in signature.names)
+    named = tuple(argument for argument in AGILERL_ARGUMENTS if argument in signature.names)
     if (named or signature.accepts_any) and set(signature.required) <= set(AGILERL_ARGUMENTS):
         names = AGILERL_ARGUMENTS if signature.accepts_any else named
         if signature.accepts(**dict.fromkeys(names)):
@@ -110,8 +113,8 @@ def _agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[st
             f"Reward function {name!r} must take (completion, answer, question), got ({parameters}). Use these names "
             "in any order, or other names in this order. Other columns need TRL's form (reward_funcs)."
         )
-    for position, own in enumerate(signature.positional[: len(AGILERL_ARGUMENTS)]):
-        if own in AGILERL_ARGUMENTS and AGILERL_ARGUMENTS[position] != own:
+    for position, parameter in enumerate(signature.positional[: len(AGILERL_ARGUMENTS)]):
+        if parameter in AGILERL_ARGUMENTS and AGILERL_ARGUMENTS[position] != parameter:
             raise ValueError(
                 f"Reward function {name!r} takes ({parameters}) but is called by position as (completion, answer, "
                 "question), because of the other names. Use these three names, then any order works."
@@ -199,7 +202,7 @@ class Reward:
             return
         required = self.signature.required
         available = tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns, *TRAINER_ARGUMENTS)))
-        missing = [each for each in required if each not in available]
+        missing = [parameter for parameter in required if parameter not in available]
         if missing:
             fix = "Rename a parameter or a column."
             if "completion" in missing:
@@ -208,7 +211,9 @@ class Reward:
                 f"Reward function {self.name!r} takes {', '.join(missing)}, but {where} has the columns "
                 f"{sorted(columns)}. Also available: {', '.join((*TRL_ARGUMENTS, *TRAINER_ARGUMENTS))}. {fix}"
             )
-        names = [each for each in available if self.signature.accepts_any or each in self.signature.names]
+        names = [
+            parameter for parameter in available if self.signature.accepts_any or parameter in self.signature.names
+        ]
         if not names or not self.signature.accepts(**dict.fromkeys(names)):
             raise ValueError(
                 f"Reward function {self.name!r} is called by name, f(prompts=, completions=, completion_ids=, "
@@ -243,8 +248,8 @@ class Reward:
             completions = [as_messages(texts) for texts in turns]
         replaced = ("prompt", "completion", "completion_ids")  # columns that TRL's own arguments replace
         columns = {key: [row[key] for row in inputs.rows] for key in inputs.rows[0] if key not in replaced}
-        own = {"prompts": prompts, "completions": completions, "completion_ids": list(inputs.token_ids)}
-        keywords = {**own, **columns, **inputs.trainer}
+        arguments = {"prompts": prompts, "completions": completions, "completion_ids": list(inputs.token_ids)}
+        keywords = {**arguments, **columns, **inputs.trainer}
         if self.signature is not None and not self.signature.accepts_any:
             keywords = {name: value for name, value in keywords.items() if name in self.signature.names}
         return (((), keywords),)
@@ -351,9 +356,9 @@ def check_worker_limits(timeout: float | None, workers: int | None) -> None:
 
 def _checked(function: F) -> F:
     if isinstance(function, str) or (hasattr(function, "forward") and hasattr(function, "parameters")):
-        found = repr(function) if isinstance(function, str) else f"the model {type(function).__name__}"
+        received = repr(function) if isinstance(function, str) else f"the model {type(function).__name__}"
         raise ValueError(
-            f"A reward must be a function, got {found}. To use a reward model, load it and pass a function "
+            f"A reward must be a function, got {received}. To use a reward model, load it and pass a function "
             "f(prompts, completions, **columns) that returns its score of each text."
         )
     if not callable(function):

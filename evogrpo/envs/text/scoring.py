@@ -93,7 +93,7 @@ def compute_rewards(
                     raise
                 failures.setdefault(row, error)
         components[reward.name] = values
-        if any(each is not None for each in step_values):
+        if any(value is not None for value in step_values):
             steps[reward.name] = step_values
     # 3. Weighted sum over the functions that apply.
     table = np.stack(list(components.values()))
@@ -104,7 +104,7 @@ def compute_rewards(
         row = int(np.nanargmax(np.abs(total)))
         raise RewardError(
             f"Weighted sums of rewards must be at most {MAX_REWARD:g}, got {total[row]:g} for the completion "
-            f"{_shown(inputs.texts[row])}. Lower reward_weights or the returned values."
+            f"{_short_repr(inputs.texts[row])}. Lower reward_weights or the returned values."
         )
     if failures:
         first = failures[min(failures)]
@@ -124,20 +124,20 @@ def _call_rewards(
     """Return a value or exception by function and row."""
     # 1. Submit the calls that are not pending yet.
     by_name = {reward.name: reward for reward in rewards}
-    submitted = {(each.job.name, row) for each in pending for row in each.job.rows}
+    submitted = {(waiting.job.name, row) for waiting in pending for row in waiting.job.rows}
     missing = {name: [row for row in range(len(inputs.texts)) if (name, row) not in submitted] for name in by_name}
     jobs = [job for reward in rewards for job in reward.jobs(inputs, missing[reward.name], runner.num_workers)]
     pending = [*pending, *runner.submit(jobs)]
     # 2. Collect the results.
     values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
     failed_jobs: list[tuple[Job, Exception]] = []
-    for each, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first, stop=stop), strict=True):
-        error = _store(each.job, outcome, values[each.job.name], batched=by_name[each.job.name].batched)
+    for waiting, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first, stop=stop), strict=True):
+        error = _store(waiting.job, outcome, values[waiting.job.name], batched=by_name[waiting.job.name].batched)
         if error is not None:
-            failed_jobs.append((each.job, error))
+            failed_jobs.append((waiting.job, error))
     # 3. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
     for job, error in failed_jobs:
-        single_jobs = [each for row in job.rows for each in by_name[job.name].jobs(inputs, [row], 1)]
+        single_jobs = [single for row in job.rows for single in by_name[job.name].jobs(inputs, [row], 1)]
         _run_jobs(single_jobs, by_name, runner, values, stop, stop_at_first=stop_at_first)
         if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
             note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
@@ -164,10 +164,10 @@ def _store(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool)
     """Store a job's values by row; return the error of a failed call for several completions."""
     if outcome is None:
         return None
-    whole = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
-    if isinstance(whole, BaseException):
-        words = f"raised {type(whole).__name__}: {_shown(safe_str(whole))}"
-        error = whole if isinstance(whole, Exception) else CallFailedError(words)
+    failure = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
+    if isinstance(failure, BaseException):
+        words = f"raised {type(failure).__name__}: {_short_repr(safe_str(failure))}"
+        error = failure if isinstance(failure, Exception) else CallFailedError(words)
         if len(job.rows) > 1:
             return error
         values[job.rows[0]] = error
@@ -190,21 +190,21 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
         if any(position >= length for position in steps.positions):
             raise RewardError(
                 f"Reward function {name!r} returned step rewards at position {max(steps.positions)} of a completion of "
-                f"{length} {steps.unit}s: {_shown(text)}"
+                f"{length} {steps.unit}s: {_short_repr(text)}"
             )
         value = steps.total
     elif hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
     if not isinstance(value, numbers.Real):
         raise RewardError(
-            f"Reward function {name!r} must return numbers or None, got {_shown(value)} "
-            f"for the completion {_shown(text)}"
+            f"Reward function {name!r} must return numbers or None, got {_short_repr(value)} "
+            f"for the completion {_short_repr(text)}"
         )
     if not fits_float32(value):
-        found = f"{float(value)}" if isinstance(value, float) else _shown(value)
+        value_text = f"{float(value)}" if isinstance(value, float) else _short_repr(value)
         raise RewardError(
-            f"Reward function {name!r} must return finite numbers of at most {MAX_REWARD:g}, got {found} for the "
-            f"completion {_shown(text)}. Return None where it does not apply."
+            f"Reward function {name!r} must return finite numbers of at most {MAX_REWARD:g}, got {value_text} for the "
+            f"completion {_short_repr(text)}. Return None where it does not apply."
         )
     return float(value), steps
 
@@ -213,7 +213,7 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     if hasattr(values, "tolist"):  # arrays and tensors
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {_shown(values)}.")
+        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {_short_repr(values)}.")
     if len(values) != count:
         raise RewardError(
             f"Reward function {name!r} must return one reward per completion, got {len(values)} for {count}."
@@ -222,14 +222,14 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
 
 
 def _failed(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
-    raised = f"raised {type(error).__name__}: {_shown(safe_str(error))}"
+    raised = f"raised {type(error).__name__}: {_short_repr(safe_str(error))}"
     reason = str(error) if isinstance(error, CallFailedError) else raised
-    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_shown(text)}")
+    failure = RewardError(f"Reward function {name!r} {reason}{note} for the completion {_short_repr(text)}")
     failure.__cause__ = error
     return failure
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """Return a short repr with control characters escaped: completions are untrusted text."""
     if isinstance(value, str) and len(value) > 240:
         return f"{value[:160]!r} ... {value[-60:]!r}"

@@ -134,18 +134,18 @@ def make_splits(
     """
     splits: dict[Split, PromptSplit] = {}
     filtered: dict[Split, Filtered] = {}
-    kept_apart: set[bytes] = set()
+    held_out_prompts: set[bytes] = set()
     # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
     for split in (split for split in reversed(SPLITS) if split in tables):
-        splits[split], filtered[split] = _clean(read(split, tables[split]), max_prompt_length, kept_apart)
-        kept_apart.update(ids.tobytes() for ids in splits[split].prompts)
+        splits[split], filtered[split] = _clean(read(split, tables[split]), max_prompt_length, held_out_prompts)
+        held_out_prompts.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
             raise ValueError(
                 f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
             )
     # 2. Held-out splits without a dataset, drawn from train.
     hashes = splits["train"].hashes
-    remaining = {number: (each.position(seed), each.row) for number, each in enumerate(hashes)}
+    remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
     for split in (split for split in reversed(SPLITS) if split not in tables):
         chosen, reserve = _draw(split, remaining, sizes[split])
         splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
@@ -165,10 +165,12 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     """Return the questions of a held-out split, and those reserved for it."""
     from_test_end = split == "test"
     # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
-    depth = {number: (at if from_test_end else 1.0 - at, row) for number, (at, row) in remaining.items()}
+    depth = {
+        number: (position if from_test_end else 1.0 - position, row) for number, (position, row) in remaining.items()
+    }
     order = sorted(depth, key=lambda number: depth[number])
-    near = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
-    count = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
+    candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
+    count = max(1, min(DEFAULT_SIZES[split], candidate_count)) if size is None else size
     if len(order) < 2:
         raise ValueError(
             f"{split} questions are drawn from train, which has {len(order)} left. Give at least 3 different "
@@ -180,14 +182,14 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
             f"Pass {split}_dataset, a smaller {split}_size or more training rows."
         )
     # 2. The first ones are held out, the next ones reserved; at least half of the others stay in train.
-    reserved = min(near - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
+    reserved = min(candidate_count - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
     return order[:count], order[count : count + max(0, reserved)]
 
 
 def _clean(
-    questions: PromptSplit, max_prompt_length: int | None, kept_apart: set[bytes]
+    questions: PromptSplit, max_prompt_length: int | None, held_out_prompts: set[bytes]
 ) -> tuple[PromptSplit, Filtered]:
-    """Leave out prompts that are too long, in `kept_apart`, or duplicates."""
+    """Leave out prompts that are too long, in `held_out_prompts`, or duplicates."""
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
     seen: set[bytes] = set()
     positions = []
@@ -195,7 +197,7 @@ def _clean(
         key = ids.tobytes()
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             counts["too_long"] += 1
-        elif key in kept_apart:
+        elif key in held_out_prompts:
             counts["held_out"] += 1
         elif key in seen:
             counts["duplicates"] += 1

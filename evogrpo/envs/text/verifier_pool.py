@@ -91,8 +91,8 @@ def _module_source(name: str, module: str) -> tuple[str, str | None, str | None]
         return module, module, None
     else:
         # A module loaded from a file by path cannot be imported by name.
-        known = importlib.machinery.PathFinder.find_spec(module)
-        origin = None if known is None else known.origin
+        spec = importlib.machinery.PathFinder.find_spec(module)
+        origin = None if spec is None else spec.origin
         if origin is not None and Path(origin).exists() and Path(origin).samefile(file):
             return module, module, None
     if file is None:
@@ -307,8 +307,8 @@ class VerifierPool:
 
     def close(self) -> None:
         """Kill all workers. The next call starts new ones."""
-        for each in [*self._queue, *(worker.job for worker in self._workers if worker.job is not None)]:
-            each.finish(CallFailedError("was cancelled, as its environment was closed"))
+        for job in [*self._queue, *(worker.job for worker in self._workers if worker.job is not None)]:
+            job.finish(CallFailedError("was cancelled because its environment was closed"))
         self._queue.clear()
         _kill_all(self._workers)
 
@@ -346,19 +346,19 @@ class VerifierPool:
             while unfinished:
                 stop.check()
                 self._dispatch()
-                if stop_at_first and any(each.done and each.failed for each in unfinished):
+                if stop_at_first and any(job.done and job.failed for job in unfinished):
                     break
-                unfinished = [each for each in unfinished if not each.done]
+                unfinished = [job for job in unfinished if not job.done]
                 if unfinished:
                     self._receive()
-            return [each.outcome for each in pending]
+            return [job.outcome for job in pending]
         finally:
             self.cancel(pending)
 
     def cancel(self, pending: Sequence[PendingJob]) -> None:
         """Kill the workers of unfinished jobs and remove them from the queue; see `RewardRunner.cancel`."""
-        cancelled = {each for each in pending if not each.done}
-        self._queue = deque(each for each in self._queue if each not in cancelled)
+        cancelled = {job for job in pending if not job.done}
+        self._queue = deque(job for job in self._queue if job not in cancelled)
         for worker in [worker for worker in self._workers if worker.job in cancelled]:
             self._drop(worker)
 
@@ -404,10 +404,14 @@ class VerifierPool:
         try:
             worker, line = self._inbox.get(timeout=timeout)
         except queue.Empty:
-            late = [each for each in busy if each.deadline is not None and each.deadline <= time.monotonic()]
-            if late:
-                self._time_out(late[0])
-            return bool(late)
+            overdue = [
+                candidate
+                for candidate in busy
+                if candidate.deadline is not None and candidate.deadline <= time.monotonic()
+            ]
+            if overdue:
+                self._time_out(overdue[0])
+            return bool(overdue)
         # 2. Handle the reply.
         if worker not in self._workers:
             return True  # it was killed

@@ -122,8 +122,8 @@ def _line(error: BaseException) -> str:
     """Return the file and line of user code that raised an error, such as ` (rewards.py, line 7)`."""
     here = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    own = [frame for frame in frames if "importlib" not in frame.filename]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if "importlib" not in frame.filename]
+    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def _reply(replies: int, message: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evogrpo.config.checks import unknown_name_error
-from evogrpo.evolution.children import perturbation_from_json, with_settings
+from evogrpo.evolution.children import build_from_settings, perturbation_from_json
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
@@ -58,4 +58,4 @@ def strategy_from_json(
     built_in = isinstance(kind, type) and any(issubclass(kind, each) for each in BUILT_IN.values())
     if "mutation" in settings and built_in and "mutation" in inspect.signature(kind).parameters:
         settings["mutation"] = perturbation_from_json(settings["mutation"], own_mutation)
-    return with_settings(kind, name, settings)
+    return build_from_settings(kind, name, settings)

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from evogrpo.evolution.children import Perturbation, checked_perturbation, proposals
+from evogrpo.evolution.children import Perturbation, check_perturbation, proposals
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
@@ -50,7 +50,7 @@ class MutationOnly(Stateless):
     mutation: Perturbation = field(default_factory=Mutation)
 
     def __post_init__(self) -> None:
-        checked_perturbation(self.mutation)
+        check_perturbation(self.mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Mutate all members but the best; an empty slot stays empty."""

@@ -9,7 +9,7 @@ import numpy as np
 from evogrpo.config.checks import flag, names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
@@ -62,7 +62,7 @@ class MultiFrequency(Stateless):
         if any(after <= before for before, after in pairwise(intervals)):
             raise ValueError(f"intervals must be in ascending order, got {list(intervals)}")
         object.__setattr__(self, "intervals", intervals)
-        checked_perturbation(self.mutation)
+        check_perturbation(self.mutation)
         flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
@@ -73,13 +73,13 @@ class MultiFrequency(Stateless):
         ready = [last.number % interval == 0 for interval in self.intervals]
         choices = list(truncation_selection(last, QUARTER, rng, among=()))
         hosts: dict[int, MemberRecord] = {}
-        for number, group in enumerate(groups):
-            inside = truncation_selection(last, QUARTER, rng, among=group)
+        for position, group in enumerate(groups):
+            selected = truncation_selection(last, QUARTER, rng, among=group)
             for slot in group:
-                if ready[number] or slot in last.failed:
-                    choices[slot] = inside[slot]
-            if ready[number]:
-                hosts |= self._migrants(history, groups, number, choices)
+                if ready[position] or slot in last.failed:
+                    choices[slot] = selected[slot]
+            if ready[position]:
+                hosts |= self._migrants(history, groups, position, choices)
         states = apply_backtracking(history, choices, allowed=self.backtrack)
         draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
@@ -97,31 +97,33 @@ class MultiFrequency(Stateless):
         first = history.generations[0]
         founders = sorted((member.index, member.slot) for member in first.members)
         count = max(1, min(len(self.intervals), len(founders) // 4))
-        return [[slot for place, (_, slot) in enumerate(founders) if place % count == group] for group in range(count)]
+        return [
+            [slot for position, (_, slot) in enumerate(founders) if position % count == group] for group in range(count)
+        ]
 
     def _migrants(
         self, history: History, groups: list[list[int]], number: int, choices: list[Choice]
     ) -> dict[int, MemberRecord]:
         """Clone better members of other sub-populations into one; return the hosts whose hyperparameters they take."""
         last, group = history.last, groups[number]
-        inside = [slot for slot in last.ranked if slot in group]
-        outside = [slot for slot in last.ranked if slot not in group]
-        share = max(1, round(QUARTER * len(inside)))
-        arrived: dict[int, MemberRecord] = {}
-        for slot in inside[max(1, len(inside) - 2 * share) : len(inside) - share]:
-            if not outside or last.ranked.index(outside[0]) > last.ranked.index(slot):
+        residents = [slot for slot in last.ranked if slot in group]
+        candidates = [slot for slot in last.ranked if slot not in group]
+        quarter = max(1, round(QUARTER * len(residents)))
+        hosts: dict[int, MemberRecord] = {}
+        for slot in residents[max(1, len(residents) - 2 * quarter) : len(residents) - quarter]:
+            if not candidates or last.ranked.index(candidates[0]) > last.ranked.index(slot):
                 break
-            migrant = outside.pop(0)
-            home = next(place for place, other in enumerate(groups) if migrant in other)
-            slower = home > number
-            if not slower:
-                arrived[slot] = last.member(inside[0])
-            brings = "weights and hyperparameters" if slower else "weights only"
-            choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: migrant with {brings}")
-        return arrived
+            migrant = candidates.pop(0)
+            origin = next(position for position, other in enumerate(groups) if migrant in other)
+            from_slower = origin > number
+            if not from_slower:
+                hosts[slot] = last.member(residents[0])
+            inherited = "weights and hyperparameters" if from_slower else "weights only"
+            choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: migrant with {inherited}")
+        return hosts
 
 
 def _unless_taken(values: Hyperparameters, draw: Proposal) -> Proposal:
-    """Propose these values first, and draw others if they are taken."""
+    """Propose these hyperparameters first, and others if another member has them."""
     first = [values]
     return lambda rng: first.pop() if first else draw(rng)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evogrpo.config.checks import finite_number, names_unknown, whole_between
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan
@@ -59,28 +59,28 @@ class Narrowing(Stateless):
             raise ValueError(f"z must be at least 0, got {self.z}")
         if not 0 < self.quantile <= 0.5:
             raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}")
-        checked_perturbation(self.mutation)
+        check_perturbation(self.mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Stop all but the best at a rung, and replace the worst of the rest."""
         first, last = history.generations[0], history.last
-        founders, living = len(first.members), len(last.members)
-        stuck = has_stagnated(history, self.z)
-        rung = not stuck and (last.number - first.number + 1) % self.every == 0
-        places = max(self.min_members, math.ceil(living / self.eta)) if rung else living
-        kept = last.ranked[:places]
-        samples = first.samples_per_step * self._times(founders, len(kept))
+        founders, member_count = len(first.members), len(last.members)
+        stagnated = has_stagnated(history, self.z)
+        is_rung = not stagnated and (last.number - first.number + 1) % self.every == 0
+        survivor_count = max(self.min_members, math.ceil(member_count / self.eta)) if is_rung else member_count
+        survivors = last.ranked[:survivor_count]
+        samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
         space = history.space.for_samples_per_step(samples)
-        choices = list(truncation_selection(last, self.quantile, rng, among=kept))
+        choices = list(truncation_selection(last, self.quantile, rng, among=survivors))
         draws: dict[int, Proposal] = {}
         for slot, record in enumerate(last.slots):
-            if record.member is not None and slot not in kept:
-                why = "failed" if record.fitness is None else f"not among the best {places}"
-                choices[slot] = Choice(parent=None, reason=f"stopped: {why}")
-            elif stuck and slot in last.ranked[1:]:
+            if record.member is not None and slot not in survivors:
+                reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"
+                choices[slot] = Choice(parent=None, reason=f"stopped: {reason}")
+            elif stagnated and slot in last.ranked[1:]:
                 choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
             parent = choices[slot].parent
-            if parent is not None and (parent != slot or (stuck and slot in last.ranked[1:])):
+            if parent is not None and (parent != slot or (stagnated and slot in last.ranked[1:])):
                 draws[slot] = proposals(self.mutation, history, last.member(parent), space)
         return Plan.from_choices(
             history,
@@ -90,9 +90,9 @@ class Narrowing(Stateless):
             samples_per_step=None if samples == last.samples_per_step else samples,
         )
 
-    def _times(self, founders: int, left: int) -> int:
+    def _sample_factor(self, founders: int, members: int) -> int:
         """Return the factor by which samples per member grow: a power of eta, so that groups stay whole."""
-        times = 1
-        while times * self.eta * max(1, left) <= founders:
-            times *= self.eta
-        return times
+        factor = 1
+        while factor * self.eta * max(1, members) <= founders:
+            factor *= self.eta
+        return factor

@@ -65,7 +65,7 @@ class ScheduleStage:
             raise ValueError(f"a stage must be a mapping with hyperparameters, got {values!r:.80}")
         refuse_unknown("field of a stage", values, names)
         if missing := [name for name in names if name not in values]:
-            raise ValueError(f"a stage must have {', '.join(names)}, got one without {', '.join(missing)}")
+            raise ValueError(f"a stage must have {', '.join(names)}, missing {', '.join(missing)}")
         return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
 
 
@@ -103,7 +103,7 @@ class Replay(Stateless):
         """Number of generations of the whole schedule."""
         return sum(len(stage.generations) for stage in self.stages)
 
-    def planned(self, generation: int) -> tuple[ScheduleStage, int]:
+    def stage_of(self, generation: int) -> tuple[ScheduleStage, int]:
         """Return the stage and learning steps of a generation, counted from 1; the last one repeats after the end."""
         flat = [(stage, steps) for stage in self.stages for steps in stage.generations]
         return flat[min(generation, len(flat)) - 1]
@@ -115,19 +115,21 @@ class Replay(Stateless):
             ValueError: If all members failed.
         """
         last = history.last
-        stage, steps = self.planned(last.number + 1)
-        choices, changed = [], {}
+        stage, steps = self.stage_of(last.number + 1)
+        choices, hyperparameters = [], {}
         for slot, record in enumerate(last.slots):
             if record.member is None or record.fitness is None:
                 choices.append(Choice(parent=None, reason="empty" if record.member is None else "retired: failed"))
                 continue
             if record.member.hyperparameters != stage.hyperparameters:
-                changed[slot] = stage.hyperparameters
-            reason = f"kept: stage of {stage.steps} learning steps" if slot not in changed else "next stage"
+                hyperparameters[slot] = stage.hyperparameters
+            reason = f"kept: stage of {stage.steps} learning steps" if slot not in hyperparameters else "next stage"
             choices.append(Choice(parent=slot, reason=reason))
-        samples = None if stage.samples_per_step == last.samples_per_step else stage.samples_per_step
-        length = None if steps == last.steps_per_generation else steps
-        return Plan.from_choices(history, choices, changed, samples_per_step=samples, steps_per_generation=length)
+        new_samples = None if stage.samples_per_step == last.samples_per_step else stage.samples_per_step
+        new_steps = None if steps == last.steps_per_generation else steps
+        return Plan.from_choices(
+            history, choices, hyperparameters, samples_per_step=new_samples, steps_per_generation=new_steps
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

@@ -54,19 +54,21 @@ class SuccessiveHalving(Stateless):
         first, last = history.generations[0], history.last
         history.space.for_samples_per_step(first.samples_per_step)
         healthy_slots(last.fitness)
-        done, rest = divmod(last.number - first.number + 1, self.every)
-        places = math.ceil(len(first.members) / self.eta**done)
-        kept = last.ranked[:places]
+        rungs, remainder = divmod(last.number - first.number + 1, self.every)
+        survivor_count = math.ceil(len(first.members) / self.eta**rungs)
+        survivors = last.ranked[:survivor_count]
         choices = []
         for slot, record in enumerate(last.slots):
             if record.member is None:
                 choices.append(Choice(parent=None, reason="empty"))
-            elif slot in kept:
-                choices.append(Choice(parent=slot, reason="kept: among the best" if rest == 0 else "kept: no rung"))
+            elif slot in survivors:
+                choices.append(
+                    Choice(parent=slot, reason="kept: among the best" if remainder == 0 else "kept: no rung")
+                )
             else:
-                why = "failed" if record.fitness is None else f"not among the best {places}"
-                choices.append(Choice(parent=None, reason=f"stopped: {why}"))
-        steps, samples = self._budgets(history, len(kept))
+                reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"
+                choices.append(Choice(parent=None, reason=f"stopped: {reason}"))
+        steps, samples = self._budgets(history, len(survivors))
         return Plan.from_choices(
             history,
             choices,

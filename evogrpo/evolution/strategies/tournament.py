@@ -6,7 +6,7 @@ import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plan import Plan, parent_of
@@ -52,7 +52,7 @@ class Tournament(Stateless):
         for name in ("elitism", "backtrack", "explore_when_stuck"):
             flag(name, getattr(self, name))
         if self.mutation is not None:
-            checked_perturbation(self.mutation)
+            check_perturbation(self.mutation)
         if self.mutation is None and not self.elitism:
             raise ValueError("elitism=False needs a mutation, got mutation=None.")
 
@@ -66,7 +66,7 @@ class Tournament(Stateless):
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
         elite = best_slot(last.fitness, last.ranked or None)
-        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, names=last.indices))
+        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, member_ids=last.indices))
         if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
         if self.explore_when_stuck and self.mutation is not None and has_stagnated(history, self.z):
@@ -77,7 +77,7 @@ class Tournament(Stateless):
         draws: dict[int, Proposal] = {}
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
-            renewed = choice.parent != slot or choice.reason.startswith("mutated")
-            if self.mutation is not None and parent is not None and renewed:
+            is_new = choice.parent != slot or choice.reason.startswith("mutated")
+            if self.mutation is not None and parent is not None and is_new:
                 draws[slot] = proposals(self.mutation, history, parent, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)

@@ -9,9 +9,9 @@ from evogrpo.config.checks import finite_number, flag, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.backtracking import apply_backtracking
-from evogrpo.evolution.children import Perturbation, Proposal, checked_perturbation, proposals
+from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import mutate, neighbour, other_choice, share, uniform_value
+from evogrpo.evolution.mutation import checked_share, mutate, neighbour, other_choice, uniform_value
 from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
@@ -54,7 +54,7 @@ class TruncationPBT(Stateless):
         object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
         if not 0 < self.quantile <= 0.5:
             raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}.")
-        object.__setattr__(self, "resample", share("resample", self.resample))
+        object.__setattr__(self, "resample", checked_share("resample", self.resample))
         pair = self.factors if isinstance(self.factors, Sequence) and not isinstance(self.factors, str) else ()
         factors = tuple(float(finite_number("each of factors", value)) for value in pair)
         if len(factors) != 2 or not 0 < min(factors) < 1 < max(factors):
@@ -64,7 +64,7 @@ class TruncationPBT(Stateless):
             )
         object.__setattr__(self, "factors", factors)
         if self.mutation is not None:
-            checked_perturbation(self.mutation)
+            check_perturbation(self.mutation)
         flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
@@ -76,27 +76,27 @@ class TruncationPBT(Stateless):
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
             if parent is not None and choice.parent != slot:
-                draws[slot] = proposals(self.mutation or self.explored, history, parent, space)
+                draws[slot] = proposals(self.mutation or self._explore, history, parent, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
-    def explored(
+    def _explore(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
     ) -> Hyperparameters:
         """Perturb every active hyperparameter, as Ray's `explore` does."""
         draws = rng.random((3, len(space)))
 
-        def moved(column: int, name: str) -> Value:
-            resampled, way, fraction = (float(draw) for draw in draws[:, column])
+        def new_value(column: int, name: str) -> Value:
+            resample_draw, direction, fraction = (float(draw) for draw in draws[:, column])
             if is_categorical(name):
                 return other_choice(space[name], getattr(hyperparameters, name), fraction)
             value = hyperparameters.number(name)
-            if resampled < self.resample:
-                drawn = uniform_value(name, space[name], fraction)
-                if drawn != value:
-                    return drawn
-            return self._multiplied(space[name], value, self.factors[int(way < 0.5)], integer=is_integer(name))
+            if resample_draw < self.resample:
+                resampled = uniform_value(name, space[name], fraction)
+                if resampled != value:
+                    return resampled
+            return self._multiplied(space[name], value, self.factors[int(direction < 0.5)], integer=is_integer(name))
 
-        return mutate(hyperparameters, space, moved, draws[2])
+        return mutate(hyperparameters, space, new_value, draws[2])
 
     def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
         """Multiply within the range; take a step if the product would not move the value."""

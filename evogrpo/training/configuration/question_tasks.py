@@ -12,7 +12,7 @@ from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.synonyms import close_match
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.reward_functions import OnRewardError, check_worker_limits
+from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError, check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.text import extra_command, number_text, pluralize
@@ -43,7 +43,7 @@ class QuestionTask(ABC):
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_length: int | None = None
     on_reward_error: OnRewardError = "raise"
-    reward_timeout: float | None = None
+    reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT
     reward_workers: int | None = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from evogrpo.config.synonyms import close_match
-from evogrpo.evolution.children import defined
+from evogrpo.evolution.children import definition_of
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
@@ -254,7 +254,7 @@ def _custom_mutation(strategy: Strategy) -> Callable[..., Any] | None:
     mutation: Any = getattr(strategy, "mutation", None)
     if type(strategy) not in BUILT_IN.values() or mutation is None or isinstance(mutation, Mutation):
         return None
-    return defined(mutation)
+    return definition_of(mutation)
 
 
 def _json_round_trip(values: Mapping[str, Any]) -> Any:
