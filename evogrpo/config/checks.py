@@ -66,14 +66,14 @@ def float32_number(what: str, value: object) -> float:
     """Return `value` as a plain float, or raise ValueError if it does not fit into float32."""
     number = float(finite_number(what, value))
     if abs(number) > FLOAT32_LIMIT:
-        raise ValueError(f"{what} must be at most {FLOAT32_LIMIT:g} in size, got {number:g}: float32 cannot hold it")
+        raise ValueError(f"{what} must be at most {FLOAT32_LIMIT:g} in size, for float32, got {number:g}")
     return number
 
 
 def whole_number(what: str, value: object) -> int:
     """Return an integer or a whole float such as 1e4 as a plain int; raise ValueError for any other value."""
-    whole = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
-    if isinstance(value, bool) or not whole:
+    is_integral = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
+    if isinstance(value, bool) or not is_integral:
         raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})")
     number: int = int(value)  # type: ignore[call-overload]  # a real number
     if abs(number) > _MAX_WHOLE:
@@ -81,16 +81,16 @@ def whole_number(what: str, value: object) -> int:
     return number
 
 
-def whole_between(what: str, value: object, least: int, most: int = MAX_COUNT) -> int:
-    """Return `value` as a plain int, or raise ValueError if it is not an integer in [least, most].
+def whole_between(what: str, value: object, low: int, high: int = MAX_COUNT) -> int:
+    """Return `value` as a plain int, or raise ValueError if it is not an integer in [low, high].
 
     The bound catches typing errors in numbers that are looped over or allocated, which would look like a hang.
     """
     number = whole_number(what, value)
-    if number < least:
-        raise ValueError(f"{what} must be at least {least}, got {number}")
-    if number > most:
-        raise ValueError(f"{what} must be at most {most:,}, got {number:,}")
+    if number < low:
+        raise ValueError(f"{what} must be at least {low}, got {number}")
+    if number > high:
+        raise ValueError(f"{what} must be at most {high:,}, got {number:,}")
     return number
 
 
@@ -135,8 +135,8 @@ def declared_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     hints = _hints(kind)
     for name, value in values.items():
         if not fits(hints[name], value):
-            said = getattr(hints[name], "__name__", str(hints[name])).removeprefix("evogrpo.")
-            raise ValueError(f"{name} of {kind.__name__} must be {said}, got {value!r:.80}")
+            type_name = getattr(hints[name], "__name__", str(hints[name])).removeprefix("evogrpo.")
+            raise ValueError(f"{name} of {kind.__name__} must be {type_name}, got {value!r:.80}")
     return dict(values)
 
 
@@ -150,7 +150,7 @@ def fits(hint: Any, value: object) -> bool:
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_STORED_FLOAT
     if origin in (Union, types.UnionType):
-        return any(fits(arm, value) for arm in arguments)
+        return any(fits(alternative, value) for alternative in arguments)
     if origin is Literal:
         return value in arguments
     if origin is not None and issubclass(origin, Mapping):
@@ -185,7 +185,7 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
         records: Dataclasses whose fields give the defaults; the first with a field of that name counts. Without one
             the default is None.
     """
-    found = {
+    defaults = {
         field.name: field.default
         for record in reversed(records)
         for field in dataclasses.fields(record)
@@ -194,10 +194,14 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
-        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        taken = {each.name for each in own}
-        listed = [inspect.Parameter(name, kind, default=found.get(name)) for name in names if name not in taken]
-        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        parameters = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        present = {parameter.name for parameter in parameters}
+        added = [inspect.Parameter(name, kind, default=defaults.get(name)) for name in names if name not in present]
+        function.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -82,10 +82,10 @@ def without_effect(
         reasons.append(
             ("batch_size", f"all values are at least samples_per_step ({samples_per_step}), so lower its range")
         )
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for name, reason in reasons:
         if name in space:
-            found.setdefault(name, f"{name} evolves without effect: {reason}.")
+            messages.setdefault(name, f"{name} evolves without effect: {reason}.")
     if one_epoch and rows_are_samples and not shared and batch_size >= samples_per_step:
         fix = (
             f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or leave it out of "
@@ -94,13 +94,15 @@ def without_effect(
         for name in CLIPS:
             if name in space:
                 # With one optimizer step per rollout the policy is the one that acted: every ratio is exactly 1.
-                found[name] = f"{name} evolves without effect: one optimizer step a rollout never clips. To fix, {fix}"
+                messages[name] = (
+                    f"{name} evolves without effect: one optimizer step a rollout never clips. To fix, {fix}"
+                )
         if "beta" in space and objective.reference == "old":
-            found["beta"] = (
+            messages["beta"] = (
                 'beta evolves without effect: with one optimizer step per rollout, reference="old" is the policy '
                 f"itself. To fix, {fix}"
             )
-    return {name: found[name] for name in space if name in found}
+    return {name: messages[name] for name in space if name in messages}
 
 
 def _clipping(
@@ -118,21 +120,21 @@ def _clipping(
     if floorless:
         yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or leave clip_low out"
     if high and (low or floorless):
-        both = "clip_low and clip_high are" if low else "clip_high is"
-        yield "clip_coef", f"{both} set for every member and used instead"
+        names = "clip_low and clip_high are" if low else "clip_high is"
+        yield "clip_coef", f"{names} set for every member and used instead"
 
 
 def _advantage_clip(
     objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
 ) -> Iterator[tuple[str, str]]:
     """Yield `advantage_clip` if standardised rewards cannot reach it."""
-    kinds = {kind for member in members for kind in possible("advantage", objective, member, space)}
-    if kinds != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
+    advantages = {advantage for member in members for advantage in possible("advantage", objective, member, space)}
+    if advantages != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
         return
     group = max(highest("group_size", member, space) for member in members)
     largest = (group - 1) / math.sqrt(group)  # maximum |z| with the sample standard deviation: one reward differs
-    least = min(lowest("advantage_clip", member, space) for member in members)
-    if least >= largest:
+    lowest_bound = min(lowest("advantage_clip", member, space) for member in members)
+    if lowest_bound >= largest:
         yield (
             "advantage_clip",
             f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or leave it out",

@@ -140,7 +140,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
+            object.__setattr__(self, field.name, _checked_switch(field.name, field.type, getattr(self, field.name)))
         for problems in (_loss_problems, _reward_problems, _kl_problems):
             for problem in problems(self):
                 raise ValueError(problem)
@@ -162,9 +162,9 @@ class Objective:
         loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
         if (loss_type, advantage) == (self.loss_type, self.advantage):
             return self
-        left = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
-        own = {name: _DEFAULTS[name] for name in left}
-        return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **own)
+        unused = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
+        defaults = {name: _DEFAULTS[name] for name in unused}
+        return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **defaults)
 
     def of(self, hyperparameters: Hyperparameters) -> Self:
         """Return a member's own objective: this one with the member's `loss_type` and `advantage`, where it has them.
@@ -193,8 +193,8 @@ class Objective:
         """
         space = HyperparameterConfig() if space is None else space
         self.check_member(hyperparameters, space)
-        whole = ("kl_estimator",) if self.kl_estimator in FULL_KLS else ()
-        readers = {"beta": ("kl_target", "reference", *whole), "entropy_coef": ("entropy_reduction",)}
+        exact_kl = ("kl_estimator",) if self.kl_estimator in FULL_KLS else ()
+        readers = {"beta": ("kl_target", "reference", *exact_kl), "entropy_coef": ("entropy_reduction",)}
         for coefficient, names in readers.items():
             for name in names:
                 if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
@@ -271,22 +271,24 @@ _RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 _MAXIMA: Mapping[str, int] = {"dynamic_sampling": 1000}  # bounds of what is looped over
 
 
-def _checked(name: str, hint: Any, value: Any) -> Any:
+def _checked_switch(name: str, hint: Any, value: Any) -> Any:
     """Return `value` in the declared type of a field if it is legal there, or raise ValueError."""
-    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in arms:
+    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in alternatives:
         return None
-    kind = arms[0]
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}.")
+    value_type = alternatives[0]
+    if get_origin(value_type) is Literal:
+        if value not in get_args(value_type):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(value_type))}, got {value!r}.")
         return value
-    if kind is bool:
+    if value_type is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}.")
         return value
     number = (
-        whole_between(name, value, -1, _MAXIMA.get(name, MAX_COUNT)) if kind is int else float32_number(name, value)
+        whole_between(name, value, -1, _MAXIMA.get(name, MAX_COUNT))
+        if value_type is int
+        else float32_number(name, value)
     )
     rule, legal = _RULES[name]
     if not legal(number):
@@ -299,31 +301,31 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
 
 def _loss_problems(objective: Objective) -> Iterator[str]:
     loss = objective.loss_type
-    facts = LOSS_TYPES[loss]
+    loss_facts = LOSS_TYPES[loss]
     for name in ("dual_clip", "delta"):
-        if objective.is_set(name) and not facts.bounded:
-            others = ", ".join(other for other, known in LOSS_TYPES.items() if known.bounded)
+        if objective.is_set(name) and not loss_facts.bounded:
+            others = ", ".join(other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded)
             yield (
                 f"{name} needs a loss with a clipped ratio, got loss_type={loss!r}: leave {name} out, or choose one of "
                 f"{others}."
             )
     if objective.dual_clip is not None and objective.delta is not None:
         yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other: give one of them."
-    for owner, known in LOSS_TYPES.items():
-        for name in known.switches:
+    for owner, other_facts in LOSS_TYPES.items():
+        for name in other_facts.switches:
             if objective.is_set(name) and loss != owner:
-                yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}: leave it out."
-    if facts.ratio == "geometric mean" and objective.aggregation is not None:
+                yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}. Remove it."
+    if loss_facts.ratio == "geometric mean" and objective.aggregation is not None:
         yield (
-            f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion: leave it out, "
+            f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion. Remove it, "
             f"got {objective.aggregation!r}."
         )
-    if not facts.per_action and objective.is_set("top_entropy_quantile"):
+    if not loss_facts.per_action and objective.is_set("top_entropy_quantile"):
         yield (
             f"top_entropy_quantile={objective.top_entropy_quantile} has no meaning with loss_type={loss!r}, which has "
             "one ratio per completion: choose a loss type with one ratio per action."
         )
-    if not facts.per_action and objective.per_action:
+    if not loss_facts.per_action and objective.per_action:
         cause = (
             f"advantage={objective.advantage!r}"
             if objective.advantage in STEP_ADVANTAGES
@@ -336,27 +338,26 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
 
 
 def _reward_problems(objective: Objective) -> Iterator[str]:
-    norm, advantage = objective.reward_norm, objective.advantage
-    compared = ADVANTAGES[advantage]
+    reward_norm, advantage = objective.reward_norm, objective.advantage
+    standardised = ADVANTAGES[advantage]
     if objective.reward_shift and objective.reward_scale:
         yield "reward_shift and reward_scale exclude each other: leave both out to subtract the mean and divide."
     for name in ("reward_shift", "reward_scale"):
-        if getattr(objective, name) and norm is None:
+        if getattr(objective, name) and reward_norm is None:
             yield f"{name} has no effect without reward_norm: give reward_norm as well."
-    if norm is not None and compared != "reward":
-        yield f"reward_norm={norm!r} has no effect: advantage={advantage!r} standardises {compared}. Leave it out."
-    elif norm is not None and (advantage == "outcome" or (advantage == "batch_std" and norm != "group")):
-        yield (
-            f"reward_norm={norm!r} has no effect: advantage={advantage!r} standardises rewards itself. Leave it "
-            "out, or choose advantage mean_only, rloo or reinforce."
-        )
-    elif norm is not None and objective.reward_shift and advantage not in ("batch_std", "reinforce"):
-        # batch_std with a shift by group has an effect: its deviation then excludes differences between groups.
-        yield f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean. Leave it out."
+    if reward_norm is not None:
+        unused = f"reward_norm={reward_norm!r} has no effect: advantage={advantage!r} standardises"
+        if standardised != "reward":
+            yield f"{unused} {standardised}. Remove it."
+        elif advantage == "outcome" or (advantage == "batch_std" and reward_norm != "group"):
+            yield f"{unused} rewards itself. Remove it, or choose advantage mean_only, rloo or reinforce."
+        elif objective.reward_shift and advantage not in ("batch_std", "reinforce"):
+            # batch_std with a shift by group has an effect: its deviation then excludes differences between groups.
+            yield f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean. Remove it."
     low, high = objective.min_group_reward, objective.max_group_reward
     if low is not None and high is not None and low >= high:
         yield f"min_group_reward must be below max_group_reward, got {low} and {high}."
-    if compared == "reward functions" and objective.overlong_buffer is not None:
+    if standardised == "reward functions" and objective.overlong_buffer is not None:
         yield (
             f"overlong_buffer={objective.overlong_buffer} is part of the sum of rewards, which advantage={advantage!r} "
             "does not use: make the penalty a reward function."
@@ -377,7 +378,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
         if in_reward:
             yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss", or choose k1, k2, k3 or abs.'
         if objective.kl_bias_correction:
-            yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Leave it out."
+            yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Remove it."
     if objective.reference == "old" and in_reward:
         # Rewards are earned by the policy that acts, whose KL to itself is 0.
         yield (
@@ -422,8 +423,8 @@ def lowest(name: str, hyperparameters: Hyperparameters, space: HyperparameterCon
 
 def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
     """Return the widest upper clip that a member can evolve to, from clip_high or clip_coef."""
-    separate = hyperparameters.clip_high is not None or "clip_high" in space
-    high = highest("clip_high", hyperparameters, space) if separate else 0.0
+    has_clip_high = hyperparameters.clip_high is not None or "clip_high" in space
+    high = highest("clip_high", hyperparameters, space) if has_clip_high else 0.0
     # A member whose clip_high is None, as founders may be, follows clip_coef.
     return high if hyperparameters.clip_high is not None else max(high, highest("clip_coef", hyperparameters, space))
 

@@ -66,12 +66,12 @@ class Optimizer:
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
-                    f"{name} has no effect with schedule={self.schedule!r}, got {getattr(self, name)}: leave it out, "
-                    f"or choose {' or '.join(readers)}."
+                    f"{name}={getattr(self, name)} has no effect with schedule={self.schedule!r}. Remove it, or choose "
+                    f"{' or '.join(readers)}."
                 )
         if self.schedule == "constant":
             if self.total_steps is not None:
-                raise ValueError(f"total_steps has no effect with schedule='constant', got {self.total_steps}.")
+                raise ValueError(f"total_steps={self.total_steps} has no effect with schedule='constant'. Remove it.")
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"total_steps must be above warmup_steps ({self.warmup_steps}) with schedule={self.schedule!r}, got "
@@ -92,10 +92,10 @@ class Optimizer:
         return self.floor + (1.0 - self.floor) * decay
 
 
-def _betas(given: object) -> tuple[float, float]:
+def _betas(betas: object) -> tuple[float, float]:
     """Return the decay rates as a tuple; YAML and JSON give a list."""
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
-        first, second = (float(finite_number("each of betas", beta)) for beta in given)
+    if isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2:
+        first, second = (float(finite_number("each of betas", beta)) for beta in betas)
         if 0 <= first < 1 and 0 <= second < 1:
             return first, second
-    raise ValueError(f"betas must be two numbers in [0, 1), got {given!r}")
+    raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")

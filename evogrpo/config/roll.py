@@ -143,24 +143,31 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
         source = source.read_text(encoding="utf-8")
     values = load_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
-        raise ValueError(f"expected a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}")
-    given = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
-    keys, ignored, refused = dict(KEYS), dict(IGNORED), []
+        raise ValueError(
+            f"source must be a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}"
+        )
+    settings = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
+    table, ignored, refused = dict(KEYS), dict(IGNORED), []
     for section in (TRAINING, GENERATING):
+        # Of a role, such as actor_train, one section is read; its other keys are infrastructure.
         role, name = section.split(".")
-        found: Any = values.get(role)
-        for place in (role, section):
-            if found is not None and not isinstance(found, Mapping):
-                refused.append(f"ROLL key {place} must be a mapping, got {found!r:.80}")
-                found = None
-            if place == role:
-                others = {f"{role}.{each}": _INFRASTRUCTURE for each in found or () if each != name}
-                given, ignored, found = {**given, **others}, {**ignored, **others}, (found or {}).get(name)
-        given |= {f"{section}.{each}": value for each, value in (found or {}).items()}
-        keys = keys if found else {each: key for each, key in keys.items() if not each.startswith(section)}
+        role_values: Any = values.get(role)
+        if role_values is not None and not isinstance(role_values, Mapping):
+            refused.append(f"ROLL key {role} must be a mapping, got {role_values!r:.80}")
+            role_values = None
+        other_keys = {f"{role}.{key}": _INFRASTRUCTURE for key in role_values or () if key != name}
+        settings |= other_keys
+        ignored |= other_keys
+        section_values: Any = (role_values or {}).get(name)
+        if section_values is not None and not isinstance(section_values, Mapping):
+            refused.append(f"ROLL key {section} must be a mapping, got {section_values!r:.80}")
+            section_values = None
+        settings |= {f"{section}.{key}": value for key, value in (section_values or {}).items()}
+        if not section_values:  # its defaults do not count
+            table = {key: entry for key, entry in table.items() if not key.startswith(section)}
     referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
     ignored |= dict.fromkeys(referenced, "only used by references of other keys")
-    roll = SettingsReader("ROLL key", {name: _resolved(value, values) for name, value in given.items()}, keys)
+    roll = SettingsReader("ROLL key", {name: _resolved(value, values) for name, value in settings.items()}, table)
     roll.refused += refused
     roll.check_names([*UNSUPPORTED, *ignored])
     roll.check_unsupported(UNSUPPORTED)
@@ -245,14 +252,14 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a value, or the one that a reference such as `${response_length}` stands for."""
-    trail: list[str] = []
-    while isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
-        if found[1] in trail:
-            raise ValueError(f"ROLL keys refer to each other in a circle: {' -> '.join((*trail, found[1]))}")
-        trail.append(found[1])
+    """Return a value, or the value that a reference such as `${response_length}` names."""
+    visited: list[str] = []
+    while isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
+        if match[1] in visited:
+            raise ValueError(f"ROLL keys refer to each other in a circle: {' -> '.join((*visited, match[1]))}.")
+        visited.append(match[1])
         target: Any = values
-        for part in found[1].split("."):
+        for part in match[1].split("."):
             if not isinstance(target, Mapping) or part not in target:
                 return value
             target = target[part]

@@ -75,34 +75,36 @@ class RLParameter:
     def _check_range(self) -> None:
         if self.min is None or self.max is None:
             raise ValueError(
-                f"an RLParameter needs both min and max, or choices, got min={self.min}, max={self.max}, choices=None"
+                f"an RLParameter must have min and max, or choices, got min={self.min}, max={self.max}, choices=None"
             )
         low, high = finite_number("min", self.min), finite_number("max", self.max)
         object.__setattr__(self, "min", low)
         object.__setattr__(self, "max", high)
         if not low < high:
-            raise ValueError(f"min must be below max, got min={self.min}, max={self.max}: leave out what is fixed")
+            raise ValueError(
+                f"min must be below max, got min={self.min}, max={self.max}. To fix a hyperparameter, remove it."
+            )
         if self.scale == "log" and low <= 0:
-            raise ValueError(f'scale="log" needs min greater than 0, got {self.min}: use choices to include 0')
+            raise ValueError(f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.')
         if self.founders is not None:
             pair = self.founders if isinstance(self.founders, Sequence) and not isinstance(self.founders, str) else ()
-            inside = tuple(finite_number("each of founders", value) for value in pair)
-            if len(inside) != 2 or not low <= inside[0] < inside[1] <= high:
+            founders = tuple(finite_number("each of founders", value) for value in pair)
+            if len(founders) != 2 or not low <= founders[0] < founders[1] <= high:
                 raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {self.founders!r}")
-            object.__setattr__(self, "founders", inside)
+            object.__setattr__(self, "founders", founders)
 
     def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
-        given = {
+        range_fields = {
             "min": self.min,
             "max": self.max,
             "scale": self.scale,
             "factor": self.factor,
             "founders": self.founders,
         }
-        if tuple(given.values()) != (None, None, "linear", None, None):
+        if tuple(range_fields.values()) != (None, None, "linear", None, None):
             raise ValueError(
                 "an RLParameter with choices takes no min, max, scale, factor or founders, got "
-                f"{', '.join(f'{name}={value!r}' for name, value in given.items())}"
+                f"{', '.join(f'{name}={value!r}' for name, value in range_fields.items())}"
             )
         if isinstance(choices, str) or not isinstance(choices, Iterable):
             raise ValueError(f"choices must be a list of numbers or of names, got {choices!r}")
@@ -158,7 +160,7 @@ class RLParameter:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that describe this range or these choices."""
-        own = {
+        optional = {
             "factor": self.factor,
             "founders": None if self.founders is None else list(self.founders),
             "when": None if self.when is None else {name: list(values) for name, values in self.condition.items()},
@@ -167,7 +169,7 @@ class RLParameter:
             fields: dict[str, Any] = {"choices": list(self.choices)}
         else:
             fields = {"min": self.min, "max": self.max, "scale": self.scale}
-        return fields | {name: value for name, value in own.items() if value is not None}
+        return fields | {name: value for name, value in optional.items() if value is not None}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -184,11 +186,11 @@ def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
         )
     refuse_unknown("hyperparameter", when, HYPERPARAMETER_NAMES)
     condition = {}
-    for name, given in when.items():
-        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-        if not listed:
-            raise ValueError(f"when must list at least one value of {name}, got none: leave {name} out")
-        condition[name] = tuple(checked_value(name, value) for value in listed)
+    for name, required in when.items():
+        values = required if isinstance(required, Sequence) and not isinstance(required, str) else (required,)
+        if not values:
+            raise ValueError(f"when must list at least one value of {name}, got none. Remove {name}.")
+        condition[name] = tuple(checked_value(name, value) for value in values)
     return condition
 
 
@@ -244,14 +246,14 @@ MAX_SAMPLES = 10_000_000
 """Maximum number of samples of a learning step."""
 
 
-def _parameter(value: Any, usual: Scale) -> RLParameter:
+def _parameter(value: Any, default_scale: Scale) -> RLParameter:
     """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on the usual scale."""
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
         return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
     if isinstance(value, tuple) and len(value) == 2:
-        return RLParameter(min=value[0], max=value[1], scale=usual)
+        return RLParameter(min=value[0], max=value[1], scale=default_scale)
     if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
         return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
     raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
@@ -282,13 +284,18 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 raise ValueError(f"{name}: {error}") from error
         for name, parameter in parameters.items():
             if parameter.choices is None and is_categorical(name):
-                raise ValueError(f"{name} must have choices, got a range: names have no order")
+                raise ValueError(f"{name} must have choices, got {parameter.extent}. Names have no order.")
             if name == "group_size" and parameter.founders is not None:
-                raise ValueError("group_size takes no founders: its range becomes a list of divisors")
+                raise ValueError(
+                    f"group_size must not set founders, got {parameter.founders}. Its range becomes the divisors "
+                    "of samples_per_step; lower max instead."
+                )
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
-        self._conditions = {name: each.condition for name, each in self._parameters.items() if each.condition}
+        self._conditions = {
+            name: parameter.condition for name, parameter in self._parameters.items() if parameter.condition
+        }
         self._check_conditions()
         self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
 
@@ -306,19 +313,19 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     def _check_conditions(self) -> None:
         for name, parameter in self.items():
-            waiting = [name]
-            for other in waiting:  # grows during the loop
-                waiting += [each for each in self._condition(other) if each not in waiting]
+            dependencies = [name]
+            for other in dependencies:  # grows during the loop
+                dependencies += [needed for needed in self._condition(other) if needed not in dependencies]
                 if name in self._condition(other):
-                    raise ValueError(f"the conditions of {name} and {other} are circular: drop one `when`")
+                    raise ValueError(f"The conditions of {name} and {other} are circular. Remove one `when`.")
             for other, values in parameter.condition.items():
-                controlling = self.get(other)
-                if controlling is not None and not any(
-                    value is None or controlling.closest(value) == value for value in values
+                controller = self.get(other)
+                if controller is not None and not any(
+                    value is None or controller.closest(value) == value for value in values
                 ):
                     raise ValueError(
                         f"{name} would never have an effect: it needs {other} in {list(values)}, got "
-                        f"{controlling.extent}: choose values from there"
+                        f"{controller.extent}. Change the condition or {other}."
                     )
 
     def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
@@ -340,47 +347,46 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         condition = self._conditions.get(name)
         if condition is None:
             return True
-        return all(values[other] in needed and self.is_active(other, values) for other, needed in condition.items())
+        return all(values[other] in required and self.is_active(other, values) for other, required in condition.items())
 
     def active_values(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
         """Return a member's values for comparison with others: None for those without effect."""
         values = hyperparameters.to_json()
         return tuple(value if self.is_active(name, values) else None for name, value in values.items())
 
-    def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of a first member; a default outside the space is moved to the nearest value.
+    def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
 
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
-            given: Values that the caller has set, by name.
+            chosen: Values that the caller has set, by name.
 
         Raises:
-            ValueError: If a value is refused, a given value lies outside the space, or a condition can never be met
+            ValueError: If a value is invalid, a chosen value lies outside the space, or a condition can never be met
                 because the hyperparameter that it needs is fixed.
         """
-        record = Hyperparameters.from_json({**defaults, **given})
+        record = Hyperparameters.from_json({**defaults, **chosen})
         for name, parameter in self.items():
-            for other, needed in parameter.condition.items():
-                if other not in self and getattr(record, other) not in needed:
+            for other, required in parameter.condition.items():
+                if other not in self and getattr(record, other) not in required:
                     raise ValueError(
-                        f"{name} would never have an effect: it needs {other} in {list(needed)}, which stays "
-                        f"{getattr(record, other)!r}: set {other}, let it evolve, or leave {name} out"
+                        f"{name} would never have an effect: it needs {other} in {list(required)}, which stays "
+                        f"{getattr(record, other)!r}. Set {other}, let it evolve, or remove {name}."
                     )
-        near: dict[str, Any] = {}
+        moved: dict[str, Any] = {}
         for name, parameter in self.items():
             value = getattr(record, name)
-            if value is None or (is_categorical(name) and name not in given):
+            if value is None or (is_categorical(name) and name not in chosen):
                 continue
             closest = parameter.closest(value)
             if closest == value:
                 continue
-            if name in given:
+            if name in chosen:
                 raise ValueError(
-                    f"{name} must start inside its {parameter.extent}, got {value!r}: change {name}, or widen its "
-                    "search space"
+                    f"{name} must start in its {parameter.extent}, got {value!r}. Change it, or widen its search space."
                 )
-            near[name] = closest
-        return dataclasses.replace(record, **near)
+            moved[name] = closest
+        return dataclasses.replace(record, **moved)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
         """Return this space with group_size, if it evolves, as a list of divisors of `samples_per_step`.
@@ -402,13 +408,13 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 )
             return self
         low, high = parameter.bounds
-        inside = [value for value in divisors if low <= value <= high]
-        if len(inside) < 2:
+        usable = [value for value in divisors if low <= value <= high]
+        if len(usable) < 2:
             raise ValueError(
-                f"the range of group_size must hold at least two divisors of samples_per_step={samples_per_step}, "
-                f"got {inside} in [{low}, {high}]: widen it to include two of {valid}, or change samples_per_step"
+                f"The range of group_size must contain at least two divisors of samples_per_step={samples_per_step}, "
+                f"got {usable} in [{low}, {high}]. Include two of {valid}, or change samples_per_step."
             )
-        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=inside, when=parameter.when)})
+        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=usable, when=parameter.when)})
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the fields of every parameter by name."""
@@ -461,6 +467,6 @@ def common_samples(group_size: int, config: HyperparameterConfig) -> int:
         return group_size
     if parameter.choices is None:
         raise ValueError(
-            "samples_per_step must be given when group_size evolves over a range: give it, or give group_size choices"
+            "samples_per_step must be given if group_size evolves over a range. Set it, or give group_size choices."
         )
     return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -194,37 +194,37 @@ _ADVICE_BY_NAME = {name: advice for names, advice in _ADVICE.items() for name in
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name for what another library calls `name`, or None."""
-    return next((own for own in valid if name in _ELSEWHERE.get(own, ())), None)
+    return next((candidate for candidate in valid if name in _ELSEWHERE.get(candidate, ())), None)
 
 
 def hint(name: str, valid: Iterable[str]) -> str | None:
-    """Return what to do about an unknown name, or None.
+    """Return advice about an unknown name, or None.
 
     In this order: a synonym among the valid names, advice, a synonym that another call takes, a close match, and a
     name that another call takes.
     """
     names = list(valid)
-    if (own := counterpart(name, names)) is not None:
-        return f"it is called {own!r} here"
+    if (name_here := counterpart(name, names)) is not None:
+        return f"it is called {name_here!r} here"
     if name in _ADVICE_BY_NAME:
         return _ADVICE_BY_NAME[name]
-    if (own := counterpart(name, _CALLS)) is not None:
-        return f"it is called {own!r} here; give it to {_CALLS[own]}"
-    if (near := close_match(name, names)) is not None:
-        return f"did you mean {near!r}?"
+    if (name_here := counterpart(name, _CALLS)) is not None:
+        return f"it is called {name_here!r} here; give it to {_CALLS[name_here]}"
+    if (match := close_match(name, names)) is not None:
+        return f"did you mean {match!r}?"
     return f"give it to {_CALLS[name]}" if name in _CALLS else None
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that differs by one edit, or else the most similar one; None if all differ much."""
     names = list(valid)
-    close = [each for each in names if _is_one_edit(name, each)]
-    return next(iter(close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)), None)
+    one_edit = [candidate for candidate in names if _is_one_edit(name, candidate)]
+    return next(iter(one_edit or difflib.get_close_matches(name, names, n=1, cutoff=0.8)), None)
 
 
 def _is_one_edit(typed: str, name: str) -> bool:
     """Return True if one letter was changed, added or left out, or two neighbouring letters were swapped."""
-    start = next((place for place, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
+    start = next((position for position, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
     start = min(len(typed), len(name)) if start is None else start
     rest, other = typed[start:], name[start:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]

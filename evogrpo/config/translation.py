@@ -101,20 +101,20 @@ class SettingsReader:
             if name in self.given and self.given[name] not in neutral:
                 self.refused.append(f"{self.kind} {name} is not supported, got {self.given[name]!r:.80}: {reason}")
 
-    def translated(self, **more: Mapping[str, Any]) -> Translation:
-        """Return all values with a target, and `more` by field of `Translation`; None is left out."""
-        found: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
+    def translated(self, **computed: Mapping[str, Any]) -> Translation:
+        """Return all values with a target, and `computed` by field of `Translation`; None is left out."""
+        arguments: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
         for name, key in self.keys.items():
             if key.target:
                 section, target = key.target.split(".")
-                found[section][target] = self.values[name]
-        for section, values in more.items():
-            found[section].update(values)
-        kept = {
+                arguments[section][target] = self.values[name]
+        for section, values in computed.items():
+            arguments[section].update(values)
+        given = {
             section: {name: value for name, value in values.items() if value is not None}
-            for section, values in found.items()
+            for section, values in arguments.items()
         }
-        return Translation(**kept, ignored=self.ignored, refused=list(dict.fromkeys(self.refused)))
+        return Translation(**given, ignored=self.ignored, refused=list(dict.fromkeys(self.refused)))
 
 
 # ---- parsers

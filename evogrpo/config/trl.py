@@ -169,7 +169,7 @@ def read_trl(source: object) -> Translation:
     from transformers import TrainingArguments
 
     # 1. Read the fields.
-    trl = SettingsReader("TRL field", _given(source), FIELDS)
+    trl = SettingsReader("TRL field", _given_fields(source), FIELDS)
     infrastructure = {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__} - FIELDS.keys() - UNSUPPORTED.keys()
     trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
     trl.check_unsupported(UNSUPPORTED)
@@ -220,19 +220,19 @@ def read_trl(source: object) -> Translation:
     )
 
 
-def _given(source: object) -> dict[str, Any]:
-    """Return given fields by name: of a GRPOConfig those that are translated, and those not at their default."""
+def _given_fields(source: object) -> dict[str, Any]:
+    """Return fields by name; of a GRPOConfig only those that are translated or differ from their default."""
     if isinstance(source, Mapping):
         return dict(source)
     if not dataclasses.is_dataclass(source) or isinstance(source, type):
-        raise ValueError(f"expected a TRL GRPOConfig or a mapping of its fields, got {type(source).__name__}")
-    given = {}
-    for each in dataclasses.fields(source):
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        value = getattr(source, each.name)
-        if each.name in FIELDS or value != default or (each.name in CHECKPOINTING and value):
-            given[each.name] = value
-    return given
+        raise ValueError(f"source must be a TRL GRPOConfig or a mapping of its fields, got {type(source).__name__}")
+    values = {}
+    for field in dataclasses.fields(source):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(source, field.name)
+        if field.name in FIELDS or value != default or (field.name in CHECKPOINTING and value):
+            values[field.name] = value
+    return values
 
 
 def _batch(trl: SettingsReader) -> tuple[int, int]:
@@ -288,14 +288,14 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
     kind, total = trl["lr_scheduler_type"], max(trl["max_steps"], 0)
     # 1. Warm-up: `warmup_steps` below 1, or else `warmup_ratio`, is a fraction of the run.
     name = "warmup_steps" if trl["warmup_steps"] else "warmup_ratio"
-    given = trl[name] or 0
+    length = trl[name] or 0
     if name == "warmup_steps":
         trl.ignore("warmup_steps takes precedence", "warmup_ratio")
-    warmup = int(given) if given >= 1 else math.ceil(total * given)
+    warmup = int(length) if length >= 1 else math.ceil(total * length)
     if kind == "constant":
         trl.ignore("lr_scheduler_type 'constant' has no warm-up", "warmup_steps", "warmup_ratio")
         warmup = 0
-    elif 0 < given < 1 and not total:
+    elif 0 < length < 1 and not total:
         trl.ignored[name] = "a fraction of a run of unknown length: set warmup_steps"
 
     # 2. The shape after it.
@@ -308,9 +308,9 @@ def _schedule(trl: SettingsReader) -> dict[str, Any]:
         trl.ignore("its lr_scheduler_type is ignored", "lr_scheduler_kwargs")
         return {"warmup_steps": warmup}
     arguments = trl["lr_scheduler_kwargs"] or {}
-    for each in arguments:
-        if each not in SCHEDULES[kind]:
-            trl.refused.append(str(unknown_name_error("key of TRL field lr_scheduler_kwargs", each, SCHEDULES[kind])))
+    for name in arguments:
+        if name not in SCHEDULES[kind]:
+            trl.refused.append(str(unknown_name_error("key of TRL field lr_scheduler_kwargs", name, SCHEDULES[kind])))
     if kind == "linear":
         shape = {"schedule": "linear"}
     else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.founders import spread_founders
-from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
+from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, quantile, relative_position
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
 SPACE = HyperparameterConfig(
@@ -253,17 +253,17 @@ class TestSteps:
     def test_a_step_is_a_fraction_of_the_range_on_its_scale(self, scale):
         parameter = RLParameter(min=1e-4, max=1e-1, scale=scale)
         value = quantile(parameter, 0.4, integer=False)
-        assert place(parameter, value) == pytest.approx(0.4)
+        assert relative_position(parameter, value) == pytest.approx(0.4)
         for size, upward in ((0.2, True), (0.5, True), (0.1, False)):
             moved = neighbour(parameter, value, upward=upward, integer=False, size=size)
-            assert place(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
+            assert relative_position(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
 
     def test_many_choices_are_passed_by_the_same_fraction(self):
         parameter = RLParameter(choices=[2**power for power in range(11)])
         assert neighbour(parameter, 1, upward=True, integer=True, size=0.3) == 8
         assert neighbour(parameter, 512, upward=True, integer=True, size=0.3) == 1024
         assert neighbour(parameter, 1024, upward=True, integer=True, size=0.3) == 128
-        assert place(parameter, 8) == pytest.approx(0.3)
+        assert relative_position(parameter, 8) == pytest.approx(0.3)
 
     def test_every_choice_is_reached_also_by_larger_steps(self):
         rungs = [4, 8, 16, 32, 64]
@@ -283,7 +283,7 @@ class TestSteps:
         def typical(steps):
             rng = np.random.default_rng(1)
             moved = [Mutation(resample=0)(start, space, rng, steps).lr for _ in range(400)]
-            return np.median([abs(place(LR, lr) - place(LR, start.lr)) for lr in moved])
+            return np.median([abs(relative_position(LR, lr) - relative_position(LR, start.lr)) for lr in moved])
 
         assert typical({"lr": 0.05}) == pytest.approx(0.05, rel=0.2)
         assert typical({"lr": -0.05}) == typical({"lr": 0.05})
@@ -295,7 +295,9 @@ class TestSteps:
         narrow = RLParameter(min=1e-6, max=1e-3, scale="log", founders=(1e-6, 2e-6))
         space, rng, trials = HyperparameterConfig(lr=narrow), np.random.default_rng(0), 3000
         start = Hyperparameters(lr=1e-6)
-        places = [place(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)]
+        places = [
+            relative_position(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)
+        ]
         # A hundredth of the step sizes exceeds 0.02 exp(3 x 0.75); a sixth of the range's draws is below.
         far = sum(each > 0.2 for each in places) / trials
         assert far == pytest.approx(0.4 * 0.8, abs=0.04)
