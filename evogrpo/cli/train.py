@@ -87,12 +87,12 @@ def _environment_config(key: str, name: str, overrides: list[str], args: argpars
     """Return the packaged configuration for an environment."""
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import named_wrapper
-        from evogrpo.training.presets import packaged_values, with_own_limits
+        from evogrpo.training.presets import packaged_values, without_packaged_limits
 
         for wrapper in args.wrapper:  # importing them may register the environment
             named_wrapper(wrapper)
         values = packaged_values(name, with_preset=args.preset)
-        values = with_own_limits(values, override({}, overrides).get("schedule") or {})
+        values = without_packaged_limits(values, override({}, overrides).get("schedule") or {})
         return parse_config(override(values, overrides))
     if args.preset:
         raise ValueError("--preset is not available with --parallel-env. Remove it.")

@@ -21,49 +21,53 @@ def preset(env: str) -> dict[str, Any]:
     """Return the sections that the preset of an environment changes in the packaged configuration.
 
     Args:
-        env: Its id, with or without the version.
+        env: Id of the environment, with or without the version.
 
     Raises:
-        ValueError: If it has none, or is no environment.
+        ValueError: If there is no such environment, or it has no preset.
     """
     try:
         name = env_spec(env).id
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error
+        raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
     if name not in preset_ids():
-        raise ValueError(f"there is no preset for {name}: leave it out, or choose one of {', '.join(preset_ids())}")
+        raise ValueError(f"There is no preset for {name}. Remove --preset, or choose one of {', '.join(preset_ids())}.")
     read: dict[str, Any] = read_yaml((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
     return read
 
 
-def with_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merge changes into a configuration's plain values, key by key in every section."""
-    both = dict(values)
+    merged = dict(values)
     for name, change in changes.items():
-        both[name] = {**(both.get(name) or {}), **change} if isinstance(change, Mapping) else change
-    return both
+        merged[name] = {**(merged.get(name) or {}), **change} if isinstance(change, Mapping) else change
+    return merged
 
 
-def with_own_limits(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def without_packaged_limits(values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return packaged values without their own limits if the caller gives a budget.
 
     Args:
         values: Values of the packaged configuration.
-        given: Schedule settings of the caller.
+        schedule: Schedule settings of the caller.
     """
-    own = any(given.get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds"))
-    return with_sections(values, {"schedule": {"generations": None, "target_fitness": None}}) if own else dict(values)
+    has_budget = any(schedule.get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds"))
+    return (
+        merge_sections(values, {"schedule": {"generations": None, "target_fitness": None}})
+        if has_budget
+        else dict(values)
+    )
 
 
 def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
     """Return the plain values of the packaged configuration for an environment.
 
     Args:
-        env: Its id; the run then ends where it counts as solved, if it says so. None = one that has no id.
-        with_preset: Whether its preset is put on top.
+        env: Id of the environment; the run then ends at its reward threshold, if it has one. None = no id.
+        with_preset: Apply its preset.
 
     Raises:
-        ValueError: If it is no environment that Gymnasium knows here, or has no preset.
+        ValueError: If there is no such environment, or it has no preset.
     """
     text = (files("evogrpo.training.configuration") / "env.yaml").read_text(encoding="utf-8")
     values: dict[str, Any] = read_yaml(text, "env.yaml")
@@ -73,5 +77,5 @@ def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
 
     threshold = reward_threshold(env)
     solved = {} if threshold is None else {"schedule": {"target_fitness": threshold}}
-    values = with_sections(values, {"task": {"env": env}, **solved})
-    return with_sections(values, preset(env)) if with_preset else values
+    values = merge_sections(values, {"task": {"env": env}, **solved})
+    return merge_sections(values, preset(env)) if with_preset else values

@@ -31,7 +31,7 @@ from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.warnings import warn
 
 VERSION = 1
-"""Of the form of the file."""
+"""Version of the file format."""
 
 _HEAD = """\
 # The hyperparameter schedule that led to member #{member} of {run}, written by evogrpo {version}.
@@ -39,7 +39,7 @@ _HEAD = """\
 # `evogrpo replay {name}` trains one fresh agent under it; code that the configuration names is run then.
 """
 _FIELDS = ("version", "of", "stages", "configuration")
-_ENDS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
+_OTHER_LIMITS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class HyperparameterSchedule:
 
     @property
     def strategy(self) -> Replay:
-        """The strategy that follows it."""
+        """Strategy that applies the schedule."""
         return Replay(stages=self.stages)
 
     @property
@@ -69,7 +69,7 @@ class HyperparameterSchedule:
             "generations": self.strategy.generations,
             "steps_per_generation": first.generations[0],
             "samples_per_step": first.samples_per_step,
-            **dict.fromkeys(_ENDS),
+            **dict.fromkeys(_OTHER_LIMITS),
             "count_evaluations": False,
         }
 
@@ -78,7 +78,7 @@ class HyperparameterSchedule:
         """Read the schedule from a run directory, or from a file written by `write`.
 
         Raises:
-            ValueError: If it is neither, no member has been evaluated, or a value is refused.
+            ValueError: If it is neither, no member has been evaluated, or a value is invalid.
         """
         path = Path(source)
         return cls._of_run(path) if path.is_dir() else cls._of_file(path)
@@ -86,19 +86,21 @@ class HyperparameterSchedule:
     @classmethod
     def _of_run(cls, run_dir: Path) -> Self:
         events = read_journal(run_dir / JOURNAL)
-        found = best_schedule(events)
-        began = next(event for event in events if event["event"] == "run")
-        if found.networks:
+        schedule = best_schedule(events)
+        run_event = next(event for event in events if event["event"] == "run")
+        if schedule.networks:
             warn(
-                f"the network of member #{found.member.index} changed on the way ({'; '.join(found.networks)}), which "
-                "a schedule of hyperparameters does not hold: a replay keeps the network that the run began with"
+                f"The network of member #{schedule.member.index} changed ({'; '.join(schedule.networks)}). A schedule "
+                "contains hyperparameters only, so a replay keeps the first network."
             )
         config = run_dir / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
-        tokens = began.get("micro_batch_tokens")  # the default depends on the device
+        tokens = run_event.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
-        return cls(stages=found.stages, of=_facts(began, found), configuration=values and _without_place(values))
+        return cls(
+            stages=schedule.stages, of=_facts(run_event, schedule), configuration=values and _without_location(values)
+        )
 
     @classmethod
     def _of_file(cls, path: Path) -> Self:
@@ -106,37 +108,37 @@ class HyperparameterSchedule:
         refuse_unknown(f"key of {path}", values, _FIELDS)
         if values.get("version") != VERSION:
             raise ValueError(f"{path} must be a schedule of version {VERSION}, got {values.get('version')!r:.80}")
-        of, configuration, listed = values.get("of", {}), values.get("configuration"), values.get("stages")
+        of, configuration, stage_values = values.get("of", {}), values.get("configuration"), values.get("stages")
         if not isinstance(of, Mapping) or not isinstance(configuration, Mapping | None):
             raise ValueError(f"of and configuration of {path} must be mappings")
-        if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) for each in listed):
-            raise ValueError(f"stages of {path} must be a list of mappings, got {listed!r:.80}")
+        if not isinstance(stage_values, Sequence) or not all(isinstance(each, Mapping) for each in stage_values):
+            raise ValueError(f"stages of {path} must be a list of mappings, got {stage_values!r:.80}")
         stages: list[ScheduleStage] = []
-        begins = 0
-        for number, each in enumerate(listed, start=1):
+        first_step = 0
+        for number, each in enumerate(stage_values, start=1):
             rest = {name: value for name, value in each.items() if name != "from_step"}
             try:
-                found = whole_between("from_step", each.get("from_step"), 0, MAX_COUNT)
-                if found != begins:
-                    raise ValueError(f"from_step must be {begins}, where the stages before it end, got {found}")
+                from_step = whole_between("from_step", each.get("from_step"), 0, MAX_COUNT)
+                if from_step != first_step:
+                    raise ValueError(f"from_step must be {first_step}, the end of the stage before, got {from_step}")
                 stages.append(ScheduleStage.from_json(rest))
             except ValueError as error:
                 raise ValueError(f"stage {number} of {path}: {error}") from error
-            begins += stages[-1].steps
+            first_step += stages[-1].steps
         return cls(stages=Replay(stages=tuple(stages)).stages, of=of, configuration=configuration)
 
     def write(self, file: str | Path) -> None:
-        """Write it as YAML, to be read by people and by `read`.
+        """Write the schedule as YAML; `read` reads it.
 
         Raises:
-            ValueError: If there is a file already.
+            ValueError: If the file exists already.
         """
-        path, begins, stages = Path(file), 0, []
+        path, first_step, stages = Path(file), 0, []
         if path.exists():
             raise ValueError(f"{path} already exists. Choose another file.")
         for stage in self.stages:
-            stages.append({"from_step": begins, **stage.to_json()})
-            begins += stage.steps
+            stages.append({"from_step": first_step, **stage.to_json()})
+            first_step += stage.steps
         values = {"version": VERSION, "of": dict(self.of), "stages": stages}
         if self.configuration is not None:
             values["configuration"] = dict(self.configuration)
@@ -152,30 +154,30 @@ class HyperparameterSchedule:
         write_synced(path, text.encode("utf-8"))
 
     def config(self, overrides: Sequence[str] = ()) -> AnyConfig:
-        """Return the configuration of a run of one agent that follows it, everything else as in the run it is from.
+        """Return the configuration of a run of one agent with this schedule; all other settings are the run's.
 
         Args:
-            overrides: `key=value` with dots between nested keys, put on top, such as `seed=1`.
+            overrides: `key=value` with dots between nested keys, such as `seed=1`.
 
         Raises:
-            ValueError: If the run was started in Python, or a value is refused.
+            ValueError: If the run was started in Python, or a value is invalid.
         """
         if self.configuration is None:
             raise ValueError(
                 "The run of this schedule was started in Python, so its task is unknown. Pass population and env to "
                 "evogrpo.replay."
             )
-        values = _without_place(self.configuration)
+        values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
         space = parse_space(values.get("search_space"))
-        started = {name: getattr(first, name) for name in space}
-        kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
+        start = {name: getattr(first, name) for name in space}
+        evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
         if values.get("experience", "own") != "own":
             warn("That run used shared experience, which one agent cannot. The replay learns from its own samples.")
         values |= {
             "experience": "own",
             "hyperparameters": first.to_json(),
-            "search_space": {name: parameter.to_json() for name, parameter in kept.items()},
+            "search_space": {name: parameter.to_json() for name, parameter in evolving.items()},
             "population": {"size": 1, "spread": False},
             "strategy": {"name": "replay", **self.strategy.to_json()},
             "schedule": {**(values.get("schedule") or {}), **self.limits},
@@ -196,16 +198,16 @@ def replay(
     """Train a new agent with the hyperparameter schedule that an earlier run found.
 
     Args:
-        source: The folder of that run, or a schedule that `evogrpo export RUN --schedule FILE` has written.
-        population: For a run that was started in Python: new members, each of which follows the schedule.
-        env: Where they act; with `population` only.
-        run_dir: Where the records of the new run go; None keeps none.
+        source: Run directory of that run, or a file written by `evogrpo export RUN --schedule FILE`.
+        population: New members that follow the schedule, for a run that was started in Python.
+        env: Environment of `population`.
+        run_dir: Run directory of the new run; None = no records.
         overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
         progress: Show a live display; see `evogrpo.evolve`.
         skip_memory_check: See `evogrpo.evolve`.
 
     Returns:
-        The run, to be iterated over, or run to its end by `finish()`; it is resumed like any other.
+        The run. Iterate over it, or call `finish()`; it can be resumed like any other run.
 
     Raises:
         ValueError: If there is no such schedule, it does not fit, or the run was started in Python and `population` or
@@ -213,10 +215,10 @@ def replay(
     """
     schedule = HyperparameterSchedule.read(source)
     if (population is None) != (env is None):
-        raise ValueError("population and env go together: give both, or neither for a run of a configuration")
+        raise ValueError("population and env must be given together, or neither for a run with a configuration")
     if population is not None and env is not None:
         if overrides:
-            raise ValueError(f"overrides change a configuration, which a population does without, got {overrides!r}")
+            raise ValueError(f"overrides change a configuration and cannot be used with population, got {overrides!r}")
         for agent in population.agents:
             agent.hyperparameters = schedule.stages[0].hyperparameters
         return evolve(
@@ -246,23 +248,23 @@ class _Dumper(yaml.SafeDumper):
     """Writes lists of numbers on one line."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        plain = all(isinstance(each, int | float | str) for each in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=True if plain else flow_style)
+        is_plain = all(isinstance(item, int | float | str) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=True if is_plain else flow_style)
 
 
-def _facts(began: Mapping[str, Any], found: BestSchedule) -> dict[str, Any]:
-    known = ("run_id", "version", "task", "model", "seed")
-    member = found.member
-    standing = fitness_estimate(member)
-    earned = {} if standing is None else standing.to_json()
+def _facts(run_event: Mapping[str, Any], schedule: BestSchedule) -> dict[str, Any]:
+    names = ("run_id", "version", "task", "model", "seed")
+    member = schedule.member
+    fitness = fitness_estimate(member)
+    fitness_values = {} if fitness is None else fitness.to_json()
     return {
-        **{name: began[name] for name in known if began.get(name) is not None},
+        **{name: run_event[name] for name in names if run_event.get(name) is not None},
         "member": member.index,
         "generation": member.generation,
-        **earned,
+        **fitness_values,
     }
 
 
-def _without_place(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_location(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without run directory and run id."""
     return {name: value for name, value in values.items() if name not in ("run_dir", "run_id")}

@@ -26,7 +26,7 @@ from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start
 from evogrpo.training.loop.run import AfterGeneration, Run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.presets import packaged_values, with_own_limits, with_sections
+from evogrpo.training.presets import merge_sections, packaged_values, without_packaged_limits
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import PreparedNetworks, prepare_in
@@ -157,7 +157,7 @@ def _configured(
     if flag("preset", preset) and not isinstance(env, str):
         raise ValueError("a preset is that of a registered environment: give its id, or leave preset out")
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
-    values = with_sections(values, {"task": {"env": _name(env)}})
+    values = merge_sections(values, {"task": {"env": _name(env)}})
     given: dict[str, dict[str, Any]] = {
         section: {key: plain(settings[key]) for key in names if key in settings} for section, names in _SECTIONS.items()
     }
@@ -165,8 +165,8 @@ def _configured(
         given["task"]["wrappers"] = [_named(wrapper) for wrapper in settings["wrappers"]]
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
-    values = with_own_limits(values, given["schedule"])
-    values = with_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
+    values = without_packaged_limits(values, given["schedule"])
+    values = merge_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
     if "hp_config" in settings:
         space = settings["hp_config"] or HyperparameterConfig()
         values["search_space"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()

@@ -31,46 +31,41 @@ MODE = "rgb_array"
 _WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _LIKE_OPENGL = re.compile(r"(?i:opengl|libe?gl|\begl|glfw|osmesa|\bdisplay|x11|mujoco)|\bgl[A-Z]")
 _OPENGL = (
-    "it is drawn with OpenGL; without a display set MUJOCO_GL=egl (with libegl1, or a GPU's driver, and PyOpenGL) or "
-    "MUJOCO_GL=osmesa (with libosmesa6 and PyOpenGL), or use a virtual display, as xvfb-run gives one"
+    "it needs OpenGL. Without a display, set MUJOCO_GL=egl (needs libegl1 or a GPU driver, and PyOpenGL) or "
+    "MUJOCO_GL=osmesa (needs libosmesa6 and PyOpenGL), or use xvfb-run"
 )
 
 
 @contextmanager
-def displayless() -> Iterator[None]:
-    """Let what environments are drawn with, SDL or MuJoCo's OpenGL, look for no display where there is none."""
-    absent = sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
-    chosen = {name: value for name, value in _WITHOUT_DISPLAY.items() if absent and name not in os.environ}
-    os.environ.update(chosen)
+def headless() -> Iterator[None]:
+    """Configure SDL and MuJoCo for rendering without a display, if there is none."""
+    has_no_display = sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    variables = {name: value for name, value in _WITHOUT_DISPLAY.items() if has_no_display and name not in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in chosen:
+        for name in variables:
             os.environ.pop(name, None)
 
 
 @contextmanager
-def _drawing(name: str) -> Iterator[None]:
-    """Convert errors of rendering to ValueError with a hint.
-
-    Raises:
-        ImportError: If a package is missing.
-        ValueError: If it is anything else.
-    """
+def _rendering_errors(name: str) -> Iterator[None]:
+    """Convert errors of rendering: a missing package to ImportError, all others to ValueError with a hint."""
     try:
         yield
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        missing = f"{name} is drawn with a package that is not installed ({error}): {extra_command('video')}"
-        raise ImportError(missing) from error
+        message = f"Rendering {name} needs a package that is not installed ({error}): {extra_command('video')}"
+        raise ImportError(message) from error
     except Exception as error:
-        _let_go(error)
+        _free_failed_env(error)
         text = f"{type(error).__name__}: {error}"
-        remedy = _OPENGL if _LIKE_OPENGL.search(text) else "the error is of its own code, or of what draws it"
-        raise ValueError(f"{name} cannot be drawn here, {shorten(text, 200)}: {remedy}") from error
+        remedy = _OPENGL if _LIKE_OPENGL.search(text) else "the environment or its renderer raised this error"
+        raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
 
 
-def _let_go(error: Exception) -> None:
-    """Free what was half-made when drawing failed, without the complaints of its destructors."""
+def _free_failed_env(error: Exception) -> None:
+    """Free a partly built environment now, and ignore the errors of its destructors."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         clear_frames(error.__traceback__)
@@ -79,12 +74,12 @@ def _let_go(error: Exception) -> None:
         sys.unraisablehook = hook
 
 
-class Drawn(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment whose pictures are checked one by one: a film takes all of one size.
+class CheckedRendering(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Environment whose rendered images are checked: a video needs images of one size.
 
     Args:
-        env: Made to be drawn.
-        name: For messages.
+        env: Environment with a render mode.
+        name: Name for messages.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", name: str) -> None:
@@ -92,37 +87,36 @@ class Drawn(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._name, self._size = name, (0, 0)
 
     def render(self) -> Any:
-        """Draw the environment.
+        """Render the environment.
 
         Raises:
             ImportError: If a package is missing.
-            ValueError: If it cannot be drawn, or not as a film's next picture.
+            ValueError: If it cannot be rendered, or the image does not fit the video.
         """
-        with _drawing(self._name):
+        with _rendering_errors(self._name):
             image: Any = self.env.render()
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
             raise ValueError(
-                f"{self._name} cannot be recorded: render() must return uint8 [height, width, 3], got {what}: let it "
-                f'return such an image where its render_mode is "{MODE}"'
+                f"{self._name} cannot be recorded: render() must return a uint8 array [height, width, 3] with "
+                f'render_mode="{MODE}", got {what}.'
             )
         size = image.shape[:2]
         if self._size not in ((0, 0), size):
             raise ValueError(
-                f"{self._name} cannot be recorded: all pictures of a film must be of one size, got {size} after "
-                f"{self._size}"
+                f"{self._name} cannot be recorded: all images must have the same size, got {size} after {self._size}."
             )
         self._size = size
         return image
 
 
-def drawn(
+def make_rendered_env(
     env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups | PettingZooGroups",
     env_kwargs: Mapping[str, Any],
     max_episode_steps: int | None,
     seed: int,
 ) -> "gymnasium.Env[Any, Any]":
-    """Make an environment that draws itself, and see that it does."""
+    """Create an environment with render mode "rgb_array" and render it once as a test."""
     if isinstance(env, GymnasiumGroups):
         base, name = env._make, env.name
     elif isinstance(env, PettingZooGroups):
@@ -130,27 +124,27 @@ def drawn(
     else:
         base = EnvFactory(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
         name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
-    maker = replace(
+    factory = replace(
         base,
         env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": MODE},
         max_episode_steps=max_episode_steps or base.max_episode_steps,
     )
-    made = _made(maker, name)
-    film = Drawn(made, name)
+    rendered_env = _make_env(factory, name)
+    checked = CheckedRendering(rendered_env, name)
     try:
-        _check_mode(made, name)
-        made.reset(seed=seed)
-        film.render()
+        _check_mode(rendered_env, name)
+        rendered_env.reset(seed=seed)
+        checked.render()
     except BaseException:
-        with suppress(Exception):  # what could not be drawn perhaps cannot be closed either
-            made.close()
+        with suppress(Exception):  # an environment that cannot be rendered may also fail to close
+            rendered_env.close()
         raise
-    return film
+    return checked
 
 
-def _made(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
+def _make_env(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
     try:
-        with _drawing(name):
+        with _rendering_errors(name):
             return maker()
     except (ImportError, ValueError) as error:
         cause = error.__cause__
@@ -160,35 +154,35 @@ def _made(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
             raise ValueError(f"{name} cannot be made: {cause}") from cause
         if isinstance(cause, TypeError) and "render_mode" in str(cause):
             raise ValueError(
-                f"{name} takes no render_mode, so it cannot be recorded: let it take the keyword argument and return "
-                f'an image from render() where it is "{MODE}"'
+                f"{name} cannot be recorded: it does not accept the argument render_mode. Accept it, and return an "
+                f'image from render() if it is "{MODE}".'
             ) from cause
         raise
 
 
-def _check_mode(made: "gymnasium.Env[Any, Any]", name: str) -> None:
-    if made.render_mode != MODE:
-        modes = list(made.metadata.get("render_modes", ()))
+def _check_mode(env: "gymnasium.Env[Any, Any]", name: str) -> None:
+    if env.render_mode != MODE:
+        modes = list(env.metadata.get("render_modes", ()))
         raise ValueError(
-            f'{name} cannot be recorded: it must be made with render_mode="{MODE}", but its render_mode is '
-            f"{made.render_mode!r} (it knows {modes})"
+            f'{name} cannot be recorded: its render_mode must be "{MODE}", got {env.render_mode!r}. Supported modes: '
+            f"{modes}."
         )
 
 
-_LONGEST = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
+_MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordedEpisode:
     """One recorded episode.
 
     Attributes:
-        path: The video, with one frame more than the episode has steps: the first shows its start.
-        seed: That the environment was reset with.
-        episode_return: Sum of its rewards, undiscounted; of several agents all together.
-        length: Its steps.
-        truncated: Whether it was cut off rather than come to its end.
-        returns: Of several agents, what each of them earned.
+        path: The video. It has one frame more than the episode has steps, because the first shows the start.
+        seed: Reset seed.
+        episode_return: Undiscounted sum of rewards, over all agents.
+        length: Number of steps.
+        truncated: True if the episode was truncated rather than terminated.
+        returns: Return of each agent, if there are several.
     """
 
     path: Path
@@ -199,7 +193,7 @@ class Recorded:
     returns: Mapping[str, float] = field(default_factory=dict)
 
 
-@displayless()
+@headless()
 def record_video(
     agent: GRPO,
     env: "str | Callable[..., Any] | GymnasiumGroups | PettingZooGroups",
@@ -211,82 +205,83 @@ def record_video(
     seeds: Sequence[int] | None = None,
     deterministic: bool = True,
     fps: int | None = None,
-) -> tuple[Recorded, ...]:
-    """Let a copy of an agent play and write a video of each episode; the agent and its training stay as they are.
+) -> tuple[RecordedEpisode, ...]:
+    """Record a video of each episode of an agent. The agent does not change.
 
     Args:
-        agent: A member of small networks, e.g. `population.best` or `GRPO.load(run_dir / "best")`.
-        env: The id of a registered environment, a callable that makes one and takes `render_mode`, or what the agent
-            was trained in; for a member of several agents a callable that makes a parallel one, or PettingZooGroups.
-        path: Where the video goes, an .mp4 file; of several episodes "name-0.mp4", "name-1.mp4", ...
-        env_kwargs: Keyword arguments of the environment or the callable; with GymnasiumGroups or PettingZooGroups added
-            to its own.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
-        episodes: How many, at least 1.
-        seeds: Reset seed of each episode, instead of a number of episodes. None takes the first validation starts of
-            GymnasiumGroups or PettingZooGroups, and 0, 1, ... elsewhere.
-        deterministic: Take the most likely actions, as fitness is measured; False draws them.
-        fps: Frames per second; None = the environment's own, or 30.
+        agent: Agent with small networks, e.g. `population.best` or `GRPO.load(run_dir / "best")`.
+        env: Id of a registered environment, a callable with the argument `render_mode` that creates one, or the
+            environment that the agent was trained in. For several agents, a callable that creates a parallel
+            environment, or PettingZooGroups.
+        path: Path of the .mp4 file; several episodes are written to "name-0.mp4", "name-1.mp4", ...
+        env_kwargs: Keyword arguments of the environment or the callable; GymnasiumGroups and PettingZooGroups add them
+            to their own.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's limit.
+        episodes: Number of episodes, at least 1.
+        seeds: Reset seed of each episode, instead of `episodes`. None = the first validation starts of GymnasiumGroups
+            or PettingZooGroups, otherwise 0, 1, ...
+        deterministic: Take the most likely actions, as for fitness; False = sample actions.
+        fps: Frames per second; None = the environment's rate, or 30.
 
     Returns:
         One record per episode, in order.
 
     Raises:
-        ImportError: If a package that draws or writes videos is missing.
-        FileExistsError: If a video is already there: none is ever overwritten.
-        ValueError: If an argument does not fit, the environment cannot be drawn, or an episode does not end.
+        ImportError: If a package for rendering or writing videos is missing.
+        FileExistsError: If a video exists already.
+        ValueError: If an argument is invalid, the environment cannot be rendered, or an episode does not end.
     """
     seeds = _seeds(env, episodes, seeds)
     targets = _targets(Path(path), len(seeds))
     if find_spec("moviepy") is None:
-        raise ImportError(f"videos are written with moviepy, which is not installed: {extra_command('video')}")
+        raise ImportError(f"Writing videos needs moviepy, which is not installed: {extra_command('video')}")
     _check_encoder()
     if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
         env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused
     if isinstance(env, PettingZooGroups):
         agent.members.check(env)
-    made = drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
-    with closing(made):
+    rendered_env = make_rendered_env(env, env_kwargs or {}, max_episode_steps, seeds[0])
+    with closing(rendered_env):
         if not isinstance(env, PettingZooGroups):
-            check_spaces(agent, made)
+            check_spaces(agent, rendered_env)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
-        # Next to the videos, so that each is moved into place whole.
+        # Write next to the target, so that a complete video is moved into place.
         with TemporaryDirectory(prefix=".video-", dir=targets[0].parent) as folder:
-            with closing(_film(made, Path(folder) / "new", fps)) as film:
-                played = [_play(player, film, seed, deterministic) for seed in seeds]
+            with closing(_recorder(rendered_env, Path(folder) / "new", fps)) as recorder:
+                records = [_play(player, recorder, seed, deterministic) for seed in seeds]
             for number, target in enumerate(targets):
                 _refuse_existing(target)
                 (Path(folder) / "new" / f"video-episode-{number}.mp4").rename(target)
-    return tuple(Recorded(path=target, **record) for target, record in zip(targets, played, strict=True))
+    return tuple(RecordedEpisode(path=target, **record) for target, record in zip(targets, records, strict=True))
 
 
-def check_spaces(agent: GRPO, made: "gymnasium.Env[Any, Any]") -> None:
-    """Refuse with a ValueError an environment that has other spaces than the agent."""
+def check_spaces(agent: GRPO, env: "gymnasium.Env[Any, Any]") -> None:
+    """Raise ValueError if the spaces of an environment differ from the agent's."""
     for name in ("observation_space", "action_space"):
-        own, given = getattr(agent, name), getattr(made, name)
-        if own != given:
+        expected, actual = getattr(agent, name), getattr(env, name)
+        if expected != actual:
             raise ValueError(
-                f"an agent plays in an environment that it was made for: its {name} is {own}, but that of "
-                f"{type(made.unwrapped).__name__} is {given}"
+                f"{name} must equal the agent's, {expected}, got {actual} of {type(env.unwrapped).__name__}. Use an "
+                "agent that was trained in this environment."
             )
 
 
 def _check_encoder() -> None:
-    """Refuse with an ImportError a machine without ffmpeg, before anything is played."""
+    """Raise ImportError if ffmpeg is missing."""
     try:
         import_module("imageio_ffmpeg").get_ffmpeg_exe()
     except RuntimeError as error:
         raise ImportError(
-            "videos are written with ffmpeg, which is not found: install it, as with apt-get install ffmpeg, or name "
-            "the program in IMAGEIO_FFMPEG_EXE"
+            "Writing videos needs ffmpeg, which was not found. Install it (apt-get install ffmpeg), or set "
+            "IMAGEIO_FFMPEG_EXE to its path."
         ) from error
 
 
 def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:
     if seeds is not None:
         if not len(seeds) or episodes not in (1, len(seeds)):
-            raise ValueError(f"seeds must name a reset seed for each episode, got {len(seeds)} for {episodes} episodes")
+            raise ValueError(f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes")
         return [int(seed) for seed in seeds]
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}")
@@ -296,9 +291,9 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
 
 
 def _targets(path: Path, count: int) -> list[Path]:
-    """Return where each video goes; refuse before anything is played what could not be written at the end."""
+    """Return the path of each video; raise an error if one cannot be written."""
     if path.suffix != ".mp4":
-        raise ValueError(f"a video is an .mp4 file, got {str(path)!r}")
+        raise ValueError(f"path must end in .mp4, got {str(path)!r}")
     targets = [path] if count == 1 else [path.with_name(f"{path.stem}-{number}.mp4") for number in range(count)]
     for target in targets:
         _refuse_existing(target)
@@ -307,40 +302,42 @@ def _targets(path: Path, count: int) -> list[Path]:
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise FileExistsError(f"{target} is already there and is never overwritten: remove it, or choose another path")
+        raise FileExistsError(f"{target} exists already. Remove it, or choose another path.")
 
 
-def _film(made: "gymnasium.Env[Any, Any]", folder: Path, fps: int | None) -> "RecordVideo[Any, Any]":
-    return RecordVideo(made, str(folder), episode_trigger=lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
+def _recorder(env: "gymnasium.Env[Any, Any]", folder: Path, fps: int | None) -> "RecordVideo[Any, Any]":
+    return RecordVideo(env, str(folder), episode_trigger=lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
 
 
-def _play(agent: GRPO, film: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
+def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
     """Play one episode to its end."""
-    seen, info = film.reset(seed=seed)
-    total, length, over = 0.0, 0, False
+    observation, info = recorder.reset(seed=seed)
+    total, length, done = 0.0, 0, False
     returns: dict[str, float] = {}
-    while not over:
-        if length >= _LONGEST:
-            raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
-        seen, reward, terminated, truncated, info = film.step(action_of(agent, seen, info, deterministic))
-        total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
-        for name, own in info.get(AGENT_REWARDS, {}).items():
-            returns[name] = returns.get(name, 0.0) + own
-    # Before it writes them; declared as an int, but a float is what it is used as.
-    film.frames_per_sec = keeping_all(film.frames_per_sec, len(film.recorded_frames))  # type: ignore[assignment]
+    while not done:
+        if length >= _MAX_EPISODE_STEPS:
+            raise ValueError(f"An episode did not end within {_MAX_EPISODE_STEPS} steps. Set max_episode_steps.")
+        observation, reward, terminated, truncated, info = recorder.step(
+            action_of(agent, observation, info, deterministic)
+        )
+        total, length, done = total + float(reward), length + 1, bool(terminated or truncated)
+        for name, reward_of_agent in info.get(AGENT_REWARDS, {}).items():
+            returns[name] = returns.get(name, 0.0) + reward_of_agent
+    # Set before the recorder writes the video. Declared as an int, but used as a float.
+    recorder.frames_per_sec = lossless_fps(recorder.frames_per_sec, len(recorder.recorded_frames))  # type: ignore[assignment]
     return {"seed": seed, "episode_return": total, "length": length, "truncated": not terminated, "returns": returns}
 
 
-def keeping_all(fps: float, frames: int) -> float:
-    """Return the next frame rate at which moviepy writes all frames.
+def lossless_fps(fps: float, frames: int) -> float:
+    """Return the smallest frame rate of at least `fps` at which moviepy writes all frames.
 
-    It writes int(fps * the sum of their durations) of them, so where the sum is rounded down the last one is lost.
+    It writes int(fps * total duration) frames, so the last one is lost if the total is rounded down.
     """
     while int(sum([1.0 / fps] * frames) * fps) < frames:
         fps = math.nextafter(fps, math.inf)
     return fps
 
 
-def action_of(agent: GRPO, seen: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
-    """Return what an agent does where an environment shows and allows this."""
-    return agent.predict(seen, deterministic=deterministic, action_masks=info.get("action_mask"))[0]
+def action_of(agent: GRPO, observation: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
+    """Return an agent's action for one observation, among the actions that the environment allows."""
+    return agent.predict(observation, deterministic=deterministic, action_masks=info.get("action_mask"))[0]

@@ -8,7 +8,7 @@ from evogrpo import train
 from evogrpo.cli import main
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.presets import packaged_values, preset, preset_ids, with_sections
+from evogrpo.training.presets import merge_sections, packaged_values, preset, preset_ids
 
 TINY = [
     *("population.size=2", "schedule.generations=1", "schedule.steps_per_generation=1", "task.validation_size=2"),
@@ -90,7 +90,7 @@ def test_tasks_lists_presets(capsys):
 
 def test_sections_are_merged_key_by_key():
     values = {"a": {"x": 1, "y": {"deep": 1}}, "b": 2}
-    assert with_sections(values, {"a": {"y": {"python_config": 3}}, "c": {"z": 4}}) == {
+    assert merge_sections(values, {"a": {"y": {"python_config": 3}}, "c": {"z": 4}}) == {
         "a": {"x": 1, "y": {"python_config": 3}},
         "b": 2,
         "c": {"z": 4},

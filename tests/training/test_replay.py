@@ -267,7 +267,7 @@ def test_a_missing_generation_gives_no_schedule():
 def test_a_stage_must_match_its_run():
     from evogrpo.training.configuration.reading import parse_config
     from evogrpo.training.presets import packaged_values
-    from evogrpo.training.train import with_sections
+    from evogrpo.training.train import merge_sections
 
     stage = ScheduleStage(
         hyperparameters=parse_config(packaged_values("CartPole-v1", with_preset=False)).hyperparameters,
@@ -275,7 +275,7 @@ def test_a_stage_must_match_its_run():
         samples_per_step=32,
     )
     other = with_fields(stage, hyperparameters=with_fields(stage.hyperparameters, lr=1e-3))
-    values = with_sections(
+    values = merge_sections(
         packaged_values("CartPole-v1", with_preset=False),
         {"schedule": {"samples_per_step": 32}, "hyperparameters": stage.hyperparameters.to_json()},
     )

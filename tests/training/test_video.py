@@ -11,7 +11,7 @@ from gymnasium import spaces
 from evogrpo import GymnasiumGroups, record_video
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.evaluation import evaluate
-from evogrpo.training.video import keeping_all
+from evogrpo.training.video import lossless_fps
 from tests.envs.probes import Masked
 from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_training import equal_states, state_of, tiny_agent
@@ -105,7 +105,7 @@ def test_cart_pole_is_played_as_in_evaluation(tmp_path):
 def test_videos_of_any_length_keep_their_last_frame(fps):
     """moviepy's computation for an image sequence, for every length."""
     for frames in range(1, 600):
-        rate = keeping_all(fps, frames)
+        rate = lossless_fps(fps, frames)
         assert int(sum([1.0 / rate] * frames) * rate) == frames
         assert rate == pytest.approx(fps, rel=1e-12)
 

@@ -10,7 +10,7 @@ import yaml
 from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.presets import packaged_values, with_sections
+from evogrpo.training.presets import merge_sections, packaged_values
 from tests.algorithms.test_multi_agent import groups, population_for
 from tests.reporting.journals import generation, member
 from tests.reporting.test_data_frames import written
@@ -188,13 +188,13 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(earlier, 
     ],
 )
 def test_invalid_founders_in_a_configuration_are_refused(population, message):
-    values = with_sections(packaged_values("CartPole-v1", with_preset=False), {"population": population})
+    values = merge_sections(packaged_values("CartPole-v1", with_preset=False), {"population": population})
     with pytest.raises(ValueError, match=message):
         parse_config(values)
 
 
 def test_founders_in_a_configuration_override_the_defaults():
-    values = with_sections(
+    values = merge_sections(
         packaged_values("CartPole-v1", with_preset=False),
         {"population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]}, "schedule": {"samples_per_step": 8}},
     )

@@ -23,8 +23,9 @@ CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
 SMALLER_GROUPS = (4, 2)
 """Group sizes to try for a single member if a whole group takes too long and group_size is auto."""
 
-HELD_OUT, LEAST_HELD_OUT = (2, 8), 32
-"""Validation and test starts per training episode, and the fewest: with too few, luck decides which member is best."""
+HELD_OUT, MIN_HELD_OUT = (2, 8), 32
+"""Validation and test starts per training episode, and the minimum of validation starts: with fewer, the choice of the
+best member is mostly noise."""
 
 STEPS, STEPS_OF_ONE = 100, 20
 """Learning steps that must fit into the time limit, with several members and with one."""
@@ -44,47 +45,52 @@ def choose_sizes(
     members: Callable[[AnyConfig], Population],
     need: Callable[[AnyConfig], Need],
 ) -> tuple[AnyConfig, str | None]:
-    """Return the configuration with its `auto` sizes set, and a text on them; None if there are none.
+    """Return the configuration with its `auto` sizes set, and a description of them; None if there are none.
 
     Args:
         config: The configuration.
         env: The environment.
-        longest: Most steps of an episode; None = unknown.
-        members: Makes members of a configuration, to measure with.
-        need: Estimates the memory of a configuration.
+        longest: Maximum number of steps of an episode; None = unknown.
+        members: Returns members for a configuration; one step of theirs is measured.
+        need: Returns the estimated memory of a configuration.
 
     Raises:
-        ValueError: If no size goes with its hyperparameters.
+        ValueError: If no size fits the hyperparameters.
     """
     if not config.auto:
         return config, None
     group = config.hyperparameters.group_size
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
     choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
-    shared_by = processes()
-    enough = [choice for choice in choices if choice[0] * choice[1] >= shared_by.size] or choices[:1]
-    sized = [with_sizes(config, _sizes(env, *choice)) for choice in enough]
-    # 1. The largest that half of the memory has room for.
-    there, _ = shared_by.broadcast(device_memory("cpu"))
-    roomy = [each for each in sized if there is None or need(each).total <= MEMORY_SHARE * there] or sized[-1:]
-    why = "" if roomy[0] is sized[0] else "to what fits into half of the memory there is"
-    chosen, limit = roomy[0], config.schedule.max_seconds
-    # 2. Of these, the largest whose learning steps fit into the time limit often enough.
+    process_group = processes()
+    large_enough = [choice for choice in choices if choice[0] * choice[1] >= process_group.size] or choices[:1]
+    sized = [with_sizes(config, _sizes(env, *choice)) for choice in large_enough]
+    # 1. The largest sizes that need at most half of the memory.
+    memory, _ = process_group.broadcast(device_memory("cpu"))
+    fitting = [
+        candidate for candidate in sized if memory is None or need(candidate).total <= MEMORY_SHARE * memory
+    ] or sized[-1:]
+    reason = "" if fitting[0] is sized[0] else "to what fits into half of the memory there is"
+    chosen, limit = fitting[0], config.schedule.max_seconds
+    # 2. Of these, the largest for which enough learning steps fit into the time limit.
     if limit is not None:
-        at_most = min(TRIAL_SHARE * limit, TRIAL_SECONDS)
-        measured = _measured_step(chosen, env, members(chosen), longest=longest, at_most=at_most)
-        seconds = shared_by.broadcast(measured) / _work(chosen)  # for an episode
-        chosen = next((each for each in roomy if limit >= _least_steps(each) * seconds * _work(each)), roomy[-1])
-        if chosen is not roomy[0]:
+        max_seconds = min(TRIAL_SHARE * limit, TRIAL_SECONDS)
+        step_seconds = _measured_step(chosen, env, members(chosen), longest=longest, max_seconds=max_seconds)
+        seconds = process_group.broadcast(step_seconds) / _work(chosen)  # for an episode
+        chosen = next(
+            (candidate for candidate in fitting if limit >= _min_steps(candidate) * seconds * _work(candidate)),
+            fitting[-1],
+        )
+        if chosen is not fitting[0]:
             steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
-            fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
-            why = f"{fits} into {duration_text(limit)}"
-    return chosen, _sizes_text(chosen, config, why)
+            fits = f"so that about {number}" if steps else "although no learning step is expected to fit"
+            reason = f"{fits} into {duration_text(limit)}"
+    return chosen, _sizes_text(chosen, config, reason)
 
 
 def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
-    """Return a configuration with its `auto` sizes set; sizes that it gives stay.
+    """Return a configuration with its `auto` sizes set.
 
     Args:
         config: The configuration.
@@ -115,12 +121,12 @@ def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) ->
         "population.size": members,
         "hyperparameters.group_size": group_size,
         "schedule.samples_per_step": samples,
-        "schedule.validation_questions": max(2, min(max(LEAST_HELD_OUT, validation * samples), env.size("validation"))),
+        "schedule.validation_questions": max(2, min(max(MIN_HELD_OUT, validation * samples), env.size("validation"))),
         "schedule.test_questions": max(2, min(test * samples, env.size("test"))),  # at least 2, as a schedule requires
     }
 
 
-def _least_steps(config: AnyConfig) -> int:
+def _min_steps(config: AnyConfig) -> int:
     return STEPS if config.population.size > 1 else STEPS_OF_ONE
 
 
@@ -141,22 +147,22 @@ class _Deadline(Stop):
 
 
 def _measured_step(
-    config: AnyConfig, env: GroupEnvironment, population: Population, *, longest: int | None, at_most: float
+    config: AnyConfig, env: GroupEnvironment, population: Population, *, longest: int | None, max_seconds: float
 ) -> float:
-    """Return the expected seconds of a learning step, measured on members that are then discarded.
+    """Measure one learning step on members that are then discarded; return its expected seconds.
 
-    A step that takes longer than `at_most` seconds is extrapolated from the part that was played. As members that learn
-    often play longer episodes, the expected length is the geometric mean of the measured and the longest one.
+    A step that takes longer than `max_seconds` seconds is extrapolated from the finished part. Episodes often get longer
+    during training, so their expected length is the geometric mean of the measured and the maximum length.
     """
     began, samples = time.monotonic(), config.schedule.samples_per_step
-    stop = _Deadline(began + at_most)
-    played = [(0.0, 0.0)]  # part and seconds
+    stop = _Deadline(began + max_seconds)
+    progress = [(0.0, 0.0)]  # part and seconds
 
-    def hear(work: ProgressUpdate) -> None:
-        if work.activity == "playing" and work.part > played[-1][0]:
-            played.append((work.part, time.monotonic() - began))
+    def record_progress(work: ProgressUpdate) -> None:
+        if work.activity == "playing" and work.part > progress[-1][0]:
+            progress.append((work.part, time.monotonic() - began))
 
-    stop.listener = hear
+    stop.listener = record_progress
     with suppress(Interrupted):
         collected = population.collect(
             env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
@@ -168,11 +174,11 @@ def _measured_step(
         taken = time.monotonic() - began
         length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
         return taken * math.sqrt((longest or length) / length)
-    part, seconds = played[-1]
-    return seconds / part if part else math.inf
+    fraction, seconds = progress[-1]
+    return seconds / fraction if fraction else math.inf
 
 
-def _sizes_text(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
+def _sizes_text(chosen: AnyConfig, original: AnyConfig, reason: str) -> str:
     schedule = chosen.schedule
     texts = {
         "population.size": pluralize(chosen.population.size, "member"),
@@ -181,5 +187,5 @@ def _sizes_text(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
         "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",
         "schedule.test_questions": f"{schedule.test_questions} for the test",
     }
-    words = ", ".join(text for name, text in texts.items() if name in asked.auto)
-    return f"{words}{f', {why}' if why else ''}"
+    words = ", ".join(text for name, text in texts.items() if name in original.auto)
+    return f"{words}{f', {reason}' if reason else ''}"

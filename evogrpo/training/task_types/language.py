@@ -39,9 +39,9 @@ from evogrpo.training.forecast import Need, limited, sharing, sizes_text
 from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
+from evogrpo.training.task_types.language_forecast import SAVINGS, LanguageForecast, make_forecast, peak_memory
 from evogrpo.training.task_types.task_type import choose_device, founder_options
-from evogrpo.training.video import Recorded
+from evogrpo.training.video import RecordedEpisode
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
 
@@ -51,14 +51,14 @@ class PreparedLanguage:
     """Prepared run of language models, without loaded weights.
 
     Attributes:
-        config: The configuration, its precision settled.
-        model: Its base model.
-        outline: The base model's tokenizer and architecture.
-        env: Where members act.
-        trial: Its first prompt, and what its rewards gave for a made-up completion.
-        device: Where they will live.
-        lora: The adapters.
-        trained: What of the base model they train.
+        config: The configuration, with the chosen precision.
+        model: Name or path of the base model.
+        outline: Tokenizer and architecture of the base model, without weights.
+        env: The environment.
+        trial: Results of testing the reward functions.
+        device: Device of the members.
+        lora: Settings of the adapters.
+        trained: Modules of the base model that the adapters change.
     """
 
     one_thread: ClassVar[bool] = False
@@ -77,18 +77,18 @@ class PreparedLanguage:
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
         config = self.config
-        told = self.trained.summary(self.outline.model)
+        trained = self.trained.summary(self.outline.model)
         return {
-            "model": f"{self.model} on {self.device} in {config.precision}{self._in_parts()}",
-            **({"adapters": f"train {told}"} if told else {}),
-            "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
+            "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
+            **({"adapters": f"train {trained}"} if trained else {}),
+            "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve_text(self.env)}",
             "population": f"{pluralize(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
 
     def forecast(self) -> LanguageForecast:
         """Compute the costs of the run."""
-        return forecast_of(self.config, self.env, self.trial, self.outline.model, self.trained.targets, self.device)
+        return make_forecast(self.config, self.env, self.trial, self.outline.model, self.trained.targets, self.device)
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
@@ -112,31 +112,31 @@ class PreparedLanguage:
         return saved.restore(self._base())
 
     def _base(self) -> PreTrainedModel:
-        """Load the base model in the precision that `LanguageKind.prepare` settled."""
+        """Load the base model in the precision that `LanguageTask.prepare` chose."""
         dtype: Any = self.config.precision
         if dtype not in PACKAGES:
             dtype = getattr(torch, dtype)
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
 
-    def _in_parts(self) -> str:
+    def _sharding_text(self) -> str:
         """Return a note on the sharding of the base model, if it was requested."""
-        wanted, parts = self.config.base_parts, shard_count(self.config.base_parts)
-        if wanted == 1:
+        requested, parts = self.config.base_parts, shard_count(self.config.base_parts)
+        if requested == 1:
             return ""
         if processes().size == 1:
-            return ", whole, as there is one process"
-        held = "whole in every process" if parts == 1 else f"in parts of {parts} processes each"
-        return f", {held}" + (f", as {wanted} do not divide {processes().size}" if parts != wanted else "")
+            return ", not sharded: there is one process"
+        layout = "a full copy in every process" if parts == 1 else f"each copy sharded over {parts} processes"
+        return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
 
     @property
     def _pad_token_id(self) -> int:
-        """The tokenizer's padding token, or its end of sequence, as padding is masked anyway."""
+        """The tokenizer's padding token, or its end of sequence, because padding is masked."""
         tokenizer = self.outline.tokenizer
         chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return int(chosen or 0)
 
 
-def _tried(env: HuggingFaceGym) -> Preflight:
+def _run_preflight(env: HuggingFaceGym) -> Preflight:
     try:
         return env.preflight()
     except RewardError as error:
@@ -144,9 +144,9 @@ def _tried(env: HuggingFaceGym) -> Preflight:
         raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
 
 
-def _reserve(env: HuggingFaceGym) -> str:
+def _reserve_text(env: HuggingFaceGym) -> str:
     reserve = env.filtered["train"].reserve
-    return f", and {reserve} next in line for those held out" if reserve else ""
+    return f", and {reserve} reserved for held-out splits" if reserve else ""
 
 
 class LanguageTask:
@@ -180,18 +180,18 @@ class LanguageTask:
         check_quantised(config.precision, device, shard_count(config.base_parts))
         trained = choose_targets(outline.model, lora, outline=True)
         if start is not None:
-            start.flat(trained.targets)  # refuses an adapter of another base
+            start.flat(trained.targets)  # raises ValueError for an adapter of another base model
         longest = config.task.max_prompt_length
         context = context_of(outline.model)
         if longest is None and context is not None:
             longest = context - config.agent.max_output_tokens
             if longest < 1:
                 raise ValueError(
-                    f"agent.max_output_tokens must leave room for a prompt in the model's context of {context} tokens, "
-                    f"got {config.agent.max_output_tokens}"
+                    f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
+                    f"{config.agent.max_output_tokens}"
                 )
         env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
-        trial = _tried(env)
+        trial = _run_preflight(env)
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
         check_context(context, env.longest_prompt + config.agent.max_output_tokens, env.longest_at)
@@ -210,8 +210,8 @@ class LanguageTask:
     def need(
         self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
     ) -> Need | None:
-        """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
-        members: Any = population.members  # language models, as its kind says
+        """Estimate the memory from the base model, the adapters and the longest prompt."""
+        members: Any = population.members  # language models
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
         device = str(members.device)
         memory = peak_memory(
@@ -228,18 +228,18 @@ class LanguageTask:
         )
         return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
 
-    def record(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
+    def record(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Raise ValueError, as language models have no videos."""
         raise ValueError("Language models have no videos.")
 
     def uses(self, best: Path) -> dict[str, str]:
-        """Return the expression by which the best member answers; a base model from a folder is loaded explicitly."""
-        given = ""
+        """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""
+        base_argument = ""
         with suppress(CheckpointError):  # its folder may be gone
             source = str(read_record(best, kind="agent")["shared"]["source"])
             if is_path(source):
-                given = f", actor_network=evogrpo.load_base({source!r}).model"
-        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{given}).generate(prompts)"}
+                base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
+        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
         """Return the command that exports the adapter."""

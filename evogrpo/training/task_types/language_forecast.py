@@ -35,7 +35,7 @@ from evogrpo.training.forecast import (
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
-NO_REWARD = "none (right where it does not apply, else look for a forgotten return)"
+NO_REWARD = "none (does the function return a value?)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,18 @@ class LanguageForecast:
 
     Attributes:
         rounds: Numbers of groups, steps and evaluations.
-        optimizer_steps: Fewest and most per learning step and member.
-        longest_prompt: Of the training questions, in tokens.
-        longest_completion: In tokens.
-        tokens_per_step: Most tokens of one learning step, all members, updates included.
-        tokens: Most tokens of the run, evaluations left out; None when tokens or seconds end it.
-        parameters: Of the base model.
-        adapter_parameters: Of one member.
-        memory: The estimate.
-        device: Where that is needed.
-        processes: How many need it there.
-        trial: What was tried of the prompts and rewards.
-        fetched: Bytes of a base in parts that each process gets from others for one pass through it.
+        optimizer_steps: Minimum and maximum number per learning step and member.
+        longest_prompt: Length of the longest training prompt, in tokens.
+        longest_completion: Maximum length of a completion, in tokens.
+        tokens_per_step: Maximum number of tokens of one learning step, for all members, updates included.
+        tokens: Maximum number of tokens of the run without evaluations; None if tokens or seconds limit the run.
+        parameters: Number of parameters of the base model.
+        adapter_parameters: Number of parameters of one adapter.
+        memory: Estimated peak memory.
+        device: Device of this memory.
+        processes: Number of processes that share the device's memory.
+        trial: Results of testing the reward functions.
+        fetched: With a sharded base model, bytes that each process receives from others in one forward pass.
     """
 
     rounds: Rounds
@@ -99,8 +99,8 @@ class LanguageForecast:
     @property
     def need(self) -> Need:
         """Peak memory."""
-        own = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
-        return own.with_kept(self.memory.kept)
+        memory = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
+        return memory.with_kept(self.memory.kept)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the rows of the plan."""
@@ -109,27 +109,27 @@ class LanguageForecast:
         if self.tokens is not None:
             tokens += f", {count_text(self.tokens)} in all"
         steps = pluralize(most, "step") if fewest == most else f"{fewest} to {pluralize(most, 'step')}"
-        fetched = f"{bytes_text(self.fetched)} of other processes' parts for each pass, and for each token written"
+        fetched = f"{bytes_text(self.fetched)} from other processes per forward pass, also for each sampled token"
         written, form = config.logging.completions, config.logging.completions_format
         return {
-            "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
-            "rewards": f"{_earned(self.trial)} for {SAMPLE_COMPLETIONS[0]!r}",
+            "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids_text(self.trial.tokens)}",
+            "rewards": f"{_rewards_text(self.trial)} for {SAMPLE_COMPLETIONS[0]!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
             "optimizer": f"{steps} per member and learning step, in micro-batches of "
-            f"{_micro_batches(config.agent.micro_batch_tokens, self.device)}",
+            f"{_micro_batch_text(config.agent.micro_batch_tokens, self.device)}",
             "steps": self.rounds.steps_row(config, "completions of held-out questions"),
             "tokens": f"{tokens} (prompts of at most {self.longest_prompt}, completions of at most "
             f"{self.longest_completion}; updates included, evaluations left out)",
-            "parameters": f"{_millions(self.parameters)} in the base, "
-            f"{_millions(self.adapter_parameters)} in each member's adapter",
+            "parameters": f"{_millions_text(self.parameters)} in the base, "
+            f"{_millions_text(self.adapter_parameters)} in each member's adapter",
             "memory": _memory_row(self.memory, config.population.size),
-            **({"base in parts": f"each process gets {fetched}"} if self.fetched else {}),
-            "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
+            **({"base in parts": f"each process receives {fetched}"} if self.fetched else {}),
+            "completions": f"{written} per learning step are written as {form}" if written else "none are written",
         }
 
 
-def forecast_of(
+def make_forecast(
     config: Config[QuestionTask, LanguageAgent],
     env: HuggingFaceGym,
     trial: Preflight,
@@ -192,12 +192,12 @@ def forecast_of(
     )
 
 
-def _ids(tokens: Sequence[int]) -> str:
+def _ids_text(tokens: Sequence[int]) -> str:
     first = " ".join(map(str, tokens[:12]))
     return f"{pluralize(len(tokens), 'token')}: {first}{' …' if len(tokens) > 12 else ''}"
 
 
-def _earned(trial: Preflight) -> str:
+def _rewards_text(trial: Preflight) -> str:
     values = (f"{name} {NO_REWARD if value is None else number_text(value)}" for name, value in trial.rewards.items())
     return ", ".join(values)
 
@@ -221,13 +221,13 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
 
 
 def held_bytes(outline: PreTrainedModel, precision: str | None, compute: int, parts: int) -> int:
-    """Return the bytes of a base's weights that one process holds.
+    """Return the bytes of a base model's weights on one process.
 
     Args:
-        outline: The base without its weights.
-        precision: What they are held in.
-        compute: Bytes of a number in what it computes in.
-        parts: How many processes hold it together.
+        outline: The base model without its weights.
+        precision: Precision in which the weights are stored.
+        compute: Bytes per number of the precision that it computes in.
+        parts: Number of processes that share one copy.
     """
     if precision in PACKAGES:
         return bytes_of(outline, precision, compute)
@@ -249,20 +249,20 @@ def peak_memory(
 ) -> Memory:
     """Estimate the peak memory.
 
-    `DEFAULT_MICRO_BATCH_TOKENS` are assumed where memory decides the size: a larger size is only chosen if it fits into
-    half of the remaining memory.
+    If the micro-batch size follows from memory, `DEFAULT_MICRO_BATCH_TOKENS` is assumed: a larger size is only chosen
+    if it needs at most half of the remaining memory.
 
     Args:
-        model: The base, with or without weights.
+        model: The base model, with or without weights.
         agent: Settings of the members.
         members: Number of members.
         samples: Completions per member and learning step.
         validation: Completions per member and evaluation.
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
-        precision: Bytes of a number in the precision that the base computes in.
-        base: Bytes of the base's weights, as far as one process holds them.
-        device: Where members live.
+        precision: Bytes per number of the precision that the base model computes in.
+        base: Bytes of the base model's weights on one process.
+        device: Device of the members.
     """
     budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
     width = longest + agent.max_output_tokens
@@ -276,21 +276,23 @@ def peak_memory(
     )
 
 
-def _micro_batches(wanted: int | None, device: str) -> str:
-    if wanted is None and device.startswith("cuda"):
-        return f"as many tokens as fit into memory, {count_text(DEFAULT_MICRO_BATCH_TOKENS)} assumed below"
-    return f"at most {pluralize(wanted or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
+def _micro_batch_text(tokens: int | None, device: str) -> str:
+    """Describe the size of a micro-batch; on a GPU without a setting, it is chosen when the run starts."""
+    if tokens is None and device.startswith("cuda"):
+        assumed = count_text(DEFAULT_MICRO_BATCH_TOKENS)
+        return f"as many tokens as fit into memory (the estimate of memory assumes {assumed})"
+    return f"at most {pluralize(tokens or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
 
 
 def _memory_row(memory: Memory, size: int) -> str:
-    kept = f", and {gigabytes(memory.kept)} of copies of train states in CPU memory" if memory.kept else ""
+    kept_states = f", and {gigabytes(memory.kept)} of copies of train states in CPU memory" if memory.kept else ""
     return (
-        f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
+        f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
         f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
         f"{gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
-        f"{gigabytes(memory.sampling)} (keys and values){kept}; Python and its libraries come on top"
+        f"{gigabytes(memory.sampling)} (KV cache){kept_states}; without Python and its libraries"
     )
 
 
-def _millions(count: int) -> str:
+def _millions_text(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)

@@ -46,7 +46,7 @@ from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.auto_size import choose_sizes
 from evogrpo.training.task_types.task_type import choose_device, founder_options
-from evogrpo.training.video import Recorded, record_video
+from evogrpo.training.video import RecordedEpisode, record_video
 
 COPIES = 3.5
 """Copies of observations at the peak: as seen, by episode, by action, and by optimizer step. Measured with images of 64
@@ -288,7 +288,7 @@ class NetworkTask:
         parameters = _parameters(members.banks.state(0))
         return _need(members.mapping, env, schedule, len(population), parameters, experience)
 
-    def record(self, config: AnyConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
+    def record(self, config: AnyConfig, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
         """Record videos of the best member on the first test episodes."""
         with closing(config.task.environment(seed=config.task_seed)) as env:
             seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]

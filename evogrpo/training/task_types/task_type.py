@@ -17,7 +17,7 @@ from evogrpo.training.forecast import Need
 from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.video import Recorded
+from evogrpo.training.video import RecordedEpisode
 
 
 def choose_device(device: str | None) -> str:
@@ -155,7 +155,9 @@ class TaskType(Protocol[TaskT, AgentT]):
         """Estimate the memory of a run without a configuration; None if unknown."""
         ...
 
-    def record(self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int) -> Sequence[Recorded]:
+    def record(
+        self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int
+    ) -> Sequence[RecordedEpisode]:
         """Record videos of the best member, stored in `best`, on the first test episodes.
 
         Raises:
