@@ -108,7 +108,8 @@ def effective_sample_fraction(log_ratios: Tensor, sources: Tensor, count: int) -
     largest = logs.new_full((count,), -math.inf).scatter_reduce(0, sources, logs, "amax")
     weights = (logs - largest[sources]).exp()
     totals, squares, amounts = (
-        logs.new_zeros(count).index_add(0, sources, each) for each in (weights, weights**2, torch.ones_like(logs))
+        logs.new_zeros(count).index_add(0, sources, summands)
+        for summands in (weights, weights**2, torch.ones_like(logs))
     )
     return totals**2 / (amounts * squares)
 
@@ -130,13 +131,13 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
     Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
     """
     member, members = consecutive_ids(member_ids)
-    kept = torch.zeros_like(mask)
+    selected = torch.zeros_like(mask)
     for number in range(members):
-        own = mask & (member == number)[:, None]
-        values = entropies[own]
+        member_actions = mask & (member == number)[:, None]
+        values = entropies[member_actions]
         if not len(values):
             continue
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
-        kept |= own & (entropies >= values.kthvalue(rank + 1).values - ENTROPY_TOLERANCE)
-    return kept
+        selected |= member_actions & (entropies >= values.kthvalue(rank + 1).values - ENTROPY_TOLERANCE)
+    return selected

@@ -35,7 +35,7 @@ class WinnerReport:
     stored: Path | None
 
     @property
-    def standing(self) -> Estimate | None:
+    def fitness(self) -> Estimate | None:
         """Fitness estimate of the best member."""
         return fitness_estimate(self.member)
 
@@ -51,9 +51,9 @@ class WinnerReport:
             **{name: facts[name] for name in ("run_id", "task", "model", "seed") if name in facts},
             "member": member.index,
             "generation": member.generation,
-            "fitness": None if self.standing is None else self.standing.mean,
-            "standard_error": None if self.standing is None else self.standing.standard_error,
-            "measured": {name: each.to_json() for name, each in member.measured.items()},
+            "fitness": None if self.fitness is None else self.fitness.mean,
+            "standard_error": None if self.fitness is None else self.fitness.standard_error,
+            "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
             "hyperparameters": member.hyperparameters.to_json(),
             "schedule": [stage.to_json() for stage in self.stages],
             "test": None if self.test is None else test_json(self.test),
@@ -69,10 +69,13 @@ def read_winner(run_dir: Path) -> WinnerReport:
         ValueError: If there is no run, no member was evaluated, or a value is invalid.
     """
     events = read_journal(run_dir / "journal.jsonl")
-    summary, found = summarise(events), best_schedule(events)
-    stored = run_dir / "best"
+    summary, schedule = summarise(events), best_schedule(events)
+    best_folder = run_dir / "best"
     return WinnerReport(
-        summary=summary, member=found.member, stages=found.stages, stored=stored if stored.is_dir() else None
+        summary=summary,
+        member=schedule.member,
+        stages=schedule.stages,
+        stored=best_folder if best_folder.is_dir() else None,
     )
 
 
@@ -89,12 +92,12 @@ def test_json(test: TestReport) -> dict[str, Any]:
         "questions": test.questions,
         "measure": test.measure,
         "beyond_noise": test.beyond_noise,
-        **{name: {**each.to_json(), "interval": list(interval(each))} for name, each in parts.items()},
+        **{name: {**estimate.to_json(), "interval": list(interval(estimate))} for name, estimate in parts.items()},
     }
 
 
 _NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
-"""Keys of a run event or configuration that are no settings."""
+"""Keys of a run event or configuration that are not settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +212,11 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
     """
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
         names = ", ".join(map(str, folders))
-        raise ValueError(f"compare needs at least two different runs, got {names}.")
+        raise ValueError(f"compare needs at least two different run directories, got {names}.")
     summaries = [summarise(read_journal(folder / "journal.jsonl")) for folder in folders]
-    # Use run events for all if one run has no configuration, so that names agree.
-    known = [values for values in configurations if values is not None]
-    values_of = known if len(known) == len(folders) else [summary.facts for summary in summaries]
+    # Compare configurations. If one run has none, compare the facts of all run events: their names of settings differ.
+    configured = [values for values in configurations if values is not None]
+    settings_of_runs = configured if len(configured) == len(folders) else [summary.facts for summary in summaries]
     runs = tuple(
         ComparedRun(
             path=folder,
@@ -221,10 +224,10 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
             best=best_member(summary.generations),
             settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
         )
-        for folder, summary, values in zip(folders, summaries, values_of, strict=True)
+        for folder, summary, values in zip(folders, summaries, settings_of_runs, strict=True)
     )
-    every = dict.fromkeys(name for run in runs for name in run.settings)
-    rows = {name: tuple(run.settings.get(name) for run in runs) for name in every}
+    settings = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = {name: tuple(run.settings.get(name) for run in runs) for name in settings}
     return Comparison(
         runs=runs,
         settings={name: values for name, values in rows.items() if any(value != values[0] for value in values)},
@@ -240,9 +243,9 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     tests = run.test, first.test
     if tests[0] is None or tests[1] is None:
         return TestDifference(gain=None, why="one of the runs has no test yet")
-    own, other = tests[0], tests[1]
-    if own.measure != other.measure:
-        return TestDifference(gain=None, why=f"measured differently: {own.measure} and {other.measure}")
+    test, first_test = tests[0], tests[1]
+    if test.measure != first_test.measure:
+        return TestDifference(gain=None, why=f"measured differently: {test.measure} and {first_test.measure}")
     data, reference = run.facts.get("data"), first.facts.get("data")
     if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
         return TestDifference(gain=None, why="a journal has no fingerprint of its test")
@@ -250,50 +253,50 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
         str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)
     }  # names such as "seed", "test questions" or "reward score"
     changed = run.changed_data or first.changed_data
-    other_task = sorted(name for name in differs if not _is_of_starts(name))
+    other_task = sorted(name for name in differs if not _identifies_questions(name))
     if other_task or changed:
-        what = ", ".join(other_task) or "data changed when a run was resumed"
-        return TestDifference(gain=None, why=f"not the same task: {what}")
-    if differs - _beside_the_test(data):
-        return _unpaired(own, other, f"different test questions: {', '.join(sorted(differs))}")
-    count = min(len(own.scores), len(other.scores))
-    pairs = Fitness.from_scores(own.scores[:count]), Fitness.from_scores(other.scores[:count])
+        reason = ", ".join(other_task) or "data changed when a run was resumed"
+        return TestDifference(gain=None, why=f"not the same task: {reason}")
+    if differs - _parts_without_effect_on_test(data):
+        return _unpaired(test, first_test, f"different test questions: {', '.join(sorted(differs))}")
+    count = min(len(test.scores), len(first_test.scores))
+    pairs = Fitness.from_scores(test.scores[:count]), Fitness.from_scores(first_test.scores[:count])
     mean, standard_error = paired_difference(*pairs)
     return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)
 
 
-def _best_json(best: MemberReport) -> dict[str, Any]:
-    standing = fitness_estimate(best)
-    earned = {"fitness": None, "standard_error": None} if standing is None else standing.to_json()
-    return {"member": best.index, "generation": best.generation, **earned}
+def _best_json(member: MemberReport) -> dict[str, Any]:
+    fitness = fitness_estimate(member)
+    fitness_values = {"fitness": None, "standard_error": None} if fitness is None else fitness.to_json()
+    return {"member": member.index, "generation": member.generation, **fitness_values}
 
 
-def _unpaired(own: TestReport, other: TestReport, why: str) -> TestDifference:
-    standard_error = math.hypot(own.after.standard_error, other.after.standard_error)
-    gain = Estimate(mean=own.after.mean - other.after.mean, standard_error=standard_error)
+def _unpaired(test: TestReport, first_test: TestReport, why: str) -> TestDifference:
+    standard_error = math.hypot(test.after.standard_error, first_test.after.standard_error)
+    gain = Estimate(mean=test.after.mean - first_test.after.mean, standard_error=standard_error)
     return TestDifference(gain=gain, why=why)
 
 
-def _is_of_starts(name: str) -> bool:
+def _identifies_questions(name: str) -> bool:
     """Return True if a part of a fingerprint identifies questions or starts, not the task."""
     return name in ("seed", "prompts") or name.endswith((" starts", " questions"))
 
 
-def _beside_the_test(data: Mapping[str, Any]) -> frozenset[str]:
+def _parts_without_effect_on_test(data: Mapping[str, Any]) -> frozenset[str]:
     """Return the parts of a fingerprint that may differ while the test questions are the same.
 
     Datasets have a fingerprint per split; starts sampled from a seed depend on the seed and on all sizes.
     """
-    listed = "test questions" in data
+    is_dataset = "test questions" in data
     others = ("seed", "prompts", "train questions", "validation questions")
-    return frozenset(others) if listed else frozenset()
+    return frozenset(others) if is_dataset else frozenset()
 
 
-def _flat(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names and plain values."""
     for name, value in values.items():
-        place = f"{inside}.{name}" if inside else str(name)
+        path = f"{prefix}.{name}" if prefix else str(name)
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, place)
+            yield from _flat(value, path)
         else:
-            yield place, value
+            yield path, value

@@ -147,7 +147,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "changes": (list(_changes(births)), set()),
         "evaluations": (list(_evaluations(summary)), set()),
     }
-    frames = {name: _frame(pd, name, *each) for name, each in rows.items()}
+    frames = {name: _frame(pd, name, *arguments) for name, arguments in rows.items()}
     best = best_member(summary.generations)
     return RunFrames(
         facts=summary.facts,
@@ -159,9 +159,9 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    won, before = best_member(summary.generations), fitness_before(summary)
-    way = () if won is None else lineage_of(summary.generations, won)
-    states = {(member.index, member.generation) for member in way}
+    winner, earlier_fitness = best_member(summary.generations), fitness_before(summary)
+    lineage = () if winner is None else lineage_of(summary.generations, winner)
+    states = {(member.index, member.generation) for member in lineage}
     for generation in summary.generations:
         for member in generation.members:
             state = member.index, member.generation
@@ -169,7 +169,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 **{name: getattr(member, name) for name in COLUMNS["members"] if hasattr(member, name)},
                 "member": member.index,
                 "step": generation.step,
-                "fitness_before": before[state],
+                "fitness_before": earlier_fitness[state],
                 "best": member.index == generation.best.index,
                 "in_best_lineage": state in states,
                 "evaluation_tokens": member.evaluation.tokens,
@@ -181,7 +181,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
 
 def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for step, event in sorted(latest_steps(events).items()):
-        for member in event.each("members", f"a member of step {step}"):
+        for member in event.objects("members", f"a member of step {step}"):
             yield {
                 **{name: member.number_or_none(name) for name in member.values if name != "index"},
                 "step": step,
@@ -197,13 +197,13 @@ def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, 
     best, reports = best_member(summary.generations), reports_by_member(summary.generations)
     for birth in births:
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
-        own = reports.get(birth.index, [])
+        member_reports = reports.get(birth.index, [])
         yield {
             **{name: getattr(birth, name) for name in ("parent", "born", "back_to", "slot", "reason")},
             "member": birth.index,
             "founder": founders[birth.index],
-            "last": max((member.generation for member in own), default=None),
-            "best_fitness": max((m.fitness for m in own if m.fitness is not None), default=None),
+            "last": max((member.generation for member in member_reports), default=None),
+            "best_fitness": max((m.fitness for m in member_reports if m.fitness is not None), default=None),
             "winner": best is not None and birth.index == best.index,
             **birth.hyperparameters.to_json(),
         }
@@ -221,18 +221,30 @@ def _changes(births: Sequence[Birth]) -> Iterator[dict[str, Any]]:
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     baseline, test = summary.baseline, summary.test
     if baseline is not None:
-        used = baseline.measure
-        split = "train" if used == "rollouts" else "validation"
-        row = {"split": split, "measure": used, "who": "untrained", "generation": 0, "questions": baseline.questions}
+        baseline_measure = baseline.measure
+        split = "train" if baseline_measure == "rollouts" else "validation"
+        row = {
+            "split": split,
+            "measure": baseline_measure,
+            "who": "untrained",
+            "generation": 0,
+            "questions": baseline.questions,
+        }
         yield {**row, **_estimate_values(baseline.fitness)}
     for generation in summary.generations:
         for member in generation.members:
-            asked = member.questions
-            row = {"who": "member", "member": member.index, "generation": generation.generation, "questions": asked}
-            for measure, earned in member.measured.items():
-                where = "train" if measure == "rollouts" else "validation"
-                own = None if measure == "rollouts" else asked  # training starts are not counted
-                yield {"split": where, "measure": measure, **row, "questions": own, **_estimate_values(earned)}
+            questions = member.questions
+            row = {"who": "member", "member": member.index, "generation": generation.generation, "questions": questions}
+            for measure, estimate in member.measured.items():
+                split = "train" if measure == "rollouts" else "validation"
+                counted_questions = None if measure == "rollouts" else questions  # training starts are not counted
+                yield {
+                    "split": split,
+                    "measure": measure,
+                    **row,
+                    "questions": counted_questions,
+                    **_estimate_values(estimate),
+                }
     if test is not None:
         row = {"split": "test", "measure": test.measure, "questions": test.questions}
         yield {**row, "who": "untrained", **_estimate_values(test.before)}
@@ -244,10 +256,14 @@ def _estimate_values(estimate: Estimate) -> dict[str, float]:
     return {"fitness": estimate.mean, "standard_error": estimate.standard_error}
 
 
-def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], also: Iterable[str]) -> "DataFrame":
+def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], hyperparameters: Iterable[str]) -> "DataFrame":
     """Return a typed frame of the documented columns, hyperparameters and metrics."""
     types = {column: kind for column, (kind, _) in COLUMNS[name].items()}
-    types |= {each: _type_of(each) for each in HYPERPARAMETER_NAMES if each in also}
+    types |= {
+        hyperparameter: _type_of(hyperparameter)
+        for hyperparameter in HYPERPARAMETER_NAMES
+        if hyperparameter in hyperparameters
+    }
     types |= {column: REAL for row in rows for column in row if column not in types}
     columns = {}
     for column, kind in types.items():

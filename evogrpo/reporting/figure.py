@@ -14,7 +14,7 @@ from evogrpo.reporting.figure_panels import (
     draw_fitness,
     draw_hyperparameter,
     draw_legend,
-    draw_stretches,
+    draw_segments,
     figure_data,
     generation_ticks,
     height_of,
@@ -46,17 +46,17 @@ def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
     title, unit = MEASURES[name]
     others: dict[str, list[Sequence[tuple[float, float]]]] = {}
     for curve in run.summary.curves[name]:
-        until = run.lineage.get(curve.index, 0)
+        last_best = run.lineage.get(curve.index, 0)
         points = [(float(step), value) for step, _, value in curve.points]
-        inherited = sum(generation <= until for _, generation, _ in curve.points)
-        rest = points[max(0, inherited - 1) :]  # starts at the last point of the best lineage
-        if len(rest) > 1 or not inherited:
-            others.setdefault(run.colour(curve.slot), []).append(rest)
+        inherited = sum(generation <= last_best for _, generation, _ in curve.points)
+        others_points = points[max(0, inherited - 1) :]  # starts at the last point of the best lineage
+        if len(others_points) > 1 or not inherited:
+            others.setdefault(run.colour(curve.slot), []).append(others_points)
         if inherited:
-            _draw(axes, [points[:inherited]], color=BEST, linewidth=1.8, zorder=3)
+            _draw_curves(axes, [points[:inherited]], color=BEST, linewidth=1.8, zorder=3)
     width, alpha = (0.6, 0.4) if run.crowded else (1.0, 0.7)
-    for colour, stretches in others.items():
-        _draw(axes, stretches, color=colour, linewidth=width, alpha=alpha, zorder=2)
+    for colour, segments in others.items():
+        _draw_curves(axes, segments, color=colour, linewidth=width, alpha=alpha, zorder=2)
     axes.set_title(title, loc="left", size=10.5, weight="bold", color="#222222")
     axes.set_ylabel(unit, size=8.5)
     axes.set_xlabel("learning step", size=8.5)
@@ -64,11 +64,13 @@ def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
     axes.tick_params(labelsize=8.5)
 
 
-def _draw(axes: "Axes", stretches: Sequence[Sequence[tuple[float, float]]], **look: Any) -> None:
-    draw_stretches(axes, [stretch for stretch in stretches if len(stretch) > 1], **look)
-    lone = [stretch[0] for stretch in stretches if len(stretch) == 1]  # a lone point has no line
-    if lone:
-        axes.plot([x for x, _ in lone], [y for _, y in lone], "o", markersize=3, **look | {"linewidth": 0})
+def _draw_curves(axes: "Axes", segments: Sequence[Sequence[tuple[float, float]]], **style: Any) -> None:
+    draw_segments(axes, [segment for segment in segments if len(segment) > 1], **style)
+    single_points = [segment[0] for segment in segments if len(segment) == 1]  # a lone point has no line
+    if single_points:
+        axes.plot(
+            [x for x, _ in single_points], [y for _, y in single_points], "o", markersize=3, **style | {"linewidth": 0}
+        )
 
 
 _POINT, _MEAN = "#7B93AD", "#222222"
@@ -85,8 +87,8 @@ def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> Non
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     gains = [gain.gain for gain in response.gains]
-    left = lower_edge(gains)
-    gains = [gain if left is None else max(gain, left) for gain in gains]  # clip collapsed members
+    limit = lower_edge(gains)
+    gains = [gain if limit is None else max(gain, limit) for gain in gains]  # clip collapsed members
     size = 3.0 if len(gains) < 200 else 1.2
     heights = [height_of(gain.value, names) for gain in response.gains]
     axes.axvline(0, color="#999999", linewidth=0.9, zorder=1)
@@ -100,7 +102,7 @@ def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> Non
     axes.xaxis.set_major_locator(MaxNLocator(2, min_n_ticks=2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.tick_params(axis="x", labelsize=7.5)
-    axes.tick_params(axis="y", labelleft=False, left=False)
+    axes.tick_params(axis="y", labelleft=False, limit=False)
 
 
 def _draw_level(axes: "Axes", level: Level, names: Sequence[str]) -> None:
@@ -181,16 +183,16 @@ def _figure(run: FigureData) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    results = [result for line in run.lines for result in line.results]
+    results = [result for history in run.histories for result in history.results]
     names = [
-        name for name in run.summary.evolvable if any(vars(each.hyperparameters)[name] is not None for each in results)
+        name for name in run.summary.evolvable if any(vars(item.hyperparameters)[name] is not None for item in results)
     ]
     columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
     rows = -(-len(names) // columns)
-    curves = list(run.summary.curves) if run.lines else []
+    curves = list(run.summary.curves) if run.histories else []
     steps = [_ROW] if curves else []
-    found = {each.name: each for each in responses(run.summary) if each.gains}
-    entries = legend_entries(run, births=bool(names), gains=bool(found))
+    gains_by_name = {item.name: item for item in responses(run.summary) if item.gains}
+    entries = legend_entries(run, births=bool(names), gains=bool(gains_by_name))
     header = _HEADER + _LEGEND_ROW * max(0, -(-len(entries) // LEGEND_COLUMNS) - 2)
     height = header + _FITNESS + sum(steps) + _ROW * rows
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - header / height), h_pad=0.06, w_pad=0.06)
@@ -199,19 +201,19 @@ def _figure(run: FigureData) -> "Figure":
     grid = figure.add_gridspec(1 + len(steps) + rows, columns, height_ratios=[_FITNESS, *steps] + [_ROW] * rows)
     draw_fitness(figure.add_subplot(grid[0, :]), run)
     if curves:
-        beside = grid[1, :].subgridspec(1, len(curves))
+        curve_grid = grid[1, :].subgridspec(1, len(curves))
         for position, name in enumerate(curves):
-            draw_measure(figure.add_subplot(beside[0, position]), name, run)
-    most = 8 if run.last_generation < 100 else 5  # ticks of small panels
+            draw_measure(figure.add_subplot(curve_grid[0, position]), name, run)
+    max_ticks = 8 if run.last_generation < 100 else 5  # ticks of small panels
     for position, name in enumerate(names):
         cell = grid[1 + len(steps) + position // columns, position % columns]
-        panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in found else None
+        panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in gains_by_name else None
         axes = figure.add_subplot(cell if panels is None else panels[0])
         names_shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
         if panels is not None:
-            draw_response(figure.add_subplot(panels[1], sharey=axes), found[name], names_shown)
+            draw_response(figure.add_subplot(panels[1], sharey=axes), gains_by_name[name], names_shown)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
-        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, most))
+        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, max_ticks))
         if position + columns >= len(names):
             axes.set_xlabel("generation")
     _draw_title(figure, run.summary, height)
@@ -221,20 +223,20 @@ def _figure(run: FigureData) -> "Figure":
 
 def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
     facts = summary.facts
-    title = _line(summary.title, 120)
+    title = _one_line(summary.title, 120)
     parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]
     parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
     if summary.generations:
         last = summary.generations[-1]
         parts += [processed(last, summary.terms), duration_text(last.seconds)]
-    look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # show dollar signs as they are
-    figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
-    figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)
+    style: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # show dollar signs as they are
+    figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **style)
+    figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **style)
 
 
 def _fact(facts: Mapping[str, Any], name: str) -> str:
-    return _line(str(facts.get(name, "?")), 60)
+    return _one_line(str(facts.get(name, "?")), 60)
 
 
-def _line(text: str, limit: int) -> str:
+def _one_line(text: str, limit: int) -> str:
     return shorten(printable(text).replace("\n", " "), limit)

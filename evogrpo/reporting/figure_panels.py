@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BEST, BASE = "#D55E00", "#555555"
 _SLOTS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467BD", "#8C6D31")
 _CROWD = "#7B93AD"
-_MOST_MARKED = 80
+_MAX_MARKED = 80
 LEGEND_COLUMNS = 4
 
 
@@ -31,14 +31,14 @@ class FigureData:
 
     Attributes:
         summary: The run.
-        lines: History of every member.
+        histories: History of every member.
         best: Index of the best member, or None.
         lineage: Last generation of the best member and each ancestor on the path, by index.
         slots: Slots with results, in order.
     """
 
     summary: RunSummary
-    lines: tuple[MemberHistory, ...]
+    histories: tuple[MemberHistory, ...]
     best: int | None
     lineage: Mapping[int, int]
     slots: tuple[int, ...]
@@ -46,7 +46,9 @@ class FigureData:
     @property
     def fitness_edge(self) -> float | None:
         """Lower limit of the fitness axis, or None for no limit."""
-        scores = [each.fitness for line in self.lines for each in line.results if each.fitness is not None]
+        scores = [
+            result.fitness for history in self.histories for result in history.results if result.fitness is not None
+        ]
         start = self.summary.start
         return None if start is None else lower_edge(scores, start.mean)
 
@@ -62,7 +64,7 @@ class FigureData:
     @property
     def dense(self) -> bool:
         """True if markers of single results would cover the lines."""
-        return self.last_generation - self.first_generation >= _MOST_MARKED
+        return self.last_generation - self.first_generation >= _MAX_MARKED
 
     @property
     def first_generation(self) -> int:
@@ -77,17 +79,17 @@ class FigureData:
 
 def figure_data(summary: RunSummary) -> FigureData:
     """Return what every panel needs of a run."""
-    lines, best = member_histories(summary), best_member(summary.generations)
+    histories, best = member_histories(summary), best_member(summary.generations)
     return FigureData(
         summary=summary,
-        lines=lines,
+        histories=histories,
         best=None if best is None else best.index,
         lineage={ancestor.index: ancestor.generations[1] for ancestor in ancestors(summary, best)},
-        slots=tuple(sorted({line.results[0].slot for line in lines})),
+        slots=tuple(sorted({history.results[0].slot for history in histories})),
     )
 
 
-def draw_lineage_stretch(axes: "Axes", x: Sequence[float], y: Sequence[float]) -> None:
+def draw_best_line(axes: "Axes", x: Sequence[float], y: Sequence[float]) -> None:
     """Plot a part of the best member's lineage."""
     axes.plot(x, y, color=BEST, linewidth=3.2, solid_capstyle="round", solid_joinstyle="round", zorder=3)
 
@@ -105,17 +107,17 @@ def lower_edge(values: Sequence[float], start: float | None = None) -> float | N
     ordered = sorted(values)
     if len(ordered) <= 10:
         return None
-    tenth, top = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
-    foot = tenth if start is None else min(tenth, start)
-    floor = foot - 3 * (top - foot)
-    return next(value for value in ordered if value >= floor) if top > foot and ordered[0] < floor else None
+    low_quantile, high_quantile = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
+    base = low_quantile if start is None else min(low_quantile, start)
+    limit = base - 3 * (high_quantile - base)
+    return next(value for value in ordered if value >= limit) if high_quantile > base and ordered[0] < limit else None
 
 
-def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float]]], **look: Any) -> None:
-    """Plot stretches of equal style as one line with gaps, since thousands of single lines take minutes."""
-    joined = [point for stretch in stretches for point in (*stretch, (math.nan, math.nan))]
+def draw_segments(axes: "Axes", segments: Iterable[Sequence[tuple[float, float]]], **style: Any) -> None:
+    """Plot segments of equal style as one line with gaps, since thousands of single lines take minutes."""
+    joined = [point for segment in segments for point in (*segment, (math.nan, math.nan))]
     if joined:
-        axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
+        axes.plot([x for x, _ in joined], [y for _, y in joined], **style)
 
 
 def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
@@ -130,19 +132,21 @@ def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[
     from matplotlib.patches import Patch
 
     summary, neutral = run.summary, "#999999"
-    results = [result for line in run.lines for result in line.results]
+    results = [result for history in run.histories for result in history.results]
     entries: list[tuple[Any, str]] = []
     if run.lineage:
         words = f"best member #{run.best} and its ancestors"
         entries.append((Line2D([], [], color=BEST, linewidth=3.2, marker="o", ms=6.5, mec="white"), words))
-    if len(run.lineage) < len(run.lines):
+    if len(run.lineage) < len(run.histories):
         words = "other members" if run.crowded else "other members, one colour per slot"
         entries.append((Line2D([], [], color=_CROWD if run.crowded else _SLOTS[0], linewidth=1.4), words))
     if any(result.standard_error is not None for result in results):
         entries.append((Patch(color=neutral, alpha=0.3, linewidth=0), "± 1 standard error"))
-    if births and any(line.origin is not None for line in run.lines):
+    if births and any(history.origin is not None for history in run.histories):
         mark = Line2D([], [], color=neutral, marker="o", ms=6, mec="white", linestyle="none")
-        mutated = any(line.origin is not None and line.results[0].changes for line in run.lines if line.results)
+        mutated = any(
+            history.origin is not None and history.results[0].changes for history in run.histories if history.results
+        )
         entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
     if summary.start is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
@@ -217,16 +221,24 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
     """
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
-    ladder = sorted({v for v in choices if isinstance(v, (int, float))})
-    shown = [value for line in run.lines for each in line.results if (value := _value(each, name)) is not None]
+    numeric_choices = sorted({v for v in choices if isinstance(v, (int, float))})
+    values = [
+        value for history in run.histories for result in history.results if (value := _value(result, name)) is not None
+    ]
     # Declared names first; a journal may have others.
-    names = list(dict.fromkeys(value for value in (*choices, *shown) if isinstance(value, str)))
+    names = list(dict.fromkeys(value for value in (*choices, *values) if isinstance(value, str)))
     if names:
         _set_names(axes, names)
     else:
-        numbers = [value for value in shown if not isinstance(value, str)]
-        whole = all(isinstance(value, int) for value in numbers)
-        _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log", whole=whole)
+        numbers = [value for value in values if not isinstance(value, str)]
+        integer = all(isinstance(value, int) for value in numbers)
+        _set_scale(
+            axes,
+            sorted([*numbers, *numeric_choices]),
+            numeric_choices,
+            log=parameter.get("scale") == "log",
+            integer=integer,
+        )
     for slot in run.slots:
         _draw_slot(axes, name, names, slot, run)
     axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
@@ -239,39 +251,39 @@ def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Fi
     from matplotlib.transforms import ScaledTranslation
 
     spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
-    up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
-    beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
-    look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
-    stretches, births = [], []
-    for line in run.lines:
-        points = _steps(line, name, names) if line.results[0].slot == slot else []
+    offset = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
+    transform = axes.transData + ScaledTranslation(0, offset, axes.figure.dpi_scale_trans)
+    style: dict[str, Any] = {"color": run.colour(slot), "transform": transform}
+    segments, births = [], []
+    for history in run.histories:
+        points = _steps(history, name, names) if history.results[0].slot == slot else []
         if not points:
             continue
-        until = run.lineage.get(line.index)
-        birth = [points[max(0, len(points) - 2 * len(line.results))]] if line.origin is not None else []
-        if until is None or points[-1][0] > until:
-            stretches.append(points[-2 * len(line.results) :] if run.crowded and run.dense else points)
-        if until is None:
+        last_best = run.lineage.get(history.index)
+        birth = [points[max(0, len(points) - 2 * len(history.results))]] if history.origin is not None else []
+        if last_best is None or points[-1][0] > last_best:
+            segments.append(points[-2 * len(history.results) :] if run.crowded and run.dense else points)
+        if last_best is None:
             births += [] if run.crowded and run.dense else birth
             continue
-        path = [point for point in points if point[0] <= until]
-        draw_lineage_stretch(axes, [x for x, _ in path], [y for _, y in path])
+        path = [point for point in points if point[0] <= last_best]
+        draw_best_line(axes, [x for x, _ in path], [y for _, y in path])
         for x, y in birth:
             axes.plot([x], [y], "o", ms=6.5, mec="white", mew=0.7, zorder=4, color=BEST)
     width, alpha, size = (0.8, 0.5, 2.5) if run.crowded else (1.4, 0.9, 4.5)
-    draw_stretches(axes, stretches, linewidth=width, alpha=alpha, **look)
+    draw_segments(axes, segments, linewidth=width, alpha=alpha, **style)
     if births:
         axes.plot(
-            [x for x, _ in births], [y for _, y in births], "o", ms=size, mec="white", mew=0.7, zorder=2.5, **look
+            [x for x, _ in births], [y for _, y in births], "o", ms=size, mec="white", mew=0.7, zorder=2.5, **style
         )
 
 
-def _steps(line: MemberHistory, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
+def _steps(history: MemberHistory, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
     """Return the corners of a member's step function over generations."""
     points: list[tuple[float, float]] = []
-    if line.origin is not None and (value := _value(line.origin, name)) is not None:
-        points.append((line.origin.generation, height_of(value, names)))
-    for result in line.results:
+    if history.origin is not None and (value := _value(history.origin, name)) is not None:
+        points.append((history.origin.generation, height_of(value, names)))
+    for result in history.results:
         if (value := _value(result, name)) is not None:
             points += [(result.generation - 1, height_of(value, names)), (result.generation, height_of(value, names))]
     return points
@@ -297,13 +309,19 @@ def _set_names(axes: "Axes", names: Sequence[str]) -> None:
     axes.yaxis.set_major_formatter(FixedFormatter([printable(shorten(name, 24)).replace("$", r"\$") for name in names]))
 
 
-def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool, whole: bool) -> None:
+def _set_scale(
+    axes: "Axes", values: Sequence[float], numeric_choices: Sequence[float], *, log: bool, integer: bool
+) -> None:
     """Set scale, limits and ticks for ascending values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    low, high = shown[0], shown[-1]
+    low, high = values[0], values[-1]
     # Choices with equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
-    ratios = [after / before for before, after in pairwise(ladder)] if ladder and ladder[0] > 0 else []
+    ratios = (
+        [after / before for before, after in pairwise(numeric_choices)]
+        if numeric_choices and numeric_choices[0] > 0
+        else []
+    )
     log = low > 0 and (log or (len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)))
     if log:
         axes.set_yscale("log")
@@ -312,12 +330,12 @@ def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *,
     else:
         space = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
         axes.set_ylim(low - space, high + space)
-    if 0 < len(ladder) <= 8:
-        axes.yaxis.set_major_locator(FixedLocator(list(ladder)))
+    if 0 < len(numeric_choices) <= 8:
+        axes.yaxis.set_major_locator(FixedLocator(list(numeric_choices)))
     elif log and high >= 5 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=integer))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(float(value))))
 
@@ -336,13 +354,13 @@ def draw_fitness(axes: "Axes", run: FigureData) -> None:
     if summary.test is not None:
         _draw_test(axes, summary.test.before, first - 1, colour=BASE, face="white", words_at=(-6, 15))
         _draw_test(axes, summary.test.after, last + 0.07 * width, colour=BEST, face=BEST, words_at=(9, 6))
-    if not any(result.fitness is not None for line in run.lines for result in line.results):
-        words = "no member has a fitness yet" if run.lines else "no generation has finished yet"
+    if not any(result.fitness is not None for history in run.histories for result in history.results):
+        words = "no member has a fitness yet" if run.histories else "no generation has finished yet"
         axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
     axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)
     axes.set_xticks(generation_ticks(first - 1, last))
     axes.margins(y=0.09)
-    _leave_out_collapsed(axes, run)
+    _crop_collapsed(axes, run)
     low, high = axes.get_ylim()
     if high - low < 0.05:  # a minimum height for nearly equal values
         axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
@@ -362,32 +380,36 @@ def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
 def _draw_fitness_lines(axes: "Axes", run: FigureData) -> None:
     width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
     others: dict[str, list[Sequence[_Point]]] = {}
-    for line in run.lines:
-        until = run.lineage.get(line.index)
-        for stretch in _stretches(run, line):
-            inherited = 0 if until is None else sum(point[0] <= until for point in stretch)
+    for history in run.histories:
+        last_best = run.lineage.get(history.index)
+        for segment in _segments(run, history):
+            inherited = 0 if last_best is None else sum(point[0] <= last_best for point in segment)
             if inherited:
-                best = stretch[:inherited]
-                draw_lineage_stretch(axes, [point[0] for point in best], [point[1] for point in best])
+                best = segment[:inherited]
+                draw_best_line(axes, [point[0] for point in best], [point[1] for point in best])
                 _draw_bands(axes, [best], BEST, 0.16)
-            if inherited < len(stretch):  # starts at the last point of the best lineage
-                others.setdefault(run.colour(line.results[0].slot), []).append(stretch[max(0, inherited - 1) :])
-    for colour, stretches in others.items():
-        draw_stretches(axes, [[point[:2] for point in each] for each in stretches], color=colour, lw=width, alpha=alpha)
-        _draw_bands(axes, stretches, colour, shade)
+            if inherited < len(segment):  # starts at the last point of the best lineage
+                others.setdefault(run.colour(history.results[0].slot), []).append(segment[max(0, inherited - 1) :])
+    for colour, segments in others.items():
+        draw_segments(
+            axes, [[point[:2] for point in segment] for segment in segments], color=colour, lw=width, alpha=alpha
+        )
+        _draw_bands(axes, segments, colour, shade)
     _draw_marks(axes, run)
 
 
 def _draw_marks(axes: "Axes", run: FigureData) -> None:
     """Mark results, and failures at the lower edge."""
-    found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
-    for line in run.lines:
-        until, colour = run.lineage.get(line.index), run.colour(line.results[0].slot)
-        for result in line.results:
+    points_by_style: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
+    for history in run.histories:
+        until, colour = run.lineage.get(history.index), run.colour(history.results[0].slot)
+        for result in history.results:
             best, failed = until is not None and result.generation <= until, result.fitness is None
-            kind = (BEST if best and not failed else colour, best, failed)
-            found.setdefault(kind, []).append((result.generation, 0.03 if result.fitness is None else result.fitness))
-    for (colour, best, failed), points in found.items():
+            style = (BEST if best and not failed else colour, best, failed)
+            points_by_style.setdefault(style, []).append(
+                (result.generation, 0.03 if result.fitness is None else result.fitness)
+            )
+    for (colour, best, failed), points in points_by_style.items():
         x, y = zip(*points, strict=True)
         if failed:
             axes.plot(x, y, "x", transform=axes.get_xaxis_transform(), color=colour, ms=7, mew=2, zorder=4)
@@ -397,62 +419,64 @@ def _draw_marks(axes: "Axes", run: FigureData) -> None:
         axes.plot(x, y, "o", color=colour, ms=size, mec="white", mew=edge, zorder=4 if best else 2.5)
 
 
-def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str, alpha: float) -> None:
+def _draw_bands(axes: "Axes", segments: Sequence[Sequence[_Point]], colour: str, alpha: float) -> None:
     """Shade ± one standard error; a single point gets an error bar instead."""
     gap = (math.nan, math.nan, math.nan)
-    joined = [point for stretch in stretches if len(stretch) > 1 for point in (*stretch, gap)]
+    joined = [point for segment in segments if len(segment) > 1 for point in (*segment, gap)]
     if joined:
         x, y, errors = zip(*joined, strict=True)
         low = [mean - error for mean, error in zip(y, errors, strict=True)]
         high = [mean + error for mean, error in zip(y, errors, strict=True)]
         axes.fill_between(x, low, high, color=colour, alpha=alpha, linewidth=0)
-    lone = [stretch[0] for stretch in stretches if len(stretch) == 1]
-    if lone:
-        x, y, errors = zip(*lone, strict=True)
+    single_points = [segment[0] for segment in segments if len(segment) == 1]
+    if single_points:
+        x, y, errors = zip(*single_points, strict=True)
         axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2)
 
 
-def _stretches(run: FigureData, line: MemberHistory) -> list[list[_Point]]:
+def _segments(run: FigureData, history: MemberHistory) -> list[list[_Point]]:
     """Return the points of a member from its origin on, split where a fitness is missing."""
-    start, first = run.summary.start, line.results[0]
-    stretches: list[list[_Point]] = [[]]
-    if line.origin is None and first.parent is None and start is not None:
+    start, first = run.summary.start, history.results[0]
+    segments: list[list[_Point]] = [[]]
+    if history.origin is None and first.parent is None and start is not None:
         # A founder starts as the untrained base, one generation before its first result.
-        stretches[-1].append((first.generation - 1, start.mean, start.standard_error))
-    for result in (line.origin, *line.results):
+        segments[-1].append((first.generation - 1, start.mean, start.standard_error))
+    for result in (history.origin, *history.results):
         if result is None:
             continue
         if result.fitness is None:
-            stretches.append([])
+            segments.append([])
         else:
-            stretches[-1].append((result.generation, result.fitness, result.standard_error or 0.0))
-    return [stretch for stretch in stretches if stretch]
+            segments[-1].append((result.generation, result.fitness, result.standard_error or 0.0))
+    return [segment for segment in segments if segment]
 
 
-def _leave_out_collapsed(axes: "Axes", run: FigureData) -> None:
+def _crop_collapsed(axes: "Axes", run: FigureData) -> None:
     """Cut off results far below the others, and state their number."""
     edge, summary = run.fitness_edge, run.summary
     if edge is None:
         return
-    every = [each for line in run.lines for each in line.results]
-    results = [(each.fitness, each.standard_error or 0.0) for each in every if each.fitness is not None]
-    shown = [(edge, 0.0), *((fitness, error) for fitness, error in results if fitness >= edge)]
-    beside = [summary.start] if summary.start else []
-    beside += [summary.test.before, summary.test.after] if summary.test else []
-    shown += [(each.mean, each.standard_error) for each in beside]
-    low, high = min(mean - error for mean, error in shown), max(mean + error for mean, error in shown)
+    reports = [report for history in run.histories for report in history.results]
+    results = [(report.fitness, report.standard_error or 0.0) for report in reports if report.fitness is not None]
+    visible = [(edge, 0.0), *((fitness, error) for fitness, error in results if fitness >= edge)]
+    estimates = [summary.start] if summary.start else []
+    estimates += [summary.test.before, summary.test.after] if summary.test else []
+    visible += [(report.mean, report.standard_error) for report in estimates]
+    low, high = min(mean - error for mean, error in visible), max(mean + error for mean, error in visible)
     low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
     axes.set_ylim(low, high)
-    left = sum(fitness < low for fitness, _ in results)
-    words = f"{pluralize(left, 'result')} below {number_text(low)} not shown"
+    hidden = sum(fitness < low for fitness, _ in results)
+    words = f"{pluralize(hidden, 'result')} below {number_text(low)} not shown"
     axes.text(0.995, 0.012, words, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
 
 
-def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]) -> None:
+def _draw_test(
+    axes: "Axes", estimate: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]
+) -> None:
     axes.errorbar(
         [x],
-        [earned.mean],
-        yerr=[earned.standard_error],
+        [estimate.mean],
+        yerr=[estimate.standard_error],
         fmt="D",
         color=colour,
         markerfacecolor=face,
@@ -462,8 +486,8 @@ def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: s
         zorder=6,
     )
     axes.annotate(
-        f"test {score_text(earned.mean, None)}",
-        (x, earned.mean),
+        f"test {score_text(estimate.mean, None)}",
+        (x, estimate.mean),
         words_at,
         textcoords="offset points",
         color=colour,
@@ -476,18 +500,20 @@ def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: s
 
 def _label_ends(axes: "Axes", run: FigureData, *, shift: float) -> None:
     """Label members at the right end of their lines: all of a small population, else the best."""
-    ends = [line.results[-1] for line in run.lines if line.results[-1].fitness is not None]
+    ends = [history.results[-1] for history in run.histories if history.results[-1].fitness is not None]
     members = [result for result in ends if result.generation == run.last_generation]
     for result in ends:
         if result.index == run.best and result not in members:  # the best ever was replaced later
-            place = (result.generation, result.fitness or 0.0)
-            axes.annotate(f"#{run.best}", place, (0, 9), textcoords="offset points", color=BEST, size=11, weight="bold")
+            position = (result.generation, result.fitness or 0.0)
+            axes.annotate(
+                f"#{run.best}", position, (0, 9), textcoords="offset points", color=BEST, size=11, weight="bold"
+            )
     low, high = axes.get_ylim()
-    within = [member for member in members if low <= (member.fitness or 0.0) <= high]
-    shown = [member for member in within if not run.crowded or member.index == run.best]
-    shown.sort(key=lambda member: member.fitness or 0.0)
-    heights = spread_out([member.fitness or 0.0 for member in shown], 0.042 * (high - low))
-    for member, height in zip(shown, heights, strict=True):
+    visible = [member for member in members if low <= (member.fitness or 0.0) <= high]
+    labelled = [member for member in visible if not run.crowded or member.index == run.best]
+    labelled.sort(key=lambda member: member.fitness or 0.0)
+    heights = spread_out([member.fitness or 0.0 for member in labelled], 0.042 * (high - low))
+    for member, height in zip(labelled, heights, strict=True):
         best = member.index == run.best
         axes.text(
             member.generation + shift,

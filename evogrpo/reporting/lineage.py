@@ -60,10 +60,10 @@ def lineage_of(generations: Sequence[GenerationReport], member: MemberReport) ->
     line: list[MemberReport] = []
     current: MemberReport | None = member
     while current is not None:
-        own = [each for each in by_member[current.index] if each.generation <= current.generation]
-        line = [*own, *line]
-        parent = own[0].parent
-        current = origin_of(own[0], by_member.get(parent, []) if parent is not None else [])
+        reports = [report for report in by_member[current.index] if report.generation <= current.generation]
+        line = [*reports, *line]
+        parent = reports[0].parent
+        current = origin_of(reports[0], by_member.get(parent, []) if parent is not None else [])
     return tuple(line)
 
 
@@ -79,7 +79,7 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
         an earlier generation even if the journal is corrupt, so following origins terminates.
     """
     latest = first.generation - 1 if first.back_to is None else min(first.back_to, first.generation - 1)
-    return next((each for each in reversed(parents) if each.generation <= latest), None)
+    return next((report for report in reversed(parents) if report.generation <= latest), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,9 @@ def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
         else:
             stages.append(stage)
     born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
-    networks = tuple(f"{old} -> {new}" for each in born for old, new in [each.changes.get(NETWORK, ("", ""))] if new)
+    networks = tuple(
+        f"{old} -> {new}" for report in born for old, new in [report.changes.get(NETWORK, ("", ""))] if new
+    )
     return BestSchedule(stages=tuple(stages), member=member, networks=networks)
 
 
@@ -147,23 +149,26 @@ def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:
 
 def _samples(events: Sequence[Mapping[str, Any]], latest: Sequence[Mapping[str, Any]]) -> Callable[[int, int], int]:
     """Return a function (generation, slot) -> samples per learning step, which plans may change."""
-    began = next((event for event in events if event["event"] == "run"), {})
-    now, own = JournalFields(began, "the run event").whole("samples_per_step"), None
-    known: dict[int, tuple[int, tuple[float, ...] | None]] = {}
+    run_event = next((event for event in events if event["event"] == "run"), {})
+    common_samples, slot_samples = JournalFields(run_event, "the run event").whole("samples_per_step"), None
+    samples_of: dict[int, tuple[int, tuple[float, ...] | None]] = {}
     for event in latest:
         number = int(event["generation"])
-        known[number] = now, own
+        samples_of[number] = common_samples, slot_samples
         if isinstance(event.get("plan"), Mapping):
             plan = JournalFields(event["plan"], f"the plan of generation {number}")
             changed = plan.whole_or_none("samples_per_step")
-            now, own = now if changed is None else changed, plan.numbers_or_none("samples")
+            common_samples, slot_samples = (
+                common_samples if changed is None else changed,
+                plan.numbers_or_none("samples"),
+            )
 
     def of(generation: int, slot: int) -> int:
-        common, each = known[generation]
-        if each is None:
+        common, of_slots = samples_of[generation]
+        if of_slots is None:
             return common
         # A member that samples nothing learns from as many samples of other members.
-        return int(each[slot]) if 0 <= slot < len(each) and each[slot] else common
+        return int(of_slots[slot]) if 0 <= slot < len(of_slots) and of_slots[slot] else common
 
     return of
 
@@ -186,8 +191,8 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     best = best_member(generations)
     if best is None:
         raise ValueError(f"{run_dir} has no evaluated member yet: name another run.")
-    alive = [member for member in generations[-1].members if member.fitness is not None]
-    ranked = sorted(alive, key=lambda member: (-(member.fitness or 0.0), member.slot))
+    healthy = [member for member in generations[-1].members if member.fitness is not None]
+    ranked = sorted(healthy, key=lambda member: (-(member.fitness or 0.0), member.slot))
     return tuple(dict.fromkeys(member.hyperparameters for member in (best, *ranked)))
 
 
@@ -257,14 +262,14 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
         the untrained baseline's for a founder; None where unknown.
     """
     baseline = None if summary.start is None else summary.start.mean
-    found: dict[tuple[int, int], float | None] = {}
+    fitness: dict[tuple[int, int], float | None] = {}
     for history in member_histories(summary):
         founder = history.results[0].parent is None
         before = history.origin.fitness if history.origin is not None else baseline if founder else None
         for result in history.results:
-            found[result.index, result.generation] = before
+            fitness[result.index, result.generation] = before
             before = result.fitness
-    return found
+    return fitness
 
 
 def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:
@@ -277,17 +282,17 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancesto
     line = () if member is None else lineage_of(summary.generations, member)
     chain: list[Ancestor] = []
     for index in dict.fromkeys(report.index for report in line):
-        own = [report for report in line if report.index == index]
-        first = own[0]
+        reports = [report for report in line if report.index == index]
+        first = reports[0]
         chain.append(
             Ancestor(
                 index=index,
                 parent=first.parent,
-                generations=(first.generation, own[-1].generation),
+                generations=(first.generation, reports[-1].generation),
                 hyperparameters=first.hyperparameters,
                 changes=first.changes,
                 reason=first.reason,
-                result=own[-1],
+                result=reports[-1],
                 back_to=first.back_to,
             )
         )
@@ -309,7 +314,7 @@ def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[Birth, ...]:
 def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
     run = next((event for event in events if event["event"] == "run"), {})
     if "members" in run:
-        for founder in JournalFields(run, "the run event").each("members", "a founder of the run event"):
+        for founder in JournalFields(run, "the run event").objects("members", "a founder of the run event"):
             yield _birth(founder, born=0, reason="founder")
     for event in latest_generations(events):
         report = GenerationReport.from_json(event)
@@ -319,7 +324,7 @@ def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
         plan = event.get("plan")
         if isinstance(plan, Mapping) and "children" in plan:
             where = f"a child of the plan of generation {report.generation}"
-            for child in JournalFields(plan, where).each("children", where):
+            for child in JournalFields(plan, where).objects("children", where):
                 reason, back_to = child.text("reason"), child.whole_or_none("back_to")
                 changes = child.changes("changes")
                 yield _birth(child, born=report.generation, changes=changes, reason=reason, back_to=back_to)
@@ -363,7 +368,7 @@ class LineageTree:
                 "hyperparameters": birth.hyperparameters.to_json(),
                 "changes": {name: list(change) for name, change in birth.changes.items()},
                 "results": [
-                    {name: getattr(each, name) for name in names} for each in self.results.get(birth.index, ())
+                    {name: getattr(report, name) for name in names} for report in self.results.get(birth.index, ())
                 ],
             }
             for birth in self.births

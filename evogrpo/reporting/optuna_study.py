@@ -53,20 +53,20 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
     times = _times(events)
     distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}
     trials = [_trial(birth, tree, distributions, times) for birth in tree.births]
-    opened, loud = _storage(storage), optuna.logging.get_verbosity()
+    opened_storage, verbosity = _storage(storage), optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # suppress "A new study created"
     try:
-        study = optuna.create_study(storage=opened, study_name=name, direction="maximize")
+        study = optuna.create_study(storage=opened_storage, study_name=name, direction="maximize")
     except optuna.exceptions.DuplicatedStudyError as error:
         raise ValueError(f"{storage} already has a study {name}: choose another name with --study.") from error
     finally:
-        optuna.logging.set_verbosity(loud)
+        optuna.logging.set_verbosity(verbosity)
     try:
         for key, value in _facts(summary, tree).items():
             study.set_user_attr(key, value)
         study.add_trials(trials)
     except BaseException:
-        optuna.delete_study(study_name=name, storage=opened)  # do not leave a partial study behind
+        optuna.delete_study(study_name=name, storage=opened_storage)  # do not leave a partial study behind
         raise
     return name, len(trials)
 
@@ -88,8 +88,8 @@ def _storage(storage: str) -> "BaseStorage":
 
 def _default_name(run_dir: Path, summary: RunSummary) -> str:
     identity = summary.facts.get("run_id")
-    own = f"-{identity[:8]}" if isinstance(identity, str) else ""
-    return printable(f"{run_dir.resolve().name}{own}")
+    suffix = f"-{identity[:8]}" if isinstance(identity, str) else ""
+    return printable(f"{run_dir.resolve().name}{suffix}")
 
 
 def _trial(
@@ -97,21 +97,21 @@ def _trial(
 ) -> "FrozenTrial":
     from optuna.trial import create_trial
 
-    lived = tree.results.get(birth.index, ())
-    earned = [each.fitness for each in lived if each.fitness is not None]
+    reports = tree.results.get(birth.index, ())
+    fitness = [report.fitness for report in reports if report.fitness is not None]
     state = _state(birth, tree)
     values = birth.hyperparameters.to_json()
     params = {name: values[name] for name in distributions if values[name] is not None}
     trial = create_trial(
         state=state,
-        value=max(earned) if state.name in ("COMPLETE", "PRUNED") else None,
+        value=max(fitness) if state.name in ("COMPLETE", "PRUNED") else None,
         params=params,
         distributions={name: distributions[name] for name in params},
-        intermediate_values={each.generation: each.fitness for each in lived if each.fitness is not None},
-        user_attrs=_attributes(birth, lived),
+        intermediate_values={report.generation: report.fitness for report in reports if report.fitness is not None},
+        user_attrs=_attributes(birth, reports),
     )
-    if lived:
-        first, last = lived[0].generation, lived[-1].generation
+    if reports:
+        first, last = reports[0].generation, reports[-1].generation
         trial.datetime_start = times.get(first - 1, trial.datetime_start)
         if state.is_finished():
             trial.datetime_complete = times.get(last, trial.datetime_complete)
@@ -121,14 +121,14 @@ def _trial(
 def _state(birth: Birth, tree: LineageTree) -> "TrialState":
     from optuna.trial import TrialState
 
-    lived = tree.results.get(birth.index, ())
-    if not lived:
+    reports = tree.results.get(birth.index, ())
+    if not reports:
         return TrialState.WAITING
-    if lived[-1].failed is not None or all(each.fitness is None for each in lived):
+    if reports[-1].failed is not None or all(report.fitness is None for report in reports):
         return TrialState.FAIL
-    newest = max(each[-1].generation for each in tree.results.values())
+    newest = max(report[-1].generation for report in tree.results.values())
     wins = tree.winner is not None and tree.winner.index == birth.index
-    return TrialState.COMPLETE if wins or lived[-1].generation == newest else TrialState.PRUNED
+    return TrialState.COMPLETE if wins or reports[-1].generation == newest else TrialState.PRUNED
 
 
 def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "BaseDistribution":
@@ -136,10 +136,10 @@ def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "B
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     parameter = RLParameter.from_json(fields)
-    found = [value for birth in tree.births if (value := getattr(birth.hyperparameters, name)) is not None]
+    values = [value for birth in tree.births if (value := getattr(birth.hyperparameters, name)) is not None]
     if parameter.choices is not None:
-        return CategoricalDistribution(list(dict.fromkeys([*parameter.choices, *found])))
-    numbers = [*parameter.bounds, *found]
+        return CategoricalDistribution(list(dict.fromkeys([*parameter.choices, *values])))
+    numbers = [*parameter.bounds, *values]
     log = parameter.scale == "log" and min(numbers) > 0
     if is_integer(name):
         return IntDistribution(int(min(numbers)), int(max(numbers)), log=log)
@@ -156,9 +156,9 @@ def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
     return times
 
 
-def _attributes(birth: Birth, lived: Sequence[MemberReport]) -> dict[str, Any]:
-    last = lived[-1] if lived else None
-    others = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}
+def _attributes(birth: Birth, reports: Sequence[MemberReport]) -> dict[str, Any]:
+    last = reports[-1] if reports else None
+    hyperparameters = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}
     return {
         "index": birth.index,
         "parent": birth.parent,
@@ -166,11 +166,11 @@ def _attributes(birth: Birth, lived: Sequence[MemberReport]) -> dict[str, Any]:
         "slot": birth.slot,
         "reason": printable(birth.reason),
         "changes": changes_text(birth.changes),
-        "hyperparameters": others,
+        "hyperparameters": hyperparameters,
         "standard_error": None if last is None else last.standard_error,
         "failed": None if last is None or last.failed is None else printable(last.failed),
-        "tokens": sum(each.tokens for each in lived),
-        "seconds": sum(each.seconds for each in lived),
+        "tokens": sum(report.tokens for report in reports),
+        "seconds": sum(report.seconds for report in reports),
     }
 
 

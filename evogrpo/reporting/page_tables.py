@@ -16,7 +16,7 @@ from evogrpo.reporting.lineage import (
     member_histories,
 )
 from evogrpo.reporting.records import GenerationReport, MemberReport
-from evogrpo.reporting.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
+from evogrpo.reporting.response import MIN_GAINS, MIN_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
 from evogrpo.reporting.step_records import Estimate, Example
 from evogrpo.reporting.summary import MEASURES, PHASES, Decision, RunSummary
@@ -31,7 +31,7 @@ from evogrpo.text import (
     shorten,
 )
 
-_MOST_LINES = 600
+_MAX_ROWS = 600
 """Maximum rows of the table of members, and of all tables of generations."""
 
 _Rows = list[tuple[str, Sequence[Any]]]
@@ -47,8 +47,8 @@ def ancestry(summary: RunSummary) -> str:
     for ancestor in ancestors(summary, best):
         cells = [
             f"#{ancestor.index}",
-            _parent(ancestor),
-            _span(*ancestor.generations),
+            _parent_text(ancestor),
+            _span_text(*ancestor.generations),
             changes_text(ancestor.changes) or "–",
             *(number_text(getattr(ancestor.hyperparameters, name)) for name in names),
             score_text(ancestor.result.fitness, ancestor.result.standard_error),
@@ -61,14 +61,15 @@ def ancestry(summary: RunSummary) -> str:
 
 def members(summary: RunSummary) -> str:
     """Return the table of all members; if there are too many, of the latest."""
-    lines = member_histories(summary)
-    if not lines:
+    histories = member_histories(summary)
+    if not histories:
         return ""
-    won, last, names = best_member(summary.generations), summary.generations[-1].generation, list(summary.evolvable)
-    best = None if won is None else won.index
-    retired = {index: each.generation for each in summary.decisions for index in each.retired.values()}
+    winner, last, names = best_member(summary.generations), summary.generations[-1].generation, list(summary.evolvable)
+    best = None if winner is None else winner.index
+    retired = {index: decision.generation for decision in summary.decisions for index in decision.retired.values()}
     rows: _Rows = [
-        ("best" if line.index == best else "", _life(line, names, last, retired)) for line in lines[-_MOST_LINES:]
+        ("best" if history.index == best else "", _member_cells(history, names, last, retired))
+        for history in histories[-_MAX_ROWS:]
     ]
     heads = [
         "member",
@@ -81,29 +82,31 @@ def members(summary: RunSummary) -> str:
         "ended",
         "reason of birth",
     ]
-    left = len(lines) - len(rows)
-    lead = f"{len(lines)} members in total." + (
-        f" The {left} oldest are only in the chart and the journal." if left else ""
+    omitted = len(histories) - len(rows)
+    lead = f"{len(histories)} members in total." + (
+        f" The {omitted} oldest are only in the chart and the journal." if omitted else ""
     )
     return section("Members", lead, folded("All members", table(heads, rows), opened=len(rows) <= 40))
 
 
-def _life(line: MemberHistory, names: Sequence[str], last: int, retired: dict[int, int]) -> list[Any]:
-    first, end = line.results[0], line.results[-1]
-    ended = "" if end.generation == last else "replaced"
-    if line.index in retired:
-        ended = "retired"
-    if end.failed is not None:
-        ended = f"failed: {end.failed}"
+def _member_cells(
+    history: MemberHistory, names: Sequence[str], last_generation: int, retired: dict[int, int]
+) -> list[Any]:
+    first, last = history.results[0], history.results[-1]
+    ending = "" if last.generation == last_generation else "replaced"
+    if history.index in retired:
+        ending = "retired"
+    if last.failed is not None:
+        ending = f"failed: {last.failed}"
     return [
-        f"#{line.index}",
+        f"#{history.index}",
         first.slot,
-        _parent(first),
-        _span(first.generation, end.generation),
+        _parent_text(first),
+        _span_text(first.generation, last.generation),
         *(number_text(getattr(first.hyperparameters, name)) for name in names),
         score_text(first.fitness, first.standard_error),
-        score_text(end.fitness, end.standard_error),
-        ended,
+        score_text(last.fitness, last.standard_error),
+        ending,
         first.reason,
     ]
 
@@ -113,75 +116,87 @@ def generations(summary: RunSummary) -> str:
     if not summary.generations:
         return ""
     decisions = {decision.generation: decision for decision in summary.decisions}
-    reports = [_generation(summary, each, decisions.get(each.generation)) for each in _latest(summary)]
-    left = len(summary.generations) - len(reports)
-    lead = f"Members are listed for the last {len(reports)} generations." if left else ""
+    reports = [
+        _generation_table(summary, generation, decisions.get(generation.generation)) for generation in _latest(summary)
+    ]
+    omitted = len(summary.generations) - len(reports)
+    lead = f"Members are listed for the last {len(reports)} generations." if omitted else ""
     heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "new budgets", "time so far"]
     rows = list(_overview(summary, decisions))
     return section("Generations", lead, folded("All generations", table(heads, rows), opened=True), *reports)
 
 
 def _overview(summary: RunSummary, decisions: dict[int, Decision]) -> Iterator[tuple[str, Sequence[Any]]]:
-    known: set[int] = set()
+    seen: set[int] = set()
     for generation in summary.generations:
         best, decision = generation.best, decisions.get(generation.generation)
         scores = [member.fitness for member in generation.members if member.fitness is not None]
-        born = [f"#{member.index}" for member in generation.members if member.index not in known]
-        known.update(member.index for member in generation.members)
-        gone = [f"#{index}" for index in (decision.retired.values() if decision else ())]
-        gone += [f"#{member.index} failed" for member in generation.members if member.failed is not None]
+        born = [f"#{member.index}" for member in generation.members if member.index not in seen]
+        seen.update(member.index for member in generation.members)
+        removed = [f"#{index}" for index in (decision.retired.values() if decision else ())]
+        removed += [f"#{member.index} failed" for member in generation.members if member.failed is not None]
         cells = [
             generation.generation,
             f"#{best.index}",
             score_text(best.fitness, best.standard_error),
             score_text(sum(scores) / len(scores), None) if scores else "–",
-            _listed(born),
-            _listed(gone),
+            _join_names(born),
+            _join_names(removed),
             decision.budgets if decision else "",
             duration_text(generation.seconds),
         ]
         yield "", cells
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = len(names) - 12
     return ", ".join(names[:12]) + (f" and {more} more" if more > 0 else "")
 
 
 def _latest(summary: RunSummary) -> list[GenerationReport]:
-    kept: list[GenerationReport] = []
-    room = _MOST_LINES
+    reports: list[GenerationReport] = []
+    remaining_rows = _MAX_ROWS
     for generation in reversed(summary.generations):
-        room -= len(generation.members)
-        if kept and room < 0:
+        remaining_rows -= len(generation.members)
+        if reports and remaining_rows < 0:
             break
-        kept.append(generation)
-    return kept[::-1]
+        reports.append(generation)
+    return reports[::-1]
 
 
-def _generation(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
+def _generation_table(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
     names, measures = list(summary.evolvable), list(summary.curves)
-    ways = sorted({way for member in generation.members for way in member.measured if len(member.measured) > 1})
+    measures_used = sorted(
+        {measure for member in generation.members for measure in member.measured if len(member.measured) > 1}
+    )
     rows: _Rows = []
     for member in generation.members:
         kind = "failed" if member.fitness is None else "best" if member.index == generation.best.index else ""
-        estimates = [member.measured.get(way) for way in ways]
+        estimates = [member.measured.get(measure) for measure in measures_used]
         cells = [
             member.slot,
             f"#{member.index}",
-            _parent(member),
+            _parent_text(member),
             *(number_text(getattr(member.hyperparameters, name)) for name in names),
             *(number_text(member.metrics.get(name)) for name in measures),
             f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
-            *(score_text(each.mean, each.standard_error) if each else "–" for each in estimates),
+            *(score_text(estimate.mean, estimate.standard_error) if estimate else "–" for estimate in estimates),
             count_text(member.tokens),
             count_text(member.evaluation.tokens),
             duration_text(member.seconds),
             member.reason,
-            *([_next(decision, member.slot)] if decision and decision.reasons else []),
+            *([_next_reason(decision, member.slot)] if decision and decision.reasons else []),
         ]
         rows.append((kind, cells))
-    heads = ["slot", "member", "parent", *names, *(MEASURES[name][0] for name in measures), "fitness ± SE", *ways]
+    heads = [
+        "slot",
+        "member",
+        "parent",
+        *names,
+        *(MEASURES[name][0] for name in measures),
+        "fitness ± SE",
+        *measures_used,
+    ]
     heads += [summary.terms.tokens, "evaluation", "time", "reason of birth"]
     heads += ["next in slot"] if decision and decision.reasons else []
     best = generation.best
@@ -191,18 +206,18 @@ def _generation(summary: RunSummary, generation: GenerationReport, decision: Dec
     return folded(words, table(heads, rows), opened=generation is summary.generations[-1])
 
 
-def _next(decision: Decision, slot: int) -> str:
+def _next_reason(decision: Decision, slot: int) -> str:
     reason = decision.reasons[slot] if slot < len(decision.reasons) else ""
     return f"retired: {reason}" if slot in decision.retired else reason
 
 
-def _parent(member: Ancestor | MemberReport) -> str:
+def _parent_text(member: Ancestor | MemberReport) -> str:
     if member.parent is None:
         return "founder"
     return f"#{member.parent}" if member.back_to is None else f"#{member.parent} of generation {member.back_to}"
 
 
-def _span(first: int, last: int) -> str:
+def _span_text(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
@@ -225,18 +240,20 @@ def outcome(summary: RunSummary) -> str:
     questions = "" if summary.baseline is None else f"{summary.baseline.questions} {terms.questions}"
     if summary.baseline is not None:
         cards.append(
-            _card(f"{terms.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
+            _card(f"{terms.untrained}, {summary.baseline_split}", _estimate_text(summary.baseline.fitness), questions)
         )
     best = best_member(summary.generations)
-    earned = None if best is None else fitness_estimate(best)
-    if best is not None and earned is not None:
+    fitness = None if best is None else fitness_estimate(best)
+    if best is not None and fitness is not None:
         title = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
-        cards.append(_card(title, _estimate(earned), questions, best=True))
+        cards.append(_card(title, _estimate_text(fitness), questions, best=True))
     if summary.test is not None:
-        tested = f"{summary.test.questions} {terms.questions}"
-        cards.append(_card(f"{terms.untrained}, test", _estimate(summary.test.before), tested))
-        cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
-        cards.append(_card("paired difference", _estimate(summary.test.gain), tested))
+        questions_text = f"{summary.test.questions} {terms.questions}"
+        cards.append(_card(f"{terms.untrained}, test", _estimate_text(summary.test.before), questions_text))
+        cards.append(
+            _card(f"member #{summary.test.index}, test", _estimate_text(summary.test.after), questions_text, best=True)
+        )
+        cards.append(_card("paired difference", _estimate_text(summary.test.gain), questions_text))
         warning = verdict(summary.test, terms)
         lead += f" {warning}" if warning else ""
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
@@ -248,9 +265,14 @@ def finalists(summary: RunSummary) -> str:
     if report is None:
         return ""
     rows: list[tuple[str, Sequence[Any]]] = []
-    for each in report.finalists:
-        best = (each.index, each.generation) == (report.index, report.generation)
-        cells = [f"#{each.index}", each.generation, _estimate(each.chosen), _estimate(each.second)]
+    for finalist in report.finalists:
+        best = (finalist.index, finalist.generation) == (report.index, report.generation)
+        cells = [
+            f"#{finalist.index}",
+            finalist.generation,
+            _estimate_text(finalist.chosen),
+            _estimate_text(finalist.second),
+        ]
         rows.append(("best" if best else "", cells))
     lead = (
         f"Finalists are evaluated on {count_text(report.questions)} more {summary.terms.questions}, since the maximum "
@@ -267,7 +289,7 @@ def _card(title: str, earned: str, questions: str, *, best: bool = False) -> str
     )
 
 
-def _estimate(estimate: Estimate) -> str:
+def _estimate_text(estimate: Estimate) -> str:
     return score_text(estimate.mean, estimate.standard_error)
 
 
@@ -281,15 +303,15 @@ def costs(summary: RunSummary) -> str:
         total = math.fsum(value for _, value in values)
         if not total:
             continue
-        before, unit = 0.0, _work_unit(summary) if name == "tokens" else "time"
-        for place, (work, value) in enumerate(values):
+        start, unit = 0.0, _work_unit(summary) if name == "tokens" else "time"
+        for position, (work, value) in enumerate(values):
             share = value / total
             text = count_text(value) if name == "tokens" else duration_text(value)
-            kind = f"part{place}"
+            kind = f"part{position}"
             label = f"{work}: {percent_text(share)} of {unit}"
-            picture = bar([(before, before + share, kind)], label=label)
-            rows.append(("", [unit if place == 0 else "", work, text, percent_text(share), picture]))
-            before += share
+            picture = bar([(start, start + share, kind)], label=label)
+            rows.append(("", [unit if position == 0 else "", work, text, percent_text(share), picture]))
+            start += share
     seconds = math.fsum(cost.seconds for cost in summary.costs if cost.name in PHASES)
     lead = (
         f"{count_text(summary.generations[-1].tokens / seconds)} tokens per second of learning steps."
@@ -319,45 +341,47 @@ def facts(summary: RunSummary) -> str:
     return section("Run", "", table(["", ""], rows))
 
 
-_LONGEST_TEXT = 4000  # characters of one prompt or completion
-_MOST_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
+_MAX_TEXT = 4000  # characters of one prompt or completion
+_MAX_TOTAL_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
 
 
 def completions(summary: RunSummary) -> str:
     """Return the section of sample completions; empty if there are none."""
-    shown = {generation.generation: _chosen(generation, summary) for generation in summary.generations}
-    shown = {number: examples for number, examples in shown.items() if examples}
-    if not shown:
+    examples_by_generation = {
+        generation.generation: _select_examples(generation, summary) for generation in summary.generations
+    }
+    examples_by_generation = {number: examples for number, examples in examples_by_generation.items() if examples}
+    if not examples_by_generation:
         return ""
-    texts = sum(len(examples) for examples in shown.values()) * 2
-    limit = max(200, min(_LONGEST_TEXT, _MOST_TEXT // texts))
+    texts = sum(len(examples) for examples in examples_by_generation.values()) * 2
+    limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
     parts = [
         folded(
             f"Generation {number}",
-            "".join(_example(example, limit) for example in examples),
-            opened=number == max(shown),
+            "".join(_example_html(example, limit) for example in examples),
+            opened=number == max(examples_by_generation),
         )
-        for number, examples in shown.items()
+        for number, examples in examples_by_generation.items()
     ]
     lead = "One completion of each generation's best member, and of all members of the last one. Texts are untrusted."
     return f'<section><h2>Sample completions</h2>\n<p class="quiet">{lead}</p>\n' + "\n".join(parts) + "</section>"
 
 
-def _chosen(generation: GenerationReport, summary: RunSummary) -> tuple[Example, ...]:
+def _select_examples(generation: GenerationReport, summary: RunSummary) -> tuple[Example, ...]:
     if generation is summary.generations[-1]:
         return generation.examples
     best = [example for example in generation.examples if example.index == generation.best.index]
     return tuple(best or generation.examples[:1])
 
 
-def _example(example: Example, limit: int) -> str:
+def _example_html(example: Example, limit: int) -> str:
     prompt, completion = (escape(shorten(text, limit)) for text in (example.prompt, example.completion))
-    earned = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
-    cut = ", truncated" if example.truncated else ""
+    score = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
+    suffix = ", truncated" if example.truncated else ""
     # Browsers drop a newline right after <pre>.
     return (
         f'<p class="quiet">member #{escape(example.index)}, prompt</p><pre>\n{prompt}</pre>'
-        f'<p class="quiet">completion, {escape(earned)}{cut}</p><pre>\n{completion}</pre><hr>'
+        f'<p class="quiet">completion, {escape(score)}{suffix}</p><pre>\n{completion}</pre><hr>'
     )
 
 
@@ -396,20 +420,20 @@ def steps(summary: RunSummary) -> str:
     return f'<section class="drawn"><h2>Learning steps</h2>\n{_plot("curves", "Measures by learning step")}</section>'
 
 
-def response(summary: RunSummary, found: Sequence[Response]) -> str:
+def response(summary: RunSummary, responses: Sequence[Response]) -> str:
     """Return charts and table of the gains explained by each hyperparameter; empty if none evolves."""
     rows: list[tuple[str, Sequence[Any]]] = []
-    for each in found:
-        share = each.share
-        shown: Any = "–"
-        best = max(each.levels, key=lambda level: level.mean, default=None) if each.levels else None
+    for hyperparameter in responses:
+        share = hyperparameter.share
+        share_bar: Any = "–"
+        best = max(hyperparameter.levels, key=lambda level: level.mean, default=None) if hyperparameter.levels else None
         if share is not None:
             low, high = (min(1.0, max(0.0, share.share + sign * 2 * share.standard_error)) for sign in (-1, 1))
-            middle = min(1.0, max(0.0, share.share))
+            clipped = min(1.0, max(0.0, share.share))
             label = f"{percent_text(share.share)}, between {percent_text(low)} and {percent_text(high)}"
-            shown = Markup(
+            share_bar = Markup(
                 bar(
-                    [(0, middle, "significant" if share.significant else "inconclusive"), (low, high, "range")],
+                    [(0, clipped, "significant" if share.significant else "inconclusive"), (low, high, "range")],
                     label=label,
                     marks=[],
                 )
@@ -422,7 +446,16 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
                 values += f" to {number_text(best.high)}"
             values += f": {best.mean:+.3g}"
         rows.append(
-            ("", [each.name, shown, "–" if share is None else percent_text(share.chance), values, _judged(each)])
+            (
+                "",
+                [
+                    hyperparameter.name,
+                    share_bar,
+                    "–" if share is None else percent_text(share.chance),
+                    values,
+                    _significance_text(hyperparameter),
+                ],
+            )
         )
     if not rows or not summary.generations:
         return ""
@@ -438,12 +471,12 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
     )
 
 
-def _judged(response: Response) -> str:
+def _significance_text(response: Response) -> str:
     if response.share is None:
-        if response.members >= FEWEST_MEMBERS and len(response.gains) >= FEWEST_GAINS:
+        if response.members >= MIN_MEMBERS and len(response.gains) >= MIN_GAINS:
             return "inconclusive: all values are equal, or too few repeat"
         number = f"{pluralize(response.members, 'member')} with {pluralize(len(response.gains), 'gain')}"
-        return f"inconclusive: {number}; needs {FEWEST_MEMBERS} with {FEWEST_GAINS}"
+        return f"inconclusive: {number}; needs {MIN_MEMBERS} with {MIN_GAINS}"
     if not response.share.significant:
         return "not significant"
     certain = response.share.share > 2 * response.share.standard_error

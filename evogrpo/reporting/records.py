@@ -197,7 +197,7 @@ class GenerationReport:
         where = f"generation {number}"
         fields = JournalFields(values, where)
         members = tuple(
-            MemberReport.from_json(member, number) for member in fields.each("members", f"a member of {where}")
+            MemberReport.from_json(member, number) for member in fields.objects("members", f"a member of {where}")
         )
         best = fields.whole("best")
         chosen = [member for member in members if member.index == best]
@@ -212,7 +212,7 @@ class GenerationReport:
             seconds=fields.number("seconds"),
             tokens=fields.whole("tokens"),
             timesteps=fields.whole_or_none("timesteps"),
-            examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
+            examples=tuple(Example.from_json(each) for each in fields.objects("examples", f"an example of {where}")),
             questions=fields.whole("questions"),
             evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
             best_ever=fields.pair_or_none("best_ever"),

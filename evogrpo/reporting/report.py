@@ -56,13 +56,13 @@ def html_page(summary: RunSummary) -> str:
         The HTML text. Values are escaped, and the content security policy allows only the page's own scripts.
     """
     title = escape(shorten(summary.title, 400))
-    found = responses(summary)
+    hyperparameter_responses = responses(summary)
     style, *scripts = (files("evogrpo.reporting.page").joinpath(name).read_text("utf-8") for name in _FILES)
     body = [
         f"<header><h1>{title}</h1>\n{page_tables.outcome(summary)}</header>",
         page_tables.fitness(summary),
         page_tables.hyperparameters(summary),
-        page_tables.response(summary, found),
+        page_tables.response(summary, hyperparameter_responses),
         page_tables.costs(summary),
         page_tables.finalists(summary),
         page_tables.ancestry(summary),
@@ -72,8 +72,9 @@ def html_page(summary: RunSummary) -> str:
         page_tables.completions(summary),
         page_tables.facts(summary),
     ]
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src {allowed}; base-uri 'none'"
+    data = embedded(page_data(figure_data(summary), hyperparameter_responses))
+    allowed = " ".join(f"'{_csp_hash(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src {allowed}; base-uri 'none'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -81,13 +82,13 @@ def html_page(summary: RunSummary) -> str:
         f"<title>{title} · evogrpo</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(section for section in body if section)
         + '\n</main>\n<aside id="shown" role="status" hidden></aside>\n'
-        f'<script type="application/json" id="run">{embedded(page_data(figure_data(summary), found))}</script>\n'
+        f'<script type="application/json" id="run">{data}</script>\n'
         + "\n".join(f"<script>{script}</script>" for script in scripts)
         + "\n</body>\n</html>\n"
     )
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     """Return the Content-Security-Policy hash of an inline element."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
@@ -139,17 +140,17 @@ def report(run_dir: str | Path) -> RunReport:
     return RunReport(run_dir, summarise(read_journal(run_dir / "journal.jsonl")))
 
 
-_MOST_POINTS = 6000
+_MAX_POINTS = 6000
 """Maximum points per metric of learning steps; above it, neighbouring steps are averaged."""
-_MOST_GAINS = 1200
+_MAX_GAINS = 1200
 
 
-def page_data(run: FigureData, found: Sequence[Response]) -> dict[str, Any]:
+def page_data(run: FigureData, hyperparameter_responses: Sequence[Response]) -> dict[str, Any]:
     """Return the data of the page's charts as plain JSON values with printable texts.
 
     Args:
         run: The run.
-        found: Response of gains to each hyperparameter.
+        hyperparameter_responses: Response of gains to each hyperparameter.
     """
     summary, names = run.summary, list(run.summary.evolvable)
     test = summary.test
@@ -160,25 +161,25 @@ def page_data(run: FigureData, found: Sequence[Response]) -> dict[str, Any]:
             "base": summary.terms.untrained,
             "split": summary.split,
         },
-        "floor": _score(run.fitness_edge),
+        "floor": _rounded(run.fitness_edge),
         "first": run.first_generation - 1,
         "last": run.last_generation,
         "best": run.best,
         "crowded": run.crowded,
         "parameters": [_parameter(name, summary.evolvable[name]) for name in names],
-        "members": [_member(line, names, run) for line in run.lines],
-        "base": None if summary.start is None else _score(summary.start.mean),
-        "test": None if test is None else [_score(test.before.mean), _score(test.after.mean), test.index],
-        "retired": [[each.generation, index] for each in summary.decisions for index in each.retired.values()],
+        "members": [_member(history, names, run) for history in run.histories],
+        "base": None if summary.start is None else _rounded(summary.start.mean),
+        "test": None if test is None else [_rounded(test.before.mean), _rounded(test.after.mean), test.index],
+        "retired": [[item.generation, index] for item in summary.decisions for index in item.retired.values()],
         "curves": [
             {
                 "title": MEASURES[name][0],
                 "unit": MEASURES[name][1],
-                "lines": [[each.index, _thinned(each.points, curves)] for each in curves],
+                "lines": [[item.index, _thinned(item.points, curves)] for item in curves],
             }
             for name, curves in summary.curves.items()
         ],
-        "responses": [_response(each, summary.evolvable[each.name]) for each in found if each.gains],
+        "responses": [_response(item, summary.evolvable[item.name]) for item in hyperparameter_responses if item.gains],
     }
 
 
@@ -189,91 +190,94 @@ def _parameter(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _axis(fields: Mapping[str, Any]) -> dict[str, Any]:
     choices = fields.get("choices")
     choices = choices if isinstance(choices, list) else []
-    ladder = sorted({float(each) for each in choices if isinstance(each, (int, float))})
+    numbers = sorted({float(choice) for choice in choices if isinstance(choice, (int, float))})
     # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
-    ratios = [after / before for before, after in pairwise(ladder) if before > 0]
-    even = len(ratios) > 1 and len(ratios) == len(ladder) - 1 and max(ratios) < 1.01 * min(ratios)
+    ratios = [after / before for before, after in pairwise(numbers) if before > 0]
+    geometric = len(ratios) > 1 and len(ratios) == len(numbers) - 1 and max(ratios) < 1.01 * min(ratios)
     return {
-        "log": fields.get("scale") == "log" or even,
-        "ladder": ladder if len(ladder) <= 8 else [],
-        "names": [printable(shorten(each, 24)) for each in choices if isinstance(each, str)],
+        "log": fields.get("scale") == "log" or geometric,
+        "ladder": numbers if len(numbers) <= 8 else [],
+        "names": [printable(shorten(choice, 24)) for choice in choices if isinstance(choice, str)],
     }
 
 
-def _member(line: MemberHistory, names: Sequence[str], run: FigureData) -> dict[str, Any]:
-    first = line.results[0]
-    origin = line.origin
+def _member(history: MemberHistory, names: Sequence[str], run: FigureData) -> dict[str, Any]:
+    first = history.results[0]
+    origin = history.origin
     return {
-        "i": line.index,
+        "i": history.index,
         "slot": first.slot,
         "colour": run.slots.index(first.slot),
         "parent": first.parent,
         "born": first.born,
-        "from": None if origin is None else [origin.index, origin.generation, _score(origin.fitness)],
-        "until": run.lineage.get(line.index),
-        "values": [_value(getattr(first.hyperparameters, name)) for name in names],
+        "from": None if origin is None else [origin.index, origin.generation, _rounded(origin.fitness)],
+        "until": run.lineage.get(history.index),
+        "values": [_json_value(getattr(first.hyperparameters, name)) for name in names],
         "changes": printable(changes_text(first.changes)),
         "reason": printable(shorten(first.reason, 300)),
         "source": origin_text(first.parent, first.back_to),
         "failed": {
-            str(each.generation): printable(shorten(each.failed, 300))
-            for each in line.results
-            if each.failed is not None
+            str(result.generation): printable(shorten(result.failed, 300))
+            for result in history.results
+            if result.failed is not None
         },
         "results": [
             [
-                each.generation,
-                _score(each.fitness),
-                _score(each.standard_error),
-                each.tokens,
-                _score(each.seconds),
-                each.evaluation.tokens,
-                _otherwise(each),
+                result.generation,
+                _rounded(result.fitness),
+                _rounded(result.standard_error),
+                result.tokens,
+                _rounded(result.seconds),
+                result.evaluation.tokens,
+                _other_measures(result),
             ]
-            for each in line.results
+            for result in history.results
         ],
     }
 
 
-def _otherwise(result: MemberReport) -> str:
+def _other_measures(result: MemberReport) -> str:
     """Return the other measures of a member; empty where fitness is the only one."""
     # Members without validation have the fitness of their training rewards.
     has_others = len(result.measured) > 1 or result.questions == 0
-    ways = result.measured.items() if has_others else ()
-    return ", ".join(f"{way} {score_text(each.mean, each.standard_error)}" for way, each in ways)
+    measures = result.measured.items() if has_others else ()
+    return ", ".join(
+        f"{measure} {score_text(estimate.mean, estimate.standard_error)}" for measure, estimate in measures
+    )
 
 
 def _response(response: Response, fields: Mapping[str, Any]) -> dict[str, Any]:
-    every = -(-len(response.gains) // _MOST_GAINS)
+    stride = -(-len(response.gains) // _MAX_GAINS)
     return {
         "name": printable(response.name),
         **_axis(fields),
-        "floor": _score(lower_edge([each.gain for each in response.gains])),
+        "floor": _rounded(lower_edge([item.gain for item in response.gains])),
         "gains": [
-            [each.index, each.generation, _value(each.value), _score(each.gain)] for each in response.gains[::every]
+            [item.index, item.generation, _json_value(item.value), _rounded(item.gain)]
+            for item in response.gains[::stride]
         ],
         "levels": [
-            [_value(each.low), _value(each.high), _score(each.mean), _score(each.standard_error)]
-            for each in response.levels
+            [_json_value(item.low), _json_value(item.high), _rounded(item.mean), _rounded(item.standard_error)]
+            for item in response.levels
         ],
     }
 
 
 def _thinned(points: Sequence[tuple[int, int, float]], curves: Sequence[Any]) -> list[list[Any]]:
     """Return a curve's points (step, generation, value), averaged over neighbours above the maximum."""
-    every = -(-sum(len(curve.points) for curve in curves) // _MOST_POINTS)
+    stride = -(-sum(len(curve.points) for curve in curves) // _MAX_POINTS)
     thinned = []
-    for start in range(0, len(points), every):
-        some = points[start : start + every]
-        mean = sum(value for _, _, value in some) / len(some)
-        thinned.append([some[-1][0], some[-1][1], _score(mean)])
+    for start in range(0, len(points), stride):
+        window = points[start : start + stride]
+        mean = sum(value for _, _, value in window) / len(window)
+        thinned.append([window[-1][0], window[-1][1], _rounded(mean)])
     return thinned
 
 
-def _score(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     """Round a number to five significant digits."""
     return None if value is None else float(f"{value:.5g}")
 
 
-def _value(value: float | str | None) -> float | str | None:
-    return printable(shorten(value, 24)) if isinstance(value, str) else _score(value)
+def _json_value(value: float | str | None) -> float | str | None:
+    return printable(shorten(value, 24)) if isinstance(value, str) else _rounded(value)

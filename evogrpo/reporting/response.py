@@ -13,11 +13,11 @@ from evogrpo.reporting.lineage import fitness_before, member_histories
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary
 
-FEWEST_MEMBERS, FEWEST_GAINS = 6, 12
+MIN_MEMBERS, MIN_GAINS = 6, 12
 """Minimum numbers for estimating an explained share."""
-_MOST_LEVELS = 8
+_MAX_LEVELS = 8
 _SHUFFLES = 200
-_MOST_LEFT_OUT = 200  # with more members, the jackknife leaves out several at a time
+_MAX_JACKKNIFE = 200  # with more members, the jackknife leaves out several at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,10 @@ def responses(summary: RunSummary) -> tuple[Response, ...]:
         One response per hyperparameter, in descending order of explained share; those without a share last.
     """
     gains = _gains(summary)
-    found = [response(name, _valued(gains, name)) for name in summary.evolvable]
-    return tuple(sorted(found, key=lambda each: -math.inf if each.share is None else each.share.share, reverse=True))
+    unordered = [response(name, _with_values(gains, name)) for name in summary.evolvable]
+    return tuple(
+        sorted(unordered, key=lambda item: -math.inf if item.share is None else item.share.share, reverse=True)
+    )
 
 
 def response(name: str, gains: Sequence[Gain]) -> Response:
@@ -135,13 +137,19 @@ def response(name: str, gains: Sequence[Gain]) -> Response:
     # A member whose value changed counts as two.
     owners: dict[Hashable, int] = {}
     owner = np.array([owners.setdefault((gain.index, gain.value), len(owners)) for gain in ordered])
-    place = np.empty(len(owners), dtype=np.int64)
-    place[owner] = [levels[gain.value] for gain in ordered]
+    level_of_member = np.empty(len(owners), dtype=np.int64)
+    level_of_member[owner] = [levels[gain.value] for gain in ordered]
     sums = _MemberSums.of(np.array([gain.gain for gain in ordered]), owner)
     share = None
-    if len(owners) >= FEWEST_MEMBERS and len(ordered) >= max(FEWEST_GAINS, place.max() + 3) and place.max() > 0:
-        share = _share(sums, place)
-    return Response(name=name, gains=ordered, levels=_described(ordered, levels, sums, place), share=share)
+    if (
+        len(owners) >= MIN_MEMBERS
+        and len(ordered) >= max(MIN_GAINS, level_of_member.max() + 3)
+        and level_of_member.max() > 0
+    ):
+        share = _share(sums, level_of_member)
+    return Response(
+        name=name, gains=ordered, levels=_describe_levels(ordered, levels, sums, level_of_member), share=share
+    )
 
 
 @dataclass(frozen=True)
@@ -159,32 +167,32 @@ class _MemberSums:
 
     def explained(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return epsilon squared for every row of levels (one per member, -1 = left out); 0 if gains are constant."""
-        there = places >= 0
-        count, total_sum = there @ self.counts, there @ self.sums
-        squares = there @ self.squares
+        included = places >= 0
+        count, total_sum = included @ self.counts, included @ self.sums
+        squares = included @ self.squares
         between, levels = np.zeros(len(places)), np.zeros(len(places))
         for level in range(int(places.max()) + 1):
-            here = places == level
-            counts = here @ self.counts
-            between += np.where(counts > 0, (here @ self.sums) ** 2 / np.maximum(counts, 1), 0.0)
+            in_level = places == level
+            counts = in_level @ self.counts
+            between += np.where(counts > 0, (in_level @ self.sums) ** 2 / np.maximum(counts, 1), 0.0)
             levels += counts > 0
-        total, free = squares - total_sum**2 / count, count - levels
+        total, degrees = squares - total_sum**2 / count, count - levels
         within = np.maximum(squares - between, 0.0)
-        varies = (total > 1e-12 * squares) & (free > 0)
-        share = 1 - (within / np.where(varies, free, 1)) * (count - 1) / np.where(varies, total, 1)
+        varies = (total > 1e-12 * squares) & (degrees > 0)
+        share = 1 - (within / np.where(varies, degrees, 1)) * (count - 1) / np.where(varies, total, 1)
         return np.where(varies, share, 0.0)
 
 
-def _share(sums: _MemberSums, place: NDArray[np.int64]) -> Share:
-    members = len(place)
+def _share(sums: _MemberSums, levels: NDArray[np.int64]) -> Share:
+    members = len(levels)
     rng = generator(0, "shuffled hyperparameters", members)
-    shuffled = np.stack([rng.permutation(place) for _ in range(_SHUFFLES)])
-    groups = min(members, _MOST_LEFT_OUT)
+    shuffled = np.stack([rng.permutation(levels) for _ in range(_SHUFFLES)])
+    groups = min(members, _MAX_JACKKNIFE)
     group = np.arange(members) % groups
-    left = sums.explained(np.where(group == np.arange(groups)[:, None], -1, place))
+    jackknife = sums.explained(np.where(group == np.arange(groups)[:, None], -1, levels))
     return Share(
-        share=float(sums.explained(place[None])[0]),
-        standard_error=math.sqrt((groups - 1) / groups * float(((left - left.mean()) ** 2).sum())),
+        share=float(sums.explained(levels[None])[0]),
+        standard_error=math.sqrt((groups - 1) / groups * float(((jackknife - jackknife.mean()) ** 2).sum())),
         chance=float(np.quantile(sums.explained(shuffled), 0.95)),
     )
 
@@ -194,30 +202,30 @@ def _levels(gains: Sequence[Gain]) -> Mapping[float | str, int]:
     values = {(gain.index, gain.value): gain.value for gain in gains}.values()
     names = list(dict.fromkeys(value for value in values if isinstance(value, str)))
     numbers = sorted(value for value in values if not isinstance(value, str))
-    different = list(dict.fromkeys(numbers))
+    distinct = list(dict.fromkeys(numbers))
     # Each level should have about two members.
-    if len(different) > 1 and len(different) > min(_MOST_LEVELS, len(numbers) // 2):
+    if len(distinct) > 1 and len(distinct) > min(_MAX_LEVELS, len(numbers) // 2):
         count = 2 if len(numbers) < 9 else 3 if len(numbers) < 20 else 4 if len(numbers) < 40 else 5
         edges = dict.fromkeys(numbers[len(numbers) * cut // count] for cut in range(1, count))
-        starts = [edge for edge in edges if edge > different[0]]
-        found: dict[float | str, int] = {value: sum(value >= edge for edge in starts) for value in different}
+        starts = [edge for edge in edges if edge > distinct[0]]
+        levels: dict[float | str, int] = {value: sum(value >= edge for edge in starts) for value in distinct}
     else:
-        found = {value: number for number, value in enumerate(different)}
-    return found | {name: len(set(found.values())) + number for number, name in enumerate(names)}
+        levels = {value: number for number, value in enumerate(distinct)}
+    return levels | {name: len(set(levels.values())) + number for number, name in enumerate(names)}
 
 
-def _described(
-    gains: Sequence[Gain], levels: Mapping[float | str, int], sums: _MemberSums, place: NDArray[np.int64]
+def _describe_levels(
+    gains: Sequence[Gain], levels: Mapping[float | str, int], sums: _MemberSums, level_of_member: NDArray[np.int64]
 ) -> tuple[Level, ...]:
     described = []
     for number in sorted(set(levels.values())):
         values = [value for value in dict.fromkeys(gain.value for gain in gains) if levels[value] == number]
-        here = place == number
-        count, total = float(sums.counts[here].sum()), float(sums.sums[here].sum())
-        mean, members = total / count, int(here.sum())
+        in_level = level_of_member == number
+        count, total = float(sums.counts[in_level].sum()), float(sums.sums[in_level].sum())
+        mean, members = total / count, int(in_level.sum())
         # Linearised error of a ratio of sums over members.
-        beyond = sums.sums[here] - mean * sums.counts[here]
-        error = math.sqrt(members / (members - 1) * float((beyond**2).sum())) / count if members > 1 else None
+        residuals = sums.sums[in_level] - mean * sums.counts[in_level]
+        error = math.sqrt(members / (members - 1) * float((residuals**2).sum())) / count if members > 1 else None
         described.append(
             Level(low=_least(values), high=_greatest(values), mean=mean, standard_error=error, members=members)
         )
@@ -234,21 +242,21 @@ def _greatest(values: Sequence[float | str]) -> float | str:
 
 def _gains(summary: RunSummary) -> list[tuple[MemberReport, float]]:
     """Return every result with its gain relative to the generation's mean."""
-    before = fitness_before(summary)
+    start_fitness = fitness_before(summary)
     by_generation: dict[int, list[tuple[MemberReport, float]]] = {}
-    for line in member_histories(summary):
-        for result in line.results:
-            began = before[result.index, result.generation]
-            if result.fitness is not None and began is not None:
-                by_generation.setdefault(result.generation, []).append((result, result.fitness - began))
+    for history in member_histories(summary):
+        for result in history.results:
+            start = start_fitness[result.index, result.generation]
+            if result.fitness is not None and start is not None:
+                by_generation.setdefault(result.generation, []).append((result, result.fitness - start))
     gains = []
-    for _, found in sorted(by_generation.items()):
-        mean = math.fsum(gain for _, gain in found) / len(found)
-        gains += [(result, gain - mean) for result, gain in found if len(found) > 1]
+    for _, rows in sorted(by_generation.items()):
+        mean = math.fsum(gain for _, gain in rows) / len(rows)
+        gains += [(result, gain - mean) for result, gain in rows if len(rows) > 1]
     return gains
 
 
-def _valued(gains: Sequence[tuple[MemberReport, float]], name: str) -> list[Gain]:
+def _with_values(gains: Sequence[tuple[MemberReport, float]], name: str) -> list[Gain]:
     valued = []
     for result, gain in gains:
         value: Value = getattr(result.hyperparameters, name)

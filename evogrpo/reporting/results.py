@@ -78,7 +78,7 @@ class FinalistsReport:
             questions=fields.whole("questions"),
             index=fields.whole("index"),
             generation=fields.whole("generation"),
-            finalists=tuple(Finalist.from_json(each) for each in fields.each("finalists", "a finalist")),
+            finalists=tuple(Finalist.from_json(each) for each in fields.objects("finalists", "a finalist")),
             measure=fields.text("measure"),
             cost=EvaluationCost.from_json(fields.inner("cost")),
         )

@@ -43,8 +43,10 @@ class JournalFields:
         values = self.values.get(name)
         if not isinstance(values, list):
             raise self._error(name, "a list of finite numbers")
-        inner = JournalFields({str(place): value for place, value in enumerate(values)}, f"{name} of {self.where}")
-        return tuple(inner.number(place) for place in inner.values)
+        inner = JournalFields(
+            {str(position): value for position, value in enumerate(values)}, f"{name} of {self.where}"
+        )
+        return tuple(inner.number(position) for position in inner.values)
 
     def numbers_or_none(self, name: str) -> tuple[float, ...] | None:
         """Return a list of finite numbers; None if it is null or missing."""
@@ -95,7 +97,7 @@ class JournalFields:
             raise self._error(name, "an object")
         return JournalFields(value, where or f"{name!r:.80} of {self.where}")
 
-    def each(self, name: str, where: str) -> "list[JournalFields]":
+    def objects(self, name: str, where: str) -> "list[JournalFields]":
         """Return the fields of every object of a list."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
@@ -110,20 +112,20 @@ class JournalFields:
         """Return one member's hyperparameters."""
         inner = self.inner(name)
         try:
-            return Hyperparameters.from_json({each: inner._value(each) for each in inner.values})
+            return Hyperparameters.from_json({key: inner._value(key) for key in inner.values})
         except ValueError as error:
             raise ValueError(f"{inner.where}: {error}") from error
 
     def changes(self, name: str) -> dict[str, tuple[Value, Value]]:
         """Return the (old, new) values that changed at a birth, by name."""
         changes = {}
-        for each, change in self.inner(name).values.items():
+        for key, change in self.inner(name).values.items():
             if not isinstance(change, list) or len(change) != 2:
                 raise ValueError(
-                    f"the change of {each!r:.80} in {self.where} must be [old, new], got {change!r:.80}: {REMEDY}"
+                    f"the change of {key!r:.80} in {self.where} must be [old, new], got {change!r:.80}: {REMEDY}"
                 )
-            old, new = (JournalFields({each: value}, self.where)._value(each) for value in change)
-            changes[each] = (old, new)
+            old, new = (JournalFields({key: value}, self.where)._value(key) for value in change)
+            changes[key] = (old, new)
         return changes
 
     def _value(self, name: str) -> Value:

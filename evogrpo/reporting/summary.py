@@ -62,7 +62,7 @@ def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
             number = JournalFields(event, "a generation event").whole("generation")
             where = f"generation {number}"
             plan = JournalFields(event, where).inner("plan")
-            members = JournalFields(event, where).each("members", f"a member of {where}")
+            members = JournalFields(event, where).objects("members", f"a member of {where}")
             decisions.append(_decision(number, plan, {each.whole("slot"): each.whole("index") for each in members}))
     return tuple(decisions)
 
@@ -76,7 +76,7 @@ def _decision(generation: int, plan: JournalFields, members: Mapping[int, int]) 
     samples = plan.values.get("samples")
     if samples is not None and (not isinstance(samples, list) or not all(type(each) is int for each in samples)):
         raise ValueError(f"'samples' of {plan.where} must be a list of whole numbers, got {samples!r:.80}: {REMEDY}")
-    children = plan.each("children", f"a child of {plan.where}") if "children" in plan.values else []
+    children = plan.objects("children", f"a child of {plan.where}") if "children" in plan.values else []
     filled = {child.whole("slot") for child in children}
     vacant = [slot for slot, parent in enumerate(parents) if parent is None and slot not in filled]
     return Decision(
@@ -127,7 +127,7 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
     found: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {}
     for step, event in sorted(latest_steps(events).items()):
         generation = event.whole("generation")
-        for member in event.each("members", f"a member of step {step}"):
+        for member in event.objects("members", f"a member of step {step}"):
             who = member.whole("index"), member.whole("slot")
             for name in MEASURES:
                 value = member.number_or_none(name)

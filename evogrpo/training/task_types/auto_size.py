@@ -151,7 +151,7 @@ def _measured_step(
 ) -> float:
     """Measure one learning step on members that are then discarded; return its expected seconds.
 
-    A step that takes longer than `max_seconds` seconds is extrapolated from the finished part. Episodes often get longer
+    A step that takes longer than `max_seconds` is extrapolated from the finished part. Episodes often get longer
     during training, so their expected length is the geometric mean of the measured and the maximum length.
     """
     began, samples = time.monotonic(), config.schedule.samples_per_step
