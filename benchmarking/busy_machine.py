@@ -1,12 +1,12 @@
-"""How long a learning step takes beside other processes, by how its threads wait for each other.
+"""Time learning steps beside other busy processes, for several waiting policies of OpenMP threads.
 
     python benchmarking/busy_machine.py                # beside none, and beside twice as many processes as cores
     python benchmarking/busy_machine.py --beside 0 4 16 --rounds 5
 
-A step is forward and backward passes of a small Llama and products of a single row each, as decoding has them.
-OpenMP threads spin while they wait, and beside other processes they keep the cores that the other threads need. evogrpo
-lets them sleep after 1,000 turns, unless torch was imported before it: the variable is read when torch is loaded. The
-settings take turns; printed are the median and its ratio to OpenMP's default.
+A step consists of forward and backward passes of a small Llama and of products of single rows, as in decoding. OpenMP
+threads spin while they wait. Beside other processes they then occupy the cores that the other threads need. evogrpo
+lets them sleep after 1,000 iterations, unless torch was imported first, because torch reads the variable on import. The
+settings alternate. The output is the median of each and its ratio to OpenMP's default.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ print((time.perf_counter() - began) / int(sys.argv[1]))
 
 
 def seconds(setting: dict[str, str], steps: int) -> float:
-    """Return what a step takes in a process with these variables."""
+    """Return the seconds of a step in a process with these environment variables."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | setting
     command = [sys.executable, "-c", STEP, str(steps)]
     return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 def measured(beside: int, rounds: int, steps: int) -> dict[str, float]:
-    """Return the median of each setting, in seconds, beside so many busy processes."""
+    """Return the median seconds of each setting beside this number of busy processes."""
     others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(beside)]
     try:
         time.sleep(1)

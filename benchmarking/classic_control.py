@@ -1,14 +1,14 @@
-"""Classic control: evogrpo's GRPO against PPO, at equal environment steps and at equal time.
+"""Classic control: GRPO of evogrpo and PPO, at equal environment steps and at equal time.
 
-    python benchmarking/classic_control.py compare     # curves, table and figure; goes on where it stopped
-    python benchmarking/classic_control.py throughput  # population of 8 against 8 single agents and against SB3's PPO
-    python benchmarking/classic_control.py target      # seconds until CartPole is solved, by the agent's own judgement
+    python benchmarking/classic_control.py compare     # curves, table and figure; continues where it stopped
+    python benchmarking/classic_control.py throughput  # population of 8, 8 single agents and PPO of Stable-Baselines3
+    python benchmarking/classic_control.py target      # seconds until CartPole is solved, by the agent's own evaluation
 
-Contestants are evogrpo's GRPO as one agent with fixed hyperparameters and as a population of 8 that evolves,
-Stable-Baselines3's PPO with the hyperparameters of rl-baselines3-zoo, and a PPO in the manner of CleanRL. Both PPOs
-run in an environment of their own, which is installed under `benchmarking/.peers/` at first. Every run of a comparison
-is a process with one thread. All are evaluated on the same fresh episodes, greedily and off the clock; for a
-population the steps of all members and of their validation count.
+The methods are GRPO as one agent with fixed hyperparameters, GRPO as an evolving population of 8, PPO of
+Stable-Baselines3 with the hyperparameters of rl-baselines3-zoo, and PPO as in CleanRL. Both PPOs run in an environment
+of their own, which is installed in `benchmarking/.peers/` on first use. Every run is a process with one thread. All are
+evaluated greedily on the same fresh episodes, and this is not timed. For a population, the steps of all members and of
+their validation count.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ REPOSITORY = HERE.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """Who runs.
+    """One method.
 
     Attributes:
-        label: In words.
+        label: Name in tables.
         script: Runner in `classic/`.
-        peer: Key of `environments.REQUIREMENTS`; None = the Python that runs this script, where evogrpo is installed.
+        peer: Key of `environments.REQUIREMENTS`; None = the Python that runs this script.
     """
 
     label: str
@@ -60,7 +60,7 @@ CONTESTANTS: dict[str, Contestant] = {
 
 
 def python_of(contestant: str, cache: Path) -> Path:
-    """Return the interpreter that a contestant runs in, installing what it needs at first."""
+    """Return the interpreter of a method; install its packages on first use."""
     peer = CONTESTANTS[contestant].peer
     if peer is None:
         return Path(sys.executable)
@@ -70,12 +70,12 @@ def python_of(contestant: str, cache: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that a run is started with: one thread."""
+    """Return the environment variables of a run: one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def playable(task: str) -> bool:
-    """Tell whether a task's environment can be made here; say so if not."""
+    """Return True if the environment of a task can be created here; otherwise print the reason."""
     needs = TASKS[task].needs
     if needs is None or importlib.util.find_spec(needs) is not None:
         return True
@@ -84,7 +84,7 @@ def playable(task: str) -> bool:
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Make the runs that are missing, then write the table and the figure of all that exist."""
+    """Do the missing runs, then write the table and the figure of all runs."""
     tasks = [task for task in given.tasks if playable(task)]
     pythons = {} if given.table_only else {name: python_of(name, given.cache) for name in given.contestants}
 
@@ -114,7 +114,7 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def report(given: argparse.Namespace, files: Sequence[tuple[str, Path]]) -> None:
-    """Write table and figure, and print the table."""
+    """Write the table and the figure, and print the table."""
     runs = [Run.read(file, name) for name, file in files if file.exists()]
     if not runs:
         raise SystemExit(f"there are no runs in {given.folder}")
@@ -129,7 +129,7 @@ def report(given: argparse.Namespace, files: Sequence[tuple[str, Path]]) -> None
 
 
 def time_throughput(given: argparse.Namespace) -> None:
-    """Print and write how many environment steps a second each way of training takes."""
+    """Print and write the environment steps per second of each method."""
     content = throughput.measure(
         given.task,
         learning_steps=given.learning_steps,
@@ -144,7 +144,7 @@ def time_throughput(given: argparse.Namespace) -> None:
 
 
 def reach_target(given: argparse.Namespace) -> None:
-    """Run a population of 8 and single agents until they judge the task to be solved, and print both."""
+    """Run a population of 8 and single agents until they count the task as solved, and print both times."""
     given.folder.mkdir(parents=True, exist_ok=True)
     for size in given.sizes:
         out = given.folder / f"target-{given.task}-{size}.json"

@@ -1,9 +1,9 @@
-"""The demo against its control over several seeds: what evolution changed, at the same seeds and cost.
+"""The demo and its control run over several seeds: the effect of evolution at equal seeds and cost.
 
-    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--runs runs/demo-seeds] [--parallel 2] [--table-only]
+    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--parallel 2] [--runs runs/demo-seeds] [--table-only]
 
-Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in a process and run directory of its own, and
-prints one row per run from their journals. A run that is already complete is not run again.
+Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in its own process and run directory. Prints one row
+per run from the journals. Complete runs are not repeated.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from evogrpo.storage.journal import read_journal
 
 
 def run(seed: int, fixed: bool, folder: Path) -> None:
-    """Run one demo to its end, from where it stopped if it was begun; a complete one is left alone."""
+    """Run one demo to its end; resume it if it was started, skip it if it is complete."""
     if (folder / "journal.jsonl").exists():
         words = ["resume", str(folder)]
     else:
@@ -48,7 +48,7 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then print the table."""
+    """Do the missing runs, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-seeds"))

@@ -36,7 +36,7 @@ Seconds = dict[str, float]
 
 
 def make_rows(arguments: argparse.Namespace) -> SamplingBatch:
-    """Return one step's work: random prompts, and draws for every row."""
+    """Return the work of one step: random prompts, and random numbers for every row."""
     rng = torch.Generator().manual_seed(0)
     per_member = arguments.prompts * arguments.group
     count = arguments.members * per_member
@@ -62,7 +62,7 @@ def make_bank(precision: str, slow: bool, arguments: argparse.Namespace) -> Adap
 def bank_over(
     model: PreTrainedModel, pad: int, ends: list[int], *, slow: bool, members: int, tokens: int
 ) -> AdapterBank:
-    """Build a population over a base model, by transformers' own passes if `slow`; its adapters are not zero."""
+    """Build a population on a base model, with the forward pass of transformers if `slow`; adapters are not zero."""
     os.environ["EVOGRPO_SLOW"] = "1" if slow else "0"
     bank = AdapterBank(model, size=members, pad_token_id=pad, eos_token_ids=ends, micro_batch_tokens=tokens)
     weights, rng = bank.weights.weights, torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def bank_over(
 
 
 def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
-    """Turn completions into experience, on their device."""
+    """Return the completions as a batch, on their device."""
     device = rollout.actions.device
     return Batch(
         inputs=TokenInputs(
@@ -91,7 +91,7 @@ def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
 
 
 def learn(bank: AdapterBank, batch: Batch) -> None:
-    """Take one optimizer step for every member, on a policy gradient with made-up advantages."""
+    """Take one optimizer step for every member, with a policy gradient of artificial advantages."""
     advantages = torch.linspace(-1.0, 1.0, len(batch), device=batch.actions.device)
 
     def loss(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def one_step(bank: AdapterBank, rows: SamplingBatch) -> Seconds:
 
 @torch.no_grad()
 def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
-    """Return the processor seconds of a step's products with the base's weights alone, prompts run once a member."""
+    """Return the processor seconds of a step's products with base weights only; prompts run once per member."""
     model = bank.base.model
     layers = [module.weight for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
     head = [model.get_output_embeddings().weight]
@@ -153,7 +153,7 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
 def rounds(
     banks: dict[Any, AdapterBank], rows: SamplingBatch, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[Any, Seconds], dict[str, Seconds]]]:
-    """Let all banks, and the products of each precision alone, take turns, after a first round that does not count."""
+    """Time all banks and the bare products of each precision in turns, after one warm-up round."""
     for number in range(arguments.rounds + 1):
         taken = {name: one_step(bank, rows) for name, bank in banks.items()}
         alone = {precision: products(bank, arguments) for (precision, slow), bank in banks.items() if not slow}
@@ -178,7 +178,7 @@ def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> Non
 
 
 def print_shares(results: list[tuple[dict[Any, Seconds], dict[str, Seconds]]], precisions: list[str]) -> None:
-    """Print at what part of the products' rate fast_llama runs: medians, and their range."""
+    """Print the speed of fast_llama relative to the bare products: medians and their range."""
     print("\n| fast_llama, of the products' rate | part | seconds | products alone | part of it | from | to |")
     print("|---|---|---|---|---|---|---|")
     for precision in precisions:
@@ -195,7 +195,7 @@ def print_shares(results: list[tuple[dict[Any, Seconds], dict[str, Seconds]]], p
 
 
 def main() -> None:
-    """Read the arguments, time, and print a table."""
+    """Parse the arguments, measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=2)

@@ -1,12 +1,12 @@
-"""The study of what evolution is worth: the best policy within a budget, from hyperparameters that nobody knows.
+"""Study of the worth of evolution: the best policy within a budget, without known good hyperparameters.
 
     pip install "gymnasium[box2d]" optuna "ray[tune]"
-    python benchmarking/hpo_study.py run                 # what is missing; goes on where it stopped
+    python benchmarking/hpo_study.py run                 # all missing runs; continues where it stopped
     python benchmarking/hpo_study.py run --tasks CartPole-v1 --arms evogrpo random-search --seeds 0 1 2
-    python benchmarking/hpo_study.py table               # of what there is; --seeds 0 1 2 and the like narrow it
+    python benchmarking/hpo_study.py table               # of all recorded runs; --seeds 0 1 2 and so on select some
     python benchmarking/hpo_study.py figure
 
-`hpo/PROTOCOL.md` says what is compared, how and why, and was fixed before the first counted run. Every run is a line of
+`hpo/PROTOCOL.md` describes the comparison. It was fixed before the first counted run. Every run is one line of
 `hpo/results/TASK.jsonl`.
 """
 
@@ -30,7 +30,7 @@ Key = tuple[str, str, str, int]
 
 
 def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
-    """Yield every run of the protocol among those chosen, seed by seed, so that a part of them is balanced."""
+    """Yield the selected runs of the protocol, seed by seed, so that a part of them is balanced."""
     from benchmarking.hpo.protocol import ARMS_OF, ONLY, SEEDS, STARTS_OF
     from benchmarking.hpo.tasks import TASKS
 
@@ -49,7 +49,7 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
 
 
 def done(results: Path) -> dict[Key, dict[str, Any]]:
-    """Return the runs that have been recorded."""
+    """Return the recorded runs."""
     found = {}
     for file in sorted(results.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -59,7 +59,7 @@ def done(results: Path) -> dict[Key, dict[str, Any]]:
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Do the runs that are missing, so many beside each other."""
+    """Do the missing runs, several in parallel."""
     chosen.results.mkdir(parents=True, exist_ok=True)
     there = done(chosen.results)
     missing = [key for key in wanted(chosen) if key not in there]
@@ -87,7 +87,7 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def one(task: str, start: str, arm: str, seed: int) -> dict[str, Any]:
-    """Do one run, in a process of its own."""
+    """Do one run in its own process."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import warnings
 
@@ -100,28 +100,28 @@ def one(task: str, start: str, arm: str, seed: int) -> dict[str, Any]:
 
 
 def told(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the recorded runs among those chosen."""
+    """Return the recorded runs among the selected ones."""
     named = zip((chosen.tasks, chosen.starts, chosen.arms, chosen.seeds), range(4), strict=True)
     wished = [(place, values) for values, place in named if values]
     return [run for key, run in done(chosen.results).items() if all(key[place] in values for place, values in wished)]
 
 
 def table(chosen: argparse.Namespace) -> None:
-    """Print the tables of what has been recorded."""
+    """Print the tables of the recorded runs."""
     from benchmarking.hpo.analysis import tables
 
     print(tables(told(chosen)))
 
 
 def figure(chosen: argparse.Namespace) -> None:
-    """Draw what has been recorded."""
+    """Draw the figure of the recorded runs."""
     from benchmarking.hpo.analysis import draw
 
     print(draw(told(chosen), chosen.out))
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "table", "figure"))
     parser.add_argument("--tasks", nargs="*", default=[])
@@ -137,7 +137,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Do what the command line says."""
+    """Run the command of the command line."""
     chosen = arguments(words)
     {"run": run, "table": table, "figure": figure}[chosen.what](chosen)
 

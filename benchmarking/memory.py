@@ -1,9 +1,9 @@
-"""Peak memory of a population against one agent, at the same micro-batch: each size in a process of its own.
+"""Peak memory of a population and of one agent at the same micro-batch; each size in its own process.
 
     python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512] [--steps 3]
 
-Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term; the peak is the largest
-resident set of the process, evaluation and checkpoints included.
+Every member samples 2 prompts x 8 completions x 24 tokens per step and learns with a KL term. The peak is the largest
+resident set of the process, with evaluation and checkpoints.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
-    """Train `size` members for so many steps in this process and return its peak memory."""
+    """Train `size` members for this number of steps in this process and return its peak memory."""
     from evogrpo import GRPO, evolve, load_base
     from evogrpo.envs.text.tasks import TASKS
     from evogrpo.evolution.strategies import Fixed

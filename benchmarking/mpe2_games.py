@@ -4,10 +4,10 @@
 
 Each method trains one policy for every kind of agent (`policies="prefix"`), two tanh layers of 64, for the same number
 of joint environment steps on its own training seeds; in tag and adversary both sides learn at the same time, each from
-its own reward. Then both sides of all methods meet on the same held-out starts, acting greedily (chance acts by
-chance): a method's predators against its own prey say nothing of either. Printed is what one listener, one predator
-and one good agent earn in an episode of 25 steps, mean and standard error over seeds. What is trained is kept in
-`--runs`, a file for each method, game and seed, and is not trained again.
+its own reward. Then both sides of all methods play against each other on the same held-out starts, acting greedily (the
+random policy acts randomly): predators against prey of the same method would measure neither. Printed is what one
+listener, one predator and one good agent earn in an episode of 25 steps, mean and standard error over seeds. Trained
+policies are stored in `--runs`, one file per method, game and seed, and are not trained again.
 
 PPO is that of simple_spread.py, after CleanRL's single file (Huang et al. 2022), with a policy and a critic for each
 kind of agent.
@@ -49,10 +49,10 @@ class Game:
     """A game of MPE2.
 
     Attributes:
-        module: Where it is.
-        joint_steps: To train for.
-        measured: The agent whose return is told.
-        rivals: The policies of the one side and of the other; all are on one side where there is nobody to rival.
+        module: Its module.
+        joint_steps: Number of joint training steps.
+        measured: Name of the agent whose return is reported.
+        rivals: Policies of both sides; all policies are on one side if the game is cooperative.
         grpo: Settings of `MultiAgentGRPO`.
     """
 
@@ -102,7 +102,7 @@ class Random:
 
 
 class Greedy:
-    """Acts by what another actor thinks best, whatever it is given to draw with."""
+    """Takes the most likely action of another actor and ignores the random numbers."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -113,7 +113,7 @@ class Greedy:
 
 
 def make_env(game: Game, seed: int) -> PettingZooGroups:
-    """Return the game with this seed's training starts."""
+    """Return the game with the training starts of this seed."""
     make = import_module(f"mpe2.{game.module}").parallel_env
     return PettingZooGroups(
         make, env_kwargs={"max_cycles": CYCLES}, test_size=TEST_STARTS, seed=seed, score=game.measured
@@ -150,7 +150,7 @@ class Rollouts:
         self._shown = [each.reset(seed=next(self._seeds))[0] for each in self._envs]
 
     def seen(self, spec: str) -> NDArray[np.float32]:
-        """Return what the spec's agents see in all environments, `[environments x agents, ...]`."""
+        """Return the observations of the spec's agents in all environments, `[environments x agents, ...]`."""
         return np.stack([shown[agent] for shown in self._shown for agent in self._roles[spec].agents])
 
     def step(self, actions: Mapping[str, NDArray[np.int64]]) -> dict[str, tuple[NDArray[np.float32], ...]]:
@@ -171,7 +171,7 @@ class Rollouts:
 
 
 def train_ppo(game: Game, seed: int, path: Path) -> None:
-    """Train independent PPO, every kind of agent with weights of its own, and store it."""
+    """Train independent PPO, with separate weights for every kind of agent, and store it."""
     env = make_env(game, seed)
     rollouts, specs = Rollouts(game, env), mapping_of(env).specs
     models = actor_critics(specs, seed)
@@ -200,7 +200,7 @@ def train_ppo(game: Game, seed: int, path: Path) -> None:
 
 
 def actor_critics(specs: Mapping[str, PolicySpec], seed: int) -> dict[str, ActorCritic]:
-    """Make the networks of PPO, by spec."""
+    """Create the networks of PPO, by spec."""
     return {
         name: ActorCritic(spec.observation_space.shape[0], int(spec.action_space.n), seed + 1000 * number)  # type: ignore[index,attr-defined]
         for number, (name, spec) in enumerate(specs.items())
@@ -233,7 +233,7 @@ def _learn(
 
 
 def actors(method: str, env: PettingZooGroups, path: Path) -> dict[str, Any]:
-    """Return who acts for every kind of agent."""
+    """Return the actor of every kind of agent."""
     specs = mapping_of(env).specs
     if method == "random":
         return {name: Random(spec) for name, spec in specs.items()}
@@ -248,7 +248,7 @@ def actors(method: str, env: PettingZooGroups, path: Path) -> dict[str, Any]:
 
 
 def measure(game: Game, seed: int, paths: Mapping[str, Path]) -> dict[str, float]:
-    """Return what the measured agent earns on the held-out starts: by method, or by who meets whom."""
+    """Return the measured agent's mean return on the held-out starts, by method or by pair of methods."""
     env = make_env(game, seed)
     acting = {method: actors(method, env, path) for method, path in paths.items()}
     found = {}
@@ -265,13 +265,13 @@ def measure(game: Game, seed: int, paths: Mapping[str, Path]) -> dict[str, float
 
 
 def cell(values: list[float]) -> str:
-    """Write a mean with its standard error over seeds."""
+    """Format a mean with its standard error over seeds."""
     error = f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.1f}" if len(values) > 1 else ""
     return f"{np.mean(values):.1f}{error}"
 
 
 def table(name: str, results: Mapping[int, Mapping[str, float]]) -> str:
-    """Return a Markdown table of what was earned."""
+    """Return a Markdown table of the returns."""
     game = GAMES[name]
     head = f"{name}, {game.joint_steps:,} joint steps, seeds {', '.join(map(str, results))}: {game.measured}'s return"
     if not game.rivals:
@@ -289,7 +289,7 @@ def table(name: str, results: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def run(name: str, seed: int, folder: Path) -> dict[str, float]:
-    """Train what is not trained yet, and let everybody play."""
+    """Train what is missing, and let all methods play against each other."""
     game, paths = GAMES[name], {"random": folder}
     for method, train, kind in (("grpo", train_grpo, ""), ("ppo", train_ppo, ".safetensors")):
         path = paths[method] = folder / f"{name}-{game.joint_steps}-{method}-{seed}{kind}"

@@ -1,14 +1,14 @@
-"""One minute of one core: `evogrpo train --env ID` against Stable-Baselines3's PPO, both with their defaults.
+"""One minute on one core: `evogrpo train --env ID` and PPO of Stable-Baselines3, both with their defaults.
 
     pip install stable-baselines3 "gymnasium[box2d,mujoco,toy-text]" minigrid
-    python benchmarking/one_minute.py run      # what is missing; goes on where it stopped
-    python benchmarking/one_minute.py table    # of what there is
+    python benchmarking/one_minute.py run      # all missing runs; continues where it stopped
+    python benchmarking/one_minute.py table    # of all recorded runs
 
-evogrpo's arm is the command that a user types, with `schedule.max_seconds=60`: measuring, validation and its closing
-test are all in the minute, and the wall clock of the whole process is recorded. PPO's arm learns until 60 seconds of
-processor time are spent, evaluates nothing, and has the policy class that the observations ask for. Both have one
-thread and the same environment: one without a limit of its own is cut off after 1,000 steps for either. What was
-learnt is then played greedily in the same 100 fresh episodes, off the clock.
+The run of evogrpo is the command that a user types, with `schedule.max_seconds=60`. Measurements, validation and the
+final test are within the minute, and the wall-clock time of the whole process is recorded. PPO learns for 60 seconds of
+processor time, without evaluation, with the policy class that the observations require. Both use one thread and the
+same environment. An environment without a time limit is truncated after 1,000 steps for both. The final policies play
+the same 100 fresh episodes greedily, which is not timed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Task:
     """An environment.
 
     Attributes:
-        id: As registered.
-        overrides: `KEY=VALUE` of evogrpo's arm that say which environment it is.
-        kwargs: The same for gymnasium.
-        wrappers: Applied in this order.
-        peer_wrappers: Those that PPO needs beside them.
-        policy: PPO's.
+        id: Its registered id.
+        overrides: `KEY=VALUE` overrides of evogrpo that configure the environment.
+        kwargs: The same settings for gymnasium.
+        wrappers: Wrappers, innermost first.
+        peer_wrappers: Further wrappers that PPO needs.
+        policy: Policy class of PPO.
     """
 
     id: str
@@ -62,7 +62,7 @@ class Task:
     policy: str = "MlpPolicy"
 
     def make(self, *, peer: bool = False) -> gymnasium.Env[Any, Any]:
-        """Make one environment, PPO's or evogrpo's."""
+        """Create one environment, for PPO or evogrpo."""
         if self.id.startswith("MiniGrid"):
             __import__("minigrid")
         env: gymnasium.Env[Any, Any] = gymnasium.make(self.id, **self.kwargs or {})
@@ -92,7 +92,7 @@ TASKS = {
 
 
 def returns_of(task: Task, act: Callable[[Any, Any], Any], *, peer: bool = False) -> list[float]:
-    """Play the fresh episodes, with what acts on an observation and the environment's mask of legal actions, if any."""
+    """Play the fresh episodes with a policy of the observation and, if there is one, the mask of legal actions."""
     env, returns = task.make(peer=peer), []
     discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
     for number in range(EPISODES):
@@ -107,7 +107,7 @@ def returns_of(task: Task, act: Callable[[Any, Any], Any], *, peer: bool = False
 
 
 def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
-    """Train as on the command line, and play what is best."""
+    """Train as on the command line, and play with the best member."""
     words = [f"{'minigrid:' if task.id.startswith('MiniGrid') else ''}{task.id}", *task.overrides, f"seed={seed}"]
     options = [text for wrapper in task.wrappers for text in ("--wrapper", wrapper)]
     run_dir = folder / "runs" / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
@@ -130,7 +130,7 @@ def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any
 
 
 def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
-    """Let PPO learn until its processor time is spent, and play what it has become."""
+    """Train PPO until its processor time is spent, and play with the final policy."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -149,7 +149,7 @@ def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def run_random(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
-    """Play without learning anything."""
+    """Play without training."""
     space = task.make().action_space
     space.seed(seed)
     return {"wall": 0.0, "processor": 0.0, "returns": returns_of(task, lambda *_: space.sample())}
@@ -159,7 +159,7 @@ RUNNERS = {"evogrpo": run_evogrpo, "sb3-ppo": run_ppo, "random": run_random}
 
 
 def run_all(given: argparse.Namespace) -> None:
-    """Make the runs that are missing, each in a process of its own, seed by seed."""
+    """Do the missing runs, seed by seed, each in its own process."""
     jobs = [(name, arm, seed) for seed in given.seeds for name in given.tasks for arm in given.arms]
 
     def run(job: tuple[str, str, int]) -> None:
@@ -180,7 +180,7 @@ def run_all(given: argparse.Namespace) -> None:
 
 
 def run_one(given: argparse.Namespace) -> None:
-    """Make one run and write it down."""
+    """Do one run and record it."""
     result = RUNNERS[given.arm](given.task, TASKS[given.task], given.seed, given.folder)
     out = given.folder / given.arm / f"{given.task}-{given.seed}.json"
     out.with_suffix(".tmp").write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -188,13 +188,13 @@ def run_one(given: argparse.Namespace) -> None:
 
 
 def verdict(ours: np.ndarray, theirs: np.ndarray, scale: float, draws: int = 5000) -> str:
-    """Compare two arms by their interquartile means, with a 95 % bootstrap interval of the difference.
+    """Compare two methods by their interquartile means, with a 95 % bootstrap interval of the difference.
 
     Args:
-        ours: `[seeds, episodes]` returns; the episodes are the same for every run.
-        theirs: Likewise.
-        scale: Differences below half a percent of it are none.
-        draws: Of seeds, and of episodes.
+        ours: `[seeds, episodes]` returns of the first method; the episodes are the same for every run.
+        theirs: `[seeds, episodes]` returns of the second method.
+        scale: Unit of returns; differences below half a percent of it count as equal.
+        draws: Bootstrap samples of seeds and of episodes.
     """
     rng, differences = np.random.default_rng(0), []
     for _ in range(draws):
@@ -206,7 +206,7 @@ def verdict(ours: np.ndarray, theirs: np.ndarray, scale: float, draws: int = 500
 
 
 def table(given: argparse.Namespace) -> str:
-    """Return the interquartile mean over seeds of every arm, with its interval, and the longest wall clock."""
+    """Return the interquartile mean over seeds of every method, its interval, and the longest wall-clock time."""
     lines = [
         f"| environment | {' | '.join(given.arms)} | evogrpo is | its learning steps | its longest wall clock |",
         "|---" * (4 + len(given.arms)) + "|",
@@ -232,7 +232,7 @@ def table(given: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "table", "one"))
     parser.add_argument("only", nargs="*", help=argparse.SUPPRESS)  # of `one`: task, arm and seed

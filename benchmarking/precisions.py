@@ -31,7 +31,7 @@ GENERATIONS, STEPS, SAMPLES, VALIDATION, TEST = 6, 5, 64, 128, 256
 
 
 def run(task: str, seed: int, precision: str) -> dict[str, Any]:
-    """Return validation accuracy after every five steps, what each test question earned, and processor seconds."""
+    """Return validation accuracy after every five steps, the score of each test question, and processor seconds."""
     base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     env = TASKS[task].build(base.tokenizer, seed=seed, validation_size=VALIDATION, test_size=TEST)
     population = GRPO.population(
@@ -86,7 +86,7 @@ def table(results: dict[tuple[str, int, str], dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then print the table."""
+    """Do the missing runs, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", default=["two_digit_sums", "number_sequences"])

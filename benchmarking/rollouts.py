@@ -46,13 +46,13 @@ Contestant = tuple[str, int]
 
 
 def wait(device: torch.device) -> None:
-    """Wait until everything that was launched has been done."""
+    """Wait until all launched work has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the wall seconds of some work."""
+    """Return the wall-clock seconds of some work."""
     wait(device)
     began = time.perf_counter()
     work()
@@ -61,7 +61,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def bytes_per_second(device: torch.device) -> float:
-    """Return how fast the device reads and writes, the best of five copies of a gigabyte."""
+    """Return the memory bandwidth of the device: the best of five copies of a gigabyte."""
     one = torch.ones(1 << 28, device=device)
     other = torch.empty_like(one)
     return 2 * one.nbytes / min(seconds_of(lambda: other.copy_(one), device) for _ in range(6))
@@ -75,7 +75,7 @@ def bytes_read(model: PreTrainedModel) -> int:
 
 
 def writing(way: str, bank: AdapterBank, rows: SamplingBatch, arguments: argparse.Namespace) -> Callable[[], object]:
-    """Return what writes every completion once."""
+    """Return functions that sample every completion once."""
     if way != "generate":
         return lambda: bank.sample(rows)
     ids = torch.tensor([rows.prompts[number] for number in rows.prompt_ids.tolist()], device=bank.base.device)
@@ -87,7 +87,7 @@ def writing(way: str, bank: AdapterBank, rows: SamplingBatch, arguments: argpars
 
 
 def main() -> None:
-    """Read the arguments, time, and print the tables."""
+    """Parse the arguments, measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")

@@ -92,8 +92,8 @@ class Run:
     """One run of a recording.
 
     Attributes:
-        words: What Python is started with; RUN_DIR stands for the run's folder.
-        of: The run whose folder is copied and gone on with; None = a new run.
+        words: Arguments of Python; RUN_DIR stands for the run's folder.
+        of: Run whose folder is copied and resumed; None = a new run.
     """
 
     words: tuple[str, ...]
@@ -127,7 +127,7 @@ RUNS: Mapping[str, Run] = {
 
 
 def record(checkout: Path, folder: Path, names: Sequence[str]) -> int:
-    """Make the runs in a checkout; returns the exit code."""
+    """Do the runs with a checkout; return the exit code."""
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty: record into a new folder")
     wanted = {each for name in names for each in (name, RUNS[name].of)}
@@ -144,7 +144,7 @@ def record(checkout: Path, folder: Path, names: Sequence[str]) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Write what the runs read: every recording has its own, so that it can be gone on with wherever it lies."""
+    """Write the input files of the runs; every recording has its own, so that it can be resumed anywhere."""
     inputs = folder / INPUTS
     shutil.copytree(HERE / "same", inputs, ignore=shutil.ignore_patterns("__pycache__"))
     rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(3, 10) for b in range(3, 10)]
@@ -152,7 +152,7 @@ def prepare(folder: Path) -> None:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Return the variables of a run: this checkout's code, one thread, no network."""
+    """Return the environment variables of a run: this checkout's code, one thread, no network."""
     return {
         **os.environ,
         "PYTHONPATH": str(checkout.resolve()),
@@ -163,7 +163,7 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def imported_from(checkout: Path, folder: Path) -> Path:
-    """Return where a run's evogrpo comes from; refuse if that is not the checkout."""
+    """Return the folder that a run imports evogrpo from; raise an error if it is not the checkout."""
     command = [sys.executable, "-c", "import evogrpo; print(evogrpo.__file__)"]
     done = subprocess.run(
         command, env=environment(checkout), cwd=folder / INPUTS, capture_output=True, text=True, check=False
@@ -175,7 +175,7 @@ def imported_from(checkout: Path, folder: Path) -> Path:
 
 
 def go(name: str, checkout: Path, origin: Path, run_dir: Path) -> int:
-    """Carry out one run into `run_dir`, on from its origin in the recording `origin`; returns the exit code."""
+    """Do one run in `run_dir`, starting from its origin in the recording `origin`; return the exit code."""
     run = RUNS[name]
     if run.of is not None:
         if not (origin / run.of).is_dir():
@@ -194,7 +194,7 @@ def go(name: str, checkout: Path, origin: Path, run_dir: Path) -> int:
 
 
 def work(run_dir: Path) -> str:
-    """Say what happened in a run: one in which nothing is learnt or nobody is born would show little."""
+    """Describe the work of a run; a run without learning or births would show little."""
     events = rows_of(run_dir / "journal.jsonl")
     members = [member for event in events if event["event"] == "step" for member in event["members"]]
     learnt = sum(any(key.endswith("grad_norm") and member[key] for key in member) for member in members)
@@ -207,14 +207,14 @@ def work(run_dir: Path) -> str:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What two recordings of one run have in common.
+    """Result of comparing two recordings of one run.
 
     Attributes:
-        values: Numbers and texts of the journals and completions that are equal.
-        tensors: Tensors that are equal.
-        differences: What differs, in words, in order.
-        lone: Keys of the journals that one side has alone.
-        note: What else is to be said.
+        values: Number of equal numbers and texts of journals and completions.
+        tensors: Number of equal tensors.
+        differences: Differences as text, in order.
+        lone: Keys of the journals that only one side has.
+        note: Further remark.
     """
 
     values: int = 0
@@ -245,7 +245,7 @@ def compare_runs(first: Path, second: Path, renamed: Sequence[tuple[str, str]] =
 
 
 def compare_values(one: Any, other: Any, found: Comparison, where: str, key: str) -> None:
-    """Compare two JSON values; `key` is `where` without the numbers of lines and places in lists."""
+    """Compare two JSON values; `key` is `where` without line numbers and list positions."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in [*one, *(name for name in other if name not in one)]:
             if name in ASIDE:
@@ -293,7 +293,7 @@ def compare_tensors(
 
 
 def gap(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Say by how much two tensors of the same shape differ."""
+    """Describe the difference between two tensors of the same shape."""
     if one["dtype"] not in DTYPES:
         return f"other bytes of {one['dtype']}"
     left, right = (np.frombuffer(each["data"], DTYPES[each["dtype"]]) for each in (one, other))
@@ -303,12 +303,12 @@ def gap(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def rows_of(path: Path) -> list[Any]:
-    """Read a file of one JSON value a line."""
+    """Read a file with one JSON value per line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def tensors_of(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the newest checkpoint and of the best member by name, whatever file they lie in."""
+    """Return the tensors of the newest checkpoint and of the best member by name, from any file."""
     newest = max((run_dir / "checkpoints").glob("generation-*"), key=lambda path: int(path.name.split("-")[1]))
     tensors: dict[str, Any] = {}
     for place, folder in (("newest", newest), ("best", run_dir / "best")):
@@ -318,7 +318,7 @@ def tensors_of(run_dir: Path) -> dict[str, Any]:
 
 
 def go_on(checkout: Path, origin: Path, name: str, renamed: Sequence[tuple[str, str]], scratch: Path) -> Comparison:
-    """Let a checkout go on with a recorded run, and compare with how the recording checkout went on."""
+    """Resume a recorded run with a checkout, and compare with the continuation of the recording checkout."""
     run_dir = scratch / name
     code = go(name, checkout, origin, run_dir)
     if code == 0:
@@ -331,7 +331,7 @@ def go_on(checkout: Path, origin: Path, name: str, renamed: Sequence[tuple[str, 
 
 
 def compare(given: argparse.Namespace) -> int:
-    """Compare two recordings and print the table; returns the exit code."""
+    """Compare two recordings and print the table; return the exit code."""
     renamed = [pair(text) for text in given.renamed]
     names = [name for name in given.runs if (given.first / name).is_dir() or (given.second / name).is_dir()]
     if not names:
@@ -361,7 +361,7 @@ def compare(given: argparse.Namespace) -> int:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Read PATTERN=NAME."""
+    """Parse PATTERN=NAME."""
     pattern, sign, name = text.partition("=")
     if not sign or not pattern:
         raise SystemExit(f"a renaming is PATTERN=NAME, got {text!r}")

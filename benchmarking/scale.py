@@ -1,12 +1,12 @@
-"""Cost of dividing the work of a population: one process with two threads against two with one, at equal work.
+"""Cost of dividing the work of a population: one process with two threads and two with one, at equal work.
 
-    python benchmarking/scale.py                  # SmolLM2, small networks, and the exchange itself
+    python benchmarking/scale.py                  # SmolLM2, small networks, and the collectives alone
     python benchmarking/scale.py --kinds networks --rounds 5 --processes 4
 
-Both arms train the same population, without selection, and come to the same journal; they take turns, in both orders,
-and a round's figure is the median learning step of its journal, the first one left out. The ratio is that of their
-throughputs: the median of the rounds, and the range. The exchange is measured between as many processes that do
-nothing else: how long records take, and sums of gradients of several sizes.
+Both settings train the same population without selection and write the same journal. They alternate in both orders. The
+figure of a round is the median learning step of its journal without the first one. The ratio is that of their
+throughputs: the median over rounds, and the range. Collectives are timed between processes that do nothing else: for
+records, and for sums of gradients of several sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (1_000_000, 10_000_000, 100_000_000)
 def words(
     members: int, folder: str, samples: int = 16, steps: int = 5, tokens: int = 16, experience: str = "own"
 ) -> None:
-    """Train language models on sums, 16 completions of 16 tokens each a step."""
+    """Train language models on sums, with 16 completions of 16 tokens per member and step."""
     from evogrpo import GRPO, HuggingFaceGym, evolve, load_base
     from evogrpo.evolution import Fixed
 
@@ -55,7 +55,7 @@ def words(
 
 
 def networks(members: int, folder: str, samples: int = 32, steps: int = 25, experience: str = "own") -> None:
-    """Train small networks on CartPole, 32 episodes each a step."""
+    """Train small networks on CartPole, with 32 episodes per member and step."""
     from evogrpo import GRPO, GymnasiumGroups, evolve
     from evogrpo.evolution import Fixed
 
@@ -70,7 +70,7 @@ def networks(members: int, folder: str, samples: int = 32, steps: int = 25, expe
 
 
 def exchange(_: int, folder: str) -> None:
-    """Measure what the processes tell each other; the first writes it down."""
+    """Time the collectives; rank 0 writes the result."""
     import torch
 
     from evogrpo.distributed import processes
@@ -92,7 +92,7 @@ def _ends_with(completion: str, answer: str, question: str) -> float:
 
 
 def _seconds(work: Callable[[], object], now: Callable[[], float], times: int = 5) -> float:
-    """Return the median seconds of a piece of work that all processes do."""
+    """Return the median seconds of some work that all processes do."""
     took = []
     for _ in range(times):
         began = now()
@@ -102,12 +102,12 @@ def _seconds(work: Callable[[], object], now: Callable[[], float], times: int = 
 
 
 def launch(kind: str, processes: int, threads: int, members: int, folder: Path) -> None:
-    """Do a piece of work in so many processes of so many threads."""
+    """Do some work in several processes with several threads each."""
     launch_program([sys.executable, __file__, "work", kind, str(members), str(folder)], processes, threads)
 
 
 def launch_program(command: Sequence[str], processes: int, threads: int) -> None:
-    """Run a program in so many processes that find each other."""
+    """Run a program in several processes that form one group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
@@ -118,14 +118,14 @@ def launch_program(command: Sequence[str], processes: int, threads: int) -> None
 
 
 def step_seconds(folder: Path) -> float:
-    """Return the median learning step of a run, the first left out."""
+    """Return the median learning step of a run without the first one."""
     events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     seconds: list[float] = [event["seconds"] for event in events if event["event"] == "step"]
     return statistics.median(seconds[1:])
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Print the ratios, and what the exchange takes."""
+    """Print the ratios and the times of the collectives."""
     for kind in chosen.kinds:
         ratios = []
         for number in range(chosen.rounds):
@@ -154,7 +154,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def main(given: Sequence[str]) -> None:
-    """Compare, or do one process's share."""
+    """Compare, or do the work of one process."""
     if given[:1] == ["work"]:
         _, kind, members, folder = given
         {**KINDS, "exchange": exchange}[kind](int(members), folder)

@@ -1,10 +1,10 @@
-"""What several processes tell each other in a run: calls and bytes, counted exactly, by what they are told for.
+"""Calls and bytes of the collectives of a run with several processes, counted exactly, by calling function.
 
     python benchmarking/scale_bytes.py                             # small networks, two processes
     python benchmarking/scale_bytes.py --kind words --processes 2 --members 2 --samples 16
 
-Every tensor that torch's collectives carry is counted in the leading process, by the function of ours that asked:
-objects travel as bytes, padded to the longest of all processes. Nothing depends on how busy the machine is.
+Rank 0 counts every tensor of torch's collectives, by the function of evogrpo that called them. Objects are sent as
+bytes, padded to the longest of all processes. The counts do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarking.scale import launch_program, networks, words
 
 CARRIERS = ("all_gather", "broadcast", "all_to_all_single")
 OWN = ("torch/", "evogrpo/distributed.py", "scale_bytes.py", "contextlib.py", "functools.py")
-"""Files between a collective and whoever asked for it."""
+"""Files that are skipped when looking for the caller of a collective."""
 
 
 def counted(calls: Counter[str], sizes: Counter[str]) -> None:
-    """Let torch's collectives count what they carry, in this process."""
+    """Make torch's collectives count their tensors in this process."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -48,7 +48,7 @@ def counted(calls: Counter[str], sizes: Counter[str]) -> None:
 
 
 def who_asked() -> str:
-    """Return the function that wanted something told."""
+    """Return the name of the function of evogrpo that called the collective."""
     frame = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in OWN):
         frame = frame.f_back
@@ -56,7 +56,7 @@ def who_asked() -> str:
 
 
 def work(kind: str, folder: str, sizes_of: str) -> None:
-    """Train in one of the processes, and let the leading one write down what was counted."""
+    """Train in one of the processes; rank 0 writes the counts."""
     from evogrpo.distributed import processes
 
     calls, sizes = Counter[str](), Counter[str]()
@@ -69,7 +69,7 @@ def work(kind: str, folder: str, sizes_of: str) -> None:
 
 
 def main(given: Sequence[str]) -> None:
-    """Count, or do one process's share."""
+    """Count, or do the work of one process."""
     if given[:1] == ["work"]:
         work(*given[1:])
         return

@@ -3,15 +3,15 @@
     python benchmarking/simple_spread.py [--seeds 0 1 2] [--joint-steps 200000] [--methods random grpo ppo]
 
 Three agents are to cover three landmarks without colliding. All methods act in the same environment
-(`mpe2.simple_spread_v3.parallel_env(**ENV_KWARGS)`), with one policy that all agents share, which is told whom it acts
-for: two tanh layers of 64. Each is trained for the same number of joint environment steps (one step of all three
-agents) on its own training seeds, and then plays the same held-out starts greedily and by sampling. Printed is the sum
-of all agents' rewards over an episode of 25 steps, as a mean over seeds with a 95 % bootstrap interval over them. A
-seed that is already measured is not run again.
+(`mpe2.simple_spread_v3.parallel_env(**ENV_KWARGS)`), with one policy for all agents. The policy gets the agent's
+identity as input and has two tanh layers of 64. Each method is trained for the same number of joint environment steps
+(one step of all three agents) on its own training seeds, and then plays the same held-out starts greedily and by
+sampling. Printed is the sum of all agents' rewards over an episode of 25 steps, as a mean over seeds with a 95 %
+bootstrap interval over them. A seed that is already measured is not run again.
 
 PPO follows CleanRL's single file (Huang et al. 2022): generalised advantage estimation with a critic, annealed step
-size; every agent learns from its own reward, or with `--ppo-credit team` from the mean of all. What each method's
-settings were chosen from is said in docs/results.md.
+size; every agent learns from its own reward, or with `--ppo-credit team` from the mean of all. The settings are
+described in docs/results.md.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class ActorCritic(nn.Module):
 
 
 def make_env(seed: int) -> PettingZooGroups:
-    """Return the environment with this seed's training starts; the held-out starts are the same for all methods."""
+    """Return the environment with the training starts of this seed; held-out starts are the same for all methods."""
     return PettingZooGroups(simple_spread_v3.parallel_env, env_kwargs=ENV_KWARGS, test_size=TEST_STARTS, seed=seed)
 
 
@@ -125,11 +125,11 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
 
 
 class PPORollouts:
-    """Environments side by side, reset on training seeds as their episodes end.
+    """Parallel environments that are reset on training seeds when their episodes end.
 
     Args:
-        env: Where the seeds and the spaces come from.
-        credit: "agent": every agent's own reward; "team": the mean of all.
+        env: Source of the seeds and spaces.
+        credit: "agent": each agent's own reward; "team": the mean of all.
     """
 
     def __init__(self, env: PettingZooGroups, credit: str) -> None:
@@ -233,7 +233,7 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a Markdown table of what each method reached."""
+    """Return a Markdown table of the returns of each method."""
     lines = ["| method | seeds | joint steps | greedy | sampled | seconds a seed |", "|---|---|---|---|---|---|"]
     for method, seeds in results.items():
         rows = list(seeds.values())

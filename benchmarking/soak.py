@@ -1,8 +1,8 @@
 """Kill, stop, fill, race, damage and forge runs at random for some minutes, and print the counts; `make soak`.
 
-What it must never see ends the program with status 1: a run that cannot be gone on with, that ends otherwise than the
-run that nobody disturbed, bit for bit, a signal that takes ten seconds, a forged record that raises anything but a
-CheckpointError. The same seed makes the same trials; when a kill falls is a matter of the machine as well.
+The program exits with status 1 after any of these failures: a run that cannot be resumed, a run whose end differs in
+any bit from that of an undisturbed run, a signal that takes ten seconds, or a forged record that raises anything but a
+CheckpointError. The same seed gives the same trials, but the times of kills depend on the machine.
 """
 
 import argparse

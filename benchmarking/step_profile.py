@@ -44,7 +44,7 @@ KINDS = {
 
 
 def task_type_of(name: str) -> str:
-    """Return what an operation counts as."""
+    """Return the category of an operation."""
     for kind, names in KINDS.items():
         if name in names or (kind == "attention" and name.startswith(names)):
             return kind
@@ -79,7 +79,7 @@ def measure(work: Callable[[], object], rows: int, device: str) -> None:
 
 
 def main() -> None:
-    """Read the arguments and profile both halves of a step."""
+    """Parse the arguments and profile both halves of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=2)

@@ -84,7 +84,7 @@ USUAL = ("prompts", "cartpole")
 
 
 def work(name: str, precision: str) -> None:
-    """Do one kind of work with the evogrpo that is found, and print its processor seconds as JSON."""
+    """Do one kind of work with the imported evogrpo, and print its processor seconds as JSON."""
     import torch
 
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def work(name: str, precision: str) -> None:
 
 
 def timed(checkout: Path, name: str, precision: str) -> dict[str, float]:
-    """Run one kind of work in a process of its own."""
+    """Do one kind of work in its own process."""
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--work", name, "--precision", precision]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
@@ -114,7 +114,7 @@ def timed(checkout: Path, name: str, precision: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the arguments, time, and print a table."""
+    """Parse the arguments, measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", nargs="?", type=Path)
     parser.add_argument("new", nargs="?", type=Path)

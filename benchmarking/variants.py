@@ -42,7 +42,7 @@ LEARNING_RATE, TEST_QUESTIONS, SAMPLES_PER_STEP = 3e-4, 256, 64
 
 
 def run(seed: int, steps: int) -> dict[str, list[float]]:
-    """Train all variants side by side; return what each, and the untrained base, earns on the test questions."""
+    """Train all variants in one population; return the test scores of each and of the untrained base."""
     folder = demo_model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     env = TASKS["two_digit_sums"].build(tokenizer, seed=seed, validation_size=2, test_size=TEST_QUESTIONS)
@@ -106,7 +106,7 @@ def table(results: list[dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then print the table."""
+    """Do the missing runs, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="learning steps of 64 completions per variant")
