@@ -95,7 +95,7 @@ population = GRPO.population(
     ),
 )
 asked = [[{"role": "user", "content": row["question"]}] for row in test[: 1 if SHORT else 6]]
-before = population[0].generate(asked)  # nobody has learnt anything yet
+before = population[0].generate(asked)  # before any learning
 for row, text in zip(test, before, strict=False):
     print(f"{row['question'][-9:]:9} {row['answer']:>3}   {text!r}")
 

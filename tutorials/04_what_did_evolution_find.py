@@ -138,7 +138,7 @@ for axis, chosen, title in zip(axes, (early, ~early), ("generations 1 and 2", "l
     axis.set(xscale="log", xlim=(7e-6, 1.4e-1), xlabel="learning rate", title=title)
 axes[0].set_ylabel("gain in one generation")
 plt.show()
-assert SHORT or gains[early].max() < gains[~early].max() / 2, "nobody gains much early"
+assert SHORT or gains[early].max() < gains[~early].max() / 2, "gains are small early"
 
 # %% [markdown]
 # The two axes have different scales: the left one is much smaller. In the first two generations all gains are small,

@@ -143,7 +143,7 @@ plt.show()
 
 # %%
 returns = {way: run.result.test.after.mean for way, run in runs.items()}
-assert SHORT or all(value > untrained.mean + 10 for value in returns.values()), "everybody learns"
+assert SHORT or all(value > untrained.mean + 10 for value in returns.values()), "all agents learn"
 of_policies = {name: np.mean([returns[name, credit] for credit in COLOURS]) for name in ("shared", "independent")}
 assert SHORT or of_policies["shared"] > of_policies["independent"] - 2, "shared policies are not worse"
 

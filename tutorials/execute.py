@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 LARGEST_FIGURE = 200_000  # characters of base64: 150 KB
 CELL_SECONDS = 1800
 SHORT = {"EVOGRPO_TUTORIAL": "short"}
-# A place on somebody's machine: an absolute path into one of the usual roots, on any system.
+# A path on a user's machine: an absolute path into one of the usual roots, on any system.
 MACHINE_PATH = re.compile(
     r"(?<![\w./~-])(?:/(?:home|root|Users|tmp|var|opt|usr|mnt|work|private|workspace|content)/|[A-Z]:\\)[\w.-]+"
 )

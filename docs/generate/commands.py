@@ -1,4 +1,4 @@
-"""The commands, read off their argument parsers."""
+"""Reference of the commands, generated from their argument parsers."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Return the usage on one line, in which options and their values stay together."""
+    """Return the usage on one line, with options and their values kept together."""
     text = " ".join(parser.format_usage().removeprefix("usage: ").split())
     for option in ("[-h] ", "[--traceback] "):
         text = text.replace(option, "")

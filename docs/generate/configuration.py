@@ -1,7 +1,7 @@
-"""Every key of a configuration: its type, its default, the range of its numbers and what it means.
+"""Reference of the configuration keys: type, default, range and description of each.
 
-Names, types and defaults are those of the records that configurations are read into, descriptions stand in their
-docstrings, and ranges are found by trying values.
+Names, types and defaults are those of the configuration records. Descriptions come from their docstrings. Ranges are found
+by trying values.
 """
 
 import dataclasses
@@ -37,22 +37,22 @@ _SEPARATE = {
     "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",
     "logging", "auto", "run_id",
 }  # fmt: skip
-"""Fields of `Config` with a section of their own, and two that nobody writes."""
+"""Fields of `Config` with a section of their own, and two that users do not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a configuration.
+    """A section of a configuration.
 
     Attributes:
-        path: Dotted, such as "agent.objective"; "" for the top.
-        title: What it is.
-        record: What it is read into.
-        lead: What is said before its keys.
-        beside: By key, what has to be given for it to be tried; under "" what has to be given for any.
-        opens: What is made of the record to see whether a value is accepted, where the record does not check itself.
-        ranges: By key, those of numbers that only a run's model or questions can tell.
-        others: What tells of keys that the record's docstring says nothing of.
+        path: Dotted path, such as "agent.objective"; "" for the top level.
+        title: Title on the page.
+        record: Record that the section is parsed into.
+        lead: Text before its keys.
+        beside: By key, further keys that must be set to try it; under "" those that must be set for any key.
+        opens: Function of the record that validates it, if the record does not validate itself.
+        ranges: By key, ranges of numbers that depend on a run's model or questions.
+        others: Records whose docstrings describe keys that the record's own docstring does not.
     """
 
     path: str
@@ -70,10 +70,10 @@ class Key:
     """A key of a configuration.
 
     Attributes:
-        path: Dotted.
-        kind: What its value is, with the range of a number.
-        default: As it is written in YAML, or what is said in its place; None if it must be given.
-        description: What it means.
+        path: Dotted path.
+        kind: Type of its value, with the range of a number.
+        default: Default as YAML text, or a description of it; None if the key is required.
+        description: Description.
     """
 
     path: str
@@ -200,7 +200,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Write a default: what YAML has in code, a record as what differs from its own defaults."""
+    """Return the text of a default: the YAML value in code, or for a record the values that differ from its defaults."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return f"`{_written(value)}`"
     plain = type(value)()
@@ -212,7 +212,7 @@ def _shown(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a plain value as YAML has it."""
+    """Format a plain value as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -225,7 +225,7 @@ def _written(value: Any) -> str:
 
 
 def _kind(section: Section, name: str, hint: Any, default: Any) -> str:
-    """Say what a value may be."""
+    """Describe the possible values."""
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words = [_arm(section, name, arm, default) for arm in arms if arm is not type(None)]
     return " or ".join(dict.fromkeys([*words, *(["null"] if type(None) in arms else [])]))
@@ -268,7 +268,7 @@ def _accepts(section: Section, name: str) -> Callable[[float], bool]:
 
 
 def page() -> str:
-    """Return Markdown for all keys."""
+    """Return the Markdown of all keys."""
     parts: list[str] = []
     named: set[str] = set()  # keys of several records, such as those of all tasks, are found at the first
     for section in sections():
@@ -284,7 +284,7 @@ def page() -> str:
 
 
 def ranges_page() -> str:
-    """Return Markdown for what is searched where a configuration says `auto`."""
+    """Return the Markdown of the default ranges for `auto`."""
     lines = ["| | language models | small networks |", "|---|---|---|"]
     language, networks = (TASK_TYPES[word].ranges for word in ("language", "networks"))
     lines += [f"| `{name}` | {_range(language[name])} | {_range(networks[name])} |" for name in language]

@@ -1,4 +1,4 @@
-"""What docstrings say, read from their text: the entries of a section, and their text as reStructuredText."""
+"""Parsing of docstrings: entries of a section, and text as reStructuredText."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ _ENTRY = re.compile(r"^(\w+)(?: \(.*?\))?:\s*(.*)$")
 
 
 def entries(docstring: str, section: str = "Attributes") -> Mapping[str, str]:
-    """Return the entries of one section of a Google-style docstring: each name's text on one line."""
+    """Return the entries of one section of a Google-style docstring, each on one line, by name."""
     lines = inspect.cleandoc(docstring).splitlines()
     found: dict[str, str] = {}
     name = ""
@@ -24,7 +24,7 @@ def entries(docstring: str, section: str = "Attributes") -> Mapping[str, str]:
 
 
 def attributes(kind: type) -> Mapping[str, str]:
-    """Return what a class and those that it extends say of their attributes, the class itself having the last word."""
+    """Return the descriptions of a class's attributes, including inherited ones; the class itself takes precedence."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         for section in ("Args", "Attributes"):
@@ -33,15 +33,15 @@ def attributes(kind: type) -> Mapping[str, str]:
 
 
 def summary(thing: object) -> str:
-    """Return the first sentence or sentences: the docstring up to its first empty line, on one line."""
+    """Return the docstring up to its first empty line, on one line."""
     text = inspect.getdoc(thing) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
 def as_markup(lines: Sequence[str]) -> list[str]:
-    r"""Return lines of plain text with `code` as reStructuredText, in which nothing else is markup.
+    r"""Return plain text with `code` as reStructuredText without any other markup.
 
-    Docstrings are written to be read as they stand: a star, a bar or an underscore at a word's end means itself.
+    Docstrings are plain text: a star, a bar or an underscore at the end of a word has no special meaning.
     """
     parts = re.split(r"(`+[^`]*`+)", "\n".join(lines))
     parts[2::2] = [rf"\ {part}" if part[:1].isalnum() else part for part in parts[2::2]]  # code that an s follows

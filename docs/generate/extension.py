@@ -1,4 +1,4 @@
-"""The directive `generated`, which puts what is read off the code into a page, and docstrings made ready for Sphinx."""
+"""Sphinx directive `generated`, which inserts generated parts of pages, and conversion of docstrings for Sphinx."""
 
 from typing import Any, ClassVar
 
@@ -14,14 +14,14 @@ from docs.generate.pages import PAGES
 
 
 class Generated(SphinxDirective):
-    """Puts a generated part in its place; its argument is a word of `PAGES`, or "names" and a package."""
+    """Directive that inserts a generated part; its argument is a key of `PAGES`, or "names" and a package."""
 
     required_arguments = 1
     optional_arguments = 1
     option_spec: ClassVar[dict[str, Any]] = {}
 
     def run(self) -> list[nodes.Node]:
-        """Return the part, parsed."""
+        """Return the parsed part."""
         self.env.note_reread()  # the page may be as it was while the code is not
         what, *rest = self.arguments
         text = f"```{{eval-rst}}\n{names.page(rest[0])}\n```" if what == "names" else PAGES[what]()
@@ -39,7 +39,7 @@ def _docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, line
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Tell Sphinx."""
+    """Register the directive with Sphinx."""
     app.add_directive("generated", Generated)
     app.add_lexer("python", IPython3Lexer)  # cells of notebooks may hold commands, such as !evogrpo
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon reads its sections

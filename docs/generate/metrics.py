@@ -1,4 +1,4 @@
-"""Every number that a run records and what it means, read off the code that measures them."""
+"""Reference of all recorded metrics, generated from the code that measures them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ _TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or fa
 
 
 def definition(name: str) -> str | None:
-    """Return what a number of a learning step is, by its name in the journal; None if nobody says so."""
+    """Return the description of a metric of a learning step by its name in the journal, or None."""
     own = re.sub(r"^rewards/.+/(mean|std)$", r"rewards/<function>/\1", name)
     if own in NAMES:
         return NAMES[own]
@@ -20,7 +20,7 @@ def definition(name: str) -> str | None:
 
 
 def page() -> str:
-    """Return Markdown for what a learning step measures of each member."""
+    """Return the Markdown of the metrics of a learning step."""
     apart = ", ".join(f"`{name}`" for name in PER_POLICY)
     return "\n\n".join(
         [
@@ -32,12 +32,12 @@ def page() -> str:
 
 
 def curves_page() -> str:
-    """Return Markdown for what TensorBoard shows once a generation."""
+    """Return the Markdown of TensorBoard's scalars per generation."""
     return _list(CURVES.items())
 
 
 def frames_page() -> str:
-    """Return Markdown for the columns of `read_run`'s data frames."""
+    """Return the Markdown of the columns of `read_run`'s data frames."""
     return "\n\n".join(f"### `{frame}`\n\n{_list(_typed(columns))}" for frame, columns in COLUMNS.items())
 
 

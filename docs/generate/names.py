@@ -1,4 +1,4 @@
-"""Every public name of a package, as Sphinx's autodoc is asked for it."""
+"""Public names of a package, as input of Sphinx's autodoc."""
 
 import ast
 import dataclasses
@@ -53,7 +53,7 @@ _FOREIGN = ("Generic", "Protocol", "Mapping", "Sequence", "dict", "Iterator", "o
 
 
 def described(package: str) -> Iterator[tuple[str, str]]:
-    """Yield the names that this package's page describes, and the names' homes: those that no package before it has."""
+    """Yield the names on this package's page with their modules: those that no earlier package has."""
     before: set[int] = set()
     for each in PACKAGES[: PACKAGES.index(package)]:
         module = import_module(each)
@@ -72,7 +72,7 @@ def elsewhere(package: str) -> list[str]:
 
 
 def page(package: str) -> str:
-    """Return reStructuredText for the names of a package, or for those that only "interfaces" has."""
+    """Return the reStructuredText for the names of a package, or for those that only "interfaces" has."""
     if package == "interfaces":
         return "\n\n".join(_entry(name, module) for module, names in INTERFACES.items() for name in names)
     return "\n\n".join(_entry(name, home) for name, home in described(package))
@@ -92,7 +92,7 @@ def _entry(name: str, home: str) -> str:
 
 
 def _told(name: str, home: str) -> Sequence[str]:
-    """Return the text below an assignment, in the module or where the module has it from."""
+    """Return the text below an assignment, in the module or in the module that it is imported from."""
     while True:
         tree = ast.parse(Path(import_module(home).__file__ or "").read_text(encoding="utf-8"))
         for node, after in pairwise([*tree.body, ast.Pass()]):

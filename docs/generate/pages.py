@@ -1,4 +1,4 @@
-"""The parts of pages that are read off the code, by the word that a page asks for them with."""
+"""Generated parts of pages, by the name that pages use."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,7 @@
-"""What a run says in a terminal, as a picture: `python -m docs.generate.session demo.svg demo`.
+"""Terminal session of a run as a picture: `python -m docs.generate.session demo.svg demo`.
 
-The command is really run, in the working directory; its words are kept beside the picture as `demo.ansi`, from which
-`--again` draws without running. Of a long session the beginning, the last generation and the end are shown.
+The command runs in the working directory. Its output is stored beside the picture as `demo.ansi`; `--again` draws from this
+file. Of a long session, the picture shows the start, the last generation and the end.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"Generation (\d+) of \d+")
 
 
 def record(command: Sequence[str]) -> str:
-    """Run a command of evogrpo, and return what it printed, colours included."""
+    """Run a command of evogrpo, and return its output with colours."""
     console = Console(record=True, width=WIDTH, force_terminal=False, highlight=False)
     running.make_console = lambda *_: console  # type: ignore[assignment]  # the same words, kept as they are said
     code = cli.main(list(command))
@@ -33,7 +33,7 @@ def record(command: Sequence[str]) -> str:
 
 
 def excerpt(lines: Sequence[Text]) -> list[Text]:
-    """Leave out the middle generations of a session, saying so."""
+    """Leave out the middle generations of a session, with a note."""
     starts = [number for number, line in enumerate(lines) if _GENERATION.search(line.plain)]
     if len(starts) < 3:
         return list(lines)
@@ -51,7 +51,7 @@ def picture(session: str, prompt: str) -> str:
     for line in excerpt(lines):
         console.print(line, no_wrap=True, overflow="ellipsis")
     drawn = console.export_svg(title=prompt, theme=SVG_EXPORT_THEME, unique_id="session")
-    # A picture asks nobody for a font: each text has its length, and any font of fixed width will do.
+    # Remove the font: each text has its length, and any font of fixed width fits.
     return re.sub(r"\s*@font-face \{.*?\}(?=\s)", "", drawn, flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The range of a number, found by trying: what the code accepts is what the page says, whatever it is checked by."""
+"""Range of a number, found by trying values, so that the page shows what the code accepts."""
 
 import math
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from collections.abc import Callable
 Accepts = Callable[[float], bool]
 
 _ENDS = (-20.0, -1.0, 0.0, 1e-6, 0.5, 1.0, 2.0, 10.0, 20.0)
-"""Where ranges of real numbers are known to end; one that ends elsewhere is an error here, not a wrong page."""
+"""Known bounds of real numbers; a range with another bound raises an error, so that no page is wrong."""
 _STARTS = (1, 2, 0.5, 0.1, 4, 16, 64, 1024)
 _FAR = 10**12
 
 
 def whole_range(accepts: Accepts, default: object) -> str:
-    """Say which whole numbers are accepted, such as "at least 1" or "from 1 to 10,000"; nothing if all are."""
+    """Describe the accepted integers, such as "at least 1" or "from 1 to 10,000"; empty if all are accepted."""
     inside = _inside(accepts, default, whole=True)
     low = None if accepts(-_FAR) else _last(accepts, inside, -_FAR)
     high = None if accepts(_FAR) else _last(accepts, inside, _FAR)
@@ -25,7 +25,7 @@ def whole_range(accepts: Accepts, default: object) -> str:
 
 
 def real_range(accepts: Accepts, default: object) -> str:
-    """Say which real numbers are accepted, such as "above 0" or "in (0, 1]"; nothing if all are."""
+    """Describe the accepted real numbers, such as "above 0" or "in (0, 1]"; empty if all are accepted."""
     inside = _inside(accepts, default, whole=False)
     low, high = (None if accepts(far) else _end(accepts, inside, far) for far in (-1e12, 1e12))
     if low is None or high is None:
@@ -36,7 +36,7 @@ def real_range(accepts: Accepts, default: object) -> str:
 
 
 def _inside(accepts: Accepts, default: object, *, whole: bool) -> float:
-    """Return a number that is accepted."""
+    """Return an accepted number."""
     given = [default] if isinstance(default, int | float) and not isinstance(default, bool) else []
     for start in (*given, *_STARTS):
         if (not whole or start == int(start)) and accepts(int(start) if whole else float(start)):
@@ -45,7 +45,7 @@ def _inside(accepts: Accepts, default: object, *, whole: bool) -> float:
 
 
 def _last(accepts: Accepts, inside: float, outside: int) -> int:
-    """Return the last whole number that is accepted on the way from one that is to one that is not."""
+    """Return the last accepted integer between an accepted and a rejected one."""
     good, bad = int(inside), outside
     while abs(bad - good) > 1:
         middle = (good + bad) // 2
@@ -54,7 +54,7 @@ def _last(accepts: Accepts, inside: float, outside: int) -> int:
 
 
 def _end(accepts: Accepts, inside: float, outside: float) -> float:
-    """Return where the accepted numbers end in a direction, whether or not the end is accepted itself."""
+    """Return the bound of the accepted numbers in one direction, and whether it is accepted."""
     for end in _ENDS:
         before, after = (math.nextafter(end, side * math.inf) for side in (-1, 1))
         within, beyond = (before, after) if outside > inside else (after, before)

@@ -300,7 +300,7 @@ def _draw_children(
         attempts = partial(stream, purpose, abs(identity))
         hyperparameters[slot], found = taken.draw(None if parent is None else parent.index, draws[slot], attempts)
         if not found:
-            exhausted[slot] = "; the same as another member: the search space has no other point"
+            exhausted[slot] = "; the same as another member, because no other point of the space is left"
     return hyperparameters, exhausted
 
 

@@ -66,7 +66,7 @@ def test_python_and_command_line_use_the_same_preset(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--env", "MountainCar-v0", "--preset"], "there is no preset for MountainCar-v0"),
+        (["--env", "MountainCar-v0", "--preset"], "no preset for MountainCar-v0"),
         (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is no environment that Gymnasium knows here"),
         (["--preset", "config.yaml"], "--preset needs --env"),
         (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "--preset is not available"),

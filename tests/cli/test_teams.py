@@ -117,7 +117,7 @@ def test_export_refuses_a_team(finished, workdir, capsys):
 def test_video_refuses_an_environment_without_render_mode(finished, capsys):
     pytest.importorskip("moviepy")
     assert main(["video", str(finished[0])]) == 2
-    assert "takes no render_mode, so it cannot be recorded" in one_line(capsys.readouterr().err)
+    assert "argument render_mode" in one_line(capsys.readouterr().err)
     assert not list((finished[0] / "videos").glob("*.mp4"))
 
 

@@ -379,5 +379,5 @@ class TestSpread:
             self.spread(2, space=HyperparameterConfig(lr=LR), samples_per_step=12)
         with pytest.raises(ValueError, match=r"got \[8, 16\]: choose from 2, 3, 4, 6, 12"):
             self.spread(2, samples_per_step=12, defaults=Hyperparameters(group_size=4))
-        with pytest.raises(ValueError, match="at least one member, got size=0"):
+        with pytest.raises(ValueError, match="size must be at least 1"):
             self.spread(0)

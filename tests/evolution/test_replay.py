@@ -55,7 +55,7 @@ class TestReplay(StrategyTestCase):
         ([], "at least one stage"),
         ("abc", "at least one stage"),
         ([3], "a stage must be a mapping with hyperparameters"),
-        ([{"hyperparameters": {}}], "without generations, samples_per_step"),
+        ([{"hyperparameters": {}}], "missing generations, samples_per_step"),
         ([{"hyperparameters": {}, "generations": [], "samples_per_step": 8}], "generations must list"),
         ([{"hyperparameters": {}, "generations": [0], "samples_per_step": 8}], "at least 1, got 0"),
         ([{"hyperparameters": {}, "generations": [True], "samples_per_step": 8}], "must be an integer"),

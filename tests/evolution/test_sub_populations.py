@@ -116,7 +116,7 @@ def test_sub_populations_follow_from_member_indices(size, groups):
         ({"intervals": "12"}, "intervals must"),
         ({"intervals": [1, 1]}, "intervals must"),
         ({"intervals": [0, 1]}, "each of intervals must"),
-        ({"mutation": None}, "mutation must be a Mutation"),
+        ({"mutation": None}, "mutation must be"),
         ({"backtrack": "no"}, "backtrack must be True or False"),
     ],
 )

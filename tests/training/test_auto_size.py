@@ -73,7 +73,7 @@ def test_sizes_are_chosen_for_a_hundred_steps(clock, seconds, expected):
     prepared = prepare_in(configured(seconds), costly(clock))
     assert sizes(prepared.config) == expected
     assert not prepared.config.auto
-    said = {1.0: "though not even one learning step is expected to fit", 60.0: "so that about 30 learning steps"}
+    said = {1.0: "although no learning step is expected to fit", 60.0: "so that about 30 learning steps"}
     fits = said.get(seconds, "so that about 100 learning steps")
     assert (fits in prepared.facts()["sizes"]) == (expected != FULL)
     assert prepared.facts()["sizes"].startswith(

@@ -127,7 +127,7 @@ def test_a_first_value_is_kept_beside_an_automatic_range():
     config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "search_space": {"lr": "auto"}})
     assert config.hyperparameters.lr == 2e-5
     assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
-    with pytest.raises(ValueError, match="lr must start inside"):
+    with pytest.raises(ValueError, match="lr must start in"):
         parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "search_space": {"lr": "auto"}})
 
 

@@ -87,10 +87,10 @@ def test_factories_are_accepted_and_episodes_can_be_limited(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (joint_probes.Favours, "takes no render_mode, so it cannot be recorded"),
+        (joint_probes.Favours, "argument render_mode"),
         (
             lambda render_mode=None: joint_probes.Alike(),
-            'must be made with render_mode="rgb_array", but its render_mode',
+            'render_mode must be "rgb_array"',
         ),
         ("mpe2.simple_spread_v3", "env must .*got str"),
     ],

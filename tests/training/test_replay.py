@@ -193,7 +193,7 @@ def test_an_invalid_schedule_is_refused(found, tmp_path, damage):
 def test_a_python_run_requires_members_and_environment(found, tmp_path):
     with pytest.raises(ValueError, match="population and env"):
         replay(found)
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="population and env"):
         replay(found, env=cart_pole())
     with pytest.raises(ValueError, match="cannot read"):
         replay(tmp_path / "nothing")

@@ -157,7 +157,7 @@ def test_environments_with_lookup_tables_of_actions_are_recorded(tmp_path):
 
 def test_a_video_is_never_overwritten(tmp_path):
     (tmp_path / "best-1.mp4").write_bytes(b"precious")
-    with pytest.raises(FileExistsError, match=r"best-1\.mp4 is already there and is never overwritten"):
+    with pytest.raises(FileExistsError, match=r"best-1\.mp4 exists already"):
         record_video(drawn_agent(), Drawn, tmp_path / "best.mp4", episodes=2)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
 
@@ -165,16 +165,16 @@ def test_a_video_is_never_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env": Undrawn}, "Undrawn takes no render_mode"),
-        ({"env": GymnasiumGroups(Undrawn)}, "Undrawn takes no render_mode"),
-        ({"env": Silent}, 'must be made with render_mode="rgb_array", but its render_mode is None'),
-        ({"env_kwargs": {"image": "a picture"}}, r"render\(\) must return uint8 \[height, width, 3\], got str"),
+        ({"env": Undrawn}, "Undrawn .* argument render_mode"),
+        ({"env": GymnasiumGroups(Undrawn)}, "Undrawn .* argument render_mode"),
+        ({"env": Silent}, 'render_mode must be "rgb_array", got None'),
+        ({"env_kwargs": {"image": "a picture"}}, r"render\(\) must return .* got str"),
         ({"env_kwargs": {"image": np.zeros((4, 4), np.uint8)}}, r"got uint8 \(4, 4\)"),
-        ({"path": "best.gif"}, r"is an \.mp4 file, got"),
+        ({"path": "best.gif"}, r"\.mp4, got"),
         ({"episodes": 0}, "episodes must be at least 1, got 0"),
         ({"episodes": 3, "seeds": [1, 2]}, "got 2 for 3 episodes"),
         ({"seeds": []}, "got 0 for 1 episodes"),
-        ({"env": "CartPole-v1"}, "observation_space is"),
+        ({"env": "CartPole-v1"}, "observation_space must equal"),
     ],
 )
 def test_invalid_arguments_are_refused_before_playing(tmp_path, options, message):
@@ -185,7 +185,7 @@ def test_invalid_arguments_are_refused_before_playing(tmp_path, options, message
 
 
 def test_language_models_cannot_be_recorded(tmp_path):
-    with pytest.raises(ValueError, match="in an environment that it was made for: its observation_space is None"):
+    with pytest.raises(ValueError, match="observation_space must equal"):
         record_video(tiny_agent(), Drawn, tmp_path / "best.mp4")
 
 
@@ -235,7 +235,7 @@ def breaking(error):
         (
             RuntimeError("no context"),
             ValueError,
-            r"cannot be drawn here, RuntimeError: no context: the error is of its",
+            r"RuntimeError: no context",
         ),
         (AttributeError("'NoneType' object has no attribute 'glGetError'"), ValueError, "MUJOCO_GL=egl"),
         (
@@ -243,7 +243,7 @@ def breaking(error):
             ValueError,
             "an OpenGL .*MUJOCO_GL=osmesa",
         ),
-        (TypeError("a single global glyph"), ValueError, "a single global glyph: the error is of its own code"),
+        (TypeError("a single global glyph"), ValueError, "TypeError: a single global glyph"),
         (GlutError("The DISPLAY environment variable is missing"), ValueError, "xvfb-run"),
         (ModuleNotFoundError("No module named 'pyglet'"), ImportError, "not installed .*pyglet.*pip install"),
         (gymnasium.error.DependencyNotInstalled("pygame is not installed"), ImportError, "pip install"),
@@ -267,7 +267,7 @@ def test_rendering_errors_are_explained(tmp_path, error, kind, message, after):
         (type("Nothing", (Drawn,), {"render": lambda self: None}), "got NoneType"),
         (lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 3))), r"got float64 \(8, 8, 3\)"),
         (lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 4), np.uint8)), r"got uint8 \(8, 8, 4\)"),
-        (Grows, r"one size, got \(32, 34\) after \(32, 32\)"),
+        (Grows, r"same size, got \(32, 34\) after \(32, 32\)"),
     ],
 )
 def test_invalid_frames_are_refused(tmp_path, make, message):
@@ -292,7 +292,7 @@ def test_half_made_viewers_print_nothing(tmp_path, capsys):
             self.context.free()  # which never existed
 
     make = type("Views", (Drawn,), {"render": lambda self: Viewer()})
-    with pytest.raises(ValueError, match="cannot be drawn here"):
+    with pytest.raises(ValueError, match="cannot be rendered here"):
         record_video(drawn_agent(make), make, tmp_path / "best.mp4")
     assert "Exception ignored" not in capsys.readouterr().err
 
