@@ -18,7 +18,7 @@ from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, evolve, load_ba
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
-from evogrpo.evolution.founders import at
+from evogrpo.evolution.founders import point_at
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.run_state import Best
 
@@ -174,7 +174,7 @@ def first_values(task: Task, arm: Arm, start: Start, seed: int) -> dict[str, Any
 def page_data(task: Task, seed: int) -> dict[str, Any]:
     """Return a point of the space, drawn by the seed."""
     rng = np.random.default_rng([DRAWS, seed])
-    point = at(task.space, Hyperparameters(), {name: float(rng.random()) for name in task.space})
+    point = point_at(task.space, Hyperparameters(), {name: float(rng.random()) for name in task.space})
     return _evolved(point, task.space)
 
 

@@ -1,7 +1,7 @@
 """Reference of the configuration keys: type, default, range and description of each.
 
-Names, types and defaults are those of the configuration records. Descriptions come from their docstrings. Ranges are found
-by trying values.
+Names, types and defaults are those of the configuration records. Descriptions come from their docstrings. Ranges are
+found by trying values.
 """
 
 import dataclasses
@@ -200,7 +200,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return the text of a default: the YAML value in code, or for a record the values that differ from its defaults."""
+    """Return the text of a default: its YAML value as code, or the values of a record that are not defaults."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return f"`{_written(value)}`"
     plain = type(value)()

@@ -54,7 +54,7 @@ def _last(accepts: Accepts, inside: float, outside: int) -> int:
 
 
 def _end(accepts: Accepts, inside: float, outside: float) -> float:
-    """Return the bound of the accepted numbers in one direction, and whether it is accepted."""
+    """Return the bound of the accepted numbers in one direction; the bound itself may be rejected."""
     for end in _ENDS:
         before, after = (math.nextafter(end, side * math.inf) for side in (-1, 1))
         within, beyond = (before, after) if outside > inside else (after, before)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli import main
-from evogrpo.training.display.console import Hung
+from evogrpo.training.display.console import HangingIndent
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 
@@ -78,7 +78,7 @@ def test_tasks_fit_and_continuation_lines_are_indented(monkeypatch):
 def test_hanging_indents_keep_all_words(width, indent):
     stream = io.StringIO()
     lines_of_text = "selection: #1 is retired, since nobody was ever further behind than this member"
-    Console(file=stream, width=width).print(Hung(Text(lines_of_text), indent))
+    Console(file=stream, width=width).print(HangingIndent(Text(lines_of_text), indent))
     first, *rest = stream.getvalue().splitlines()
     assert " ".join(stream.getvalue().split()).replace(" ", "") == lines_of_text.replace(" ", "")
     assert not first.startswith(" ")
