@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evogrpo.envs.control.episodes import Episodes
+from evogrpo.envs.control.rollout import Episodes
 from recipes import RECIPES, Recipe
 from recording import Recorder
 from runners import Job
