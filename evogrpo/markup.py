@@ -13,23 +13,21 @@ def escape(value: Any) -> str:
     return html.escape(printable(str(value)))
 
 
-def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, caption: str = "") -> str:
+def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
     """Return a table.
 
     Args:
         heads: Column headings.
         rows: CSS class and cells of each row; cells are escaped, unless they are `Markup`.
-        caption: Caption, read by screen readers.
     """
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     body = "".join(
         f"<tr{f' class={_quoted(kind)}' if kind else ''}>{''.join(map(_cell, cells))}</tr>\n" for kind, cells in rows
     )
-    named = f"<caption>{escape(caption)}</caption>" if caption else ""
-    label = escape(caption or f"table of {', '.join(text for text in heads if text) or 'facts'}")
+    label = escape(f"table of {', '.join(text for text in heads if text) or 'facts'}")
     # The frame scrolls, so it must be focusable by keyboard.
     return (
-        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>{named}'
+        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>'
         f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
     )
 
@@ -71,19 +69,17 @@ def embedded(values: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def bar(parts: Sequence[tuple[float, float, str]], *, label: str, marks: Sequence[float] = ()) -> Markup:
+def bar(parts: Sequence[tuple[float, float, str]], *, label: str) -> Markup:
     """Return a horizontal bar as a picture.
 
     Args:
         parts: Start and end as fractions of the length, and the CSS class of each part.
         label: Text for screen readers.
-        marks: Fractions at which a line is drawn.
     """
     drawn = "".join(
         f'<rect class="{escape(kind)}" x="{100 * low:.1f}" y="4" height="8" width="{100 * (high - low):.1f}"/>'
         for low, high, kind in parts
     )
-    drawn += "".join(f'<path class="mark" d="M{100 * at:.1f} 1V15"/>' for at in marks)
     return Markup(
         f'<svg class="bar" viewBox="0 0 100 16" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
         f"{drawn}</svg>"

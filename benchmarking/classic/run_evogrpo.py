@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from evogrpo.envs.control.rollout import Episodes
 from recipes import RECIPES, Recipe
 from recording import Recorder
 from runners import Job
@@ -16,6 +15,7 @@ from tasks import Task
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.rollout import Episodes
 from evogrpo.training.evolve import evolve
 
 SIZES = {"grpo": 1, "grpo-8": 8}

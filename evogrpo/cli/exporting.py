@@ -29,6 +29,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _study(args: argparse.Namespace, storage: str) -> None:
+    """Write the run to an Optuna storage."""
     from evogrpo.reporting.optuna_study import export_study
 
     console = make_console()
@@ -41,6 +42,7 @@ def _study(args: argparse.Namespace, storage: str) -> None:
 
 
 def _schedule(args: argparse.Namespace, file: Path) -> None:
+    """Write the hyperparameter schedule of the best member's lineage to a file."""
     from evogrpo.training.replay import HyperparameterSchedule
 
     console = make_console()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import evogrpo
-from evogrpo.config.synonyms import close_match, hint
+from evogrpo.config.synonyms import close_match
 from evogrpo.text import printable, shorten
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -110,8 +110,6 @@ def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
         setting = name if "." in name else setting_called(name)
         if setting is not None:
             advice = f"; write {setting}={value or 'VALUE'}"
-        elif other_library := hint(name, ()):
-            advice = f": {other_library}"
     parser.error(f"there is no option {option}{advice or f'; see `{parser.prog} --help`'}")
 
 
@@ -160,6 +158,7 @@ def _add_command(
 
 
 def _add_training_commands(commands: Commands) -> None:
+    """Declare `demo` and `train`."""
     demo = _add_command(
         commands,
         "demo",
@@ -223,6 +222,7 @@ def _add_training_commands(commands: Commands) -> None:
 
 
 def _add_resume_and_replay(commands: Commands) -> None:
+    """Declare `resume` and `replay`."""
     resume = _add_command(
         commands,
         "resume",
@@ -336,6 +336,7 @@ def _add_reading_commands(commands: Commands) -> None:
 
 
 def _add_other_commands(commands: Commands) -> None:
+    """Declare `video`, `report`, `tasks`, `doctor` and `export`."""
     video = _add_command(
         commands,
         "video",

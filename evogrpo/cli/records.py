@@ -112,6 +112,7 @@ def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Te
 
 
 def _member_text(birth: Birth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
+    """Describe a member: its origin, and its fitness over its lifetime."""
     reports = tree.results.get(birth.index, ())
     if birth.parent is None:
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
@@ -162,6 +163,7 @@ def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _winner_rows(winner: WinnerReport) -> list[tuple[str, str]]:
+    """Return names and values of the facts about the best member."""
     member, summary = winner.member, winner.summary
     rows = [
         ("run", summary.title),
@@ -204,6 +206,7 @@ def _changing_hyperparameters(winner: WinnerReport) -> list[str]:
 
 
 def _test_text(summary: RunSummary) -> str:
+    """Describe the test of the best member with its 95 % interval."""
     test = summary.test
     if test is None:
         return "none yet"
@@ -219,6 +222,7 @@ def _test_text(summary: RunSummary) -> str:
 
 
 def _run_rows(run: ComparedRun) -> dict[str, str]:
+    """Return the values of one column of the comparison, by row."""
     summary, cost, member = run.summary, run.cost, run.best
     tokens = terms_of(summary.facts.get("kind")).tokens
     test = summary.test
@@ -240,6 +244,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
 
 
 def _difference_text(difference: TestDifference) -> Text:
+    """Describe the difference between the tests of a run and of the first run."""
     if difference.gain is None:
         return Text(f"not comparable: {printable(difference.why)}", "yellow")
     noise = "beyond noise" if difference.beyond_noise else "within noise"

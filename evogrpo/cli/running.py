@@ -240,6 +240,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
 
 
 def _print_facts(console: Console, rows: Mapping[str, str]) -> None:
+    """Print names and values as two columns."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -275,6 +276,7 @@ def _founders_are_equal(config: AnyConfig) -> bool:
 
 
 def _evolution_text(prepared: PreparedRun) -> str:
+    """Describe what evolves, and the strategy."""
     config = prepared.config
     strategy = strategy_record(config.strategy)
     if strategy["name"] == "fixed":
@@ -293,6 +295,7 @@ def _evolution_text(prepared: PreparedRun) -> str:
 
 
 def _range_text(parameter: RLParameter) -> str:
+    """Describe the values that a hyperparameter may take."""
     if parameter.choices is not None:
         return "{" + ", ".join(number_text(choice) for choice in parameter.choices) + "}"
     low, high = parameter.bounds
@@ -304,6 +307,7 @@ def _range_text(parameter: RLParameter) -> str:
 
 
 def _schedule_text(config: AnyConfig) -> str:
+    """Describe the limits that end the run."""
     schedule, ends = config.schedule, []
     if schedule.generations is not None:
         ends.append(pluralize(schedule.generations, "generation"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from evogrpo.config.synonyms import hint
+from evogrpo.config.synonyms import close_match, counterpart
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _MAX_WHOLE = 10**300  # fits into a float
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return the error for a name that does not exist, with a hint or the names that do.
+    """Return the error for an unknown name, with its name here, a similar name, or all valid names.
 
     Args:
         kind: Kind of name, such as "hyperparameter".
@@ -34,9 +34,11 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         valid: The names that exist.
     """
     names = list(valid)
-    advice = hint(str(name), names)
-    parts = [] if advice is None else [advice]
-    if len(names) <= MAX_LISTED and (advice is None or advice.startswith("did you mean")):
+    if (name_here := counterpart(str(name), names)) is not None:
+        return ValueError(f"unknown {kind} {name!r}: it is called {name_here!r} here")
+    match = close_match(str(name), names)
+    parts = [] if match is None else [f"did you mean {match!r}?"]
+    if len(names) <= MAX_LISTED:
         parts.append(f"Valid names: {', '.join(names) or '(none)'}")
     return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
 

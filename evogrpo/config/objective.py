@@ -300,6 +300,7 @@ def _checked_switch(name: str, hint: Any, value: Any) -> Any:
 
 
 def _loss_problems(objective: Objective) -> Iterator[str]:
+    """Yield messages about switches of the loss."""
     loss = objective.loss_type
     loss_facts = LOSS_TYPES[loss]
     for name in ("dual_clip", "delta"):
@@ -338,6 +339,7 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
 
 
 def _reward_problems(objective: Objective) -> Iterator[str]:
+    """Yield messages about switches of rewards and advantages."""
     reward_norm, advantage = objective.reward_norm, objective.advantage
     standardised = ADVANTAGES[advantage]
     if objective.reward_shift and objective.reward_scale:
@@ -365,6 +367,7 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
 
 
 def _kl_problems(objective: Objective) -> Iterator[str]:
+    """Yield messages about switches of the KL and the reference."""
     in_reward = objective.kl_placement == "reward"
     if objective.kl_estimator == "k1" and not in_reward:
         # E[grad log p] = 0, so k1 in the loss moves nothing on average.

@@ -73,6 +73,7 @@ class RLParameter:
             self._check_choices(self.choices)
 
     def _check_range(self) -> None:
+        """Validate the range and the founders' part of it."""
         if self.min is None or self.max is None:
             raise ValueError(
                 f"an RLParameter must have min and max, or choices, got min={self.min}, max={self.max}, choices=None"
@@ -94,6 +95,7 @@ class RLParameter:
             object.__setattr__(self, "founders", founders)
 
     def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
+        """Validate the choices, which exclude the fields of a range."""
         range_fields = {
             "min": self.min,
             "max": self.max,
@@ -312,6 +314,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def _check_conditions(self) -> None:
+        """Raise ValueError for conditions that are circular or can never be met."""
         for name, parameter in self.items():
             dependencies = [name]
             for other in dependencies:  # grows during the loop

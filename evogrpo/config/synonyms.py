@@ -1,4 +1,4 @@
-"""Names of other libraries, and hints for names that do not exist here."""
+"""Names of other libraries, and similar names."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -98,121 +98,12 @@ _SYNONYMS: Mapping[str, str] = {
 }
 """Names in other libraries, separated by spaces, by the name here. One name may have several meanings here."""
 
-_TAKEN_BY: Mapping[str, str] = {
-    "GRPO or GRPO.population": "lr clip_coef clip_low clip_high group_size beta update_epochs max_grad_norm batch_size "
-    "entropy_coef gamma temperature advantage loss_type max_output_tokens min_output_tokens max_episode_tokens top_k "
-    "top_p min_p repetition_penalty actor_network network normalise_observations hp_config lora_config objective "
-    "optimizer seed device pad_token_id eos_token_ids",
-    "GRPO.population": "size",
-    "Tournament or another strategy": "elitism mutation",
-    "Mutation": "probability resample",
-    "HuggingFaceGym": "train_dataset validation_dataset test_dataset tokenizer reward_fn reward_funcs reward_weights "
-    "max_prompt_length data_batch_size",
-    "MultiTurnGym": "reply max_turns",
-    "GymnasiumGroups": "env env_kwargs wrappers num_envs vectorization max_episode_steps",
-    "evolve": "generations steps_per_generation samples_per_step max_timesteps max_tokens max_seconds target_fitness "
-    "run_dir checkpoint_steps keep_checkpoints completions progress strategy experience fitness",
-    "evogrpo.train": "total_timesteps reward_threshold",
-}
-"""Names here, separated by spaces, by the call that takes them."""
-
-_ADVICE: Mapping[str, str] = {
-    "INIT_HP": "give its entries by name, such as lr and group_size",
-    "dtype": "leave it out; the type follows from the hyperparameter's name",
-    "eval_loop": "leave it out; fitness is measured on a whole split",
-    "tokenizer processing_class": "give pad_token_id to the agent, and the tokenizer to the environment",
-    "num_generations": "give generations to evolve for the length of a run; TRL's is group_size of GRPO",
-    "n_trials num_samples": "give size to GRPO.population, the number of members, and generations to evolve",
-    "epochs": "give generations to evolve, or update_epochs to GRPO",
-    "direction metric mode": "leave it out; fitness is the mean reward and is maximised",
-    "n_jobs num_workers gpus num_gpus n_gpus": "leave it out; all members train together. Start several processes with "
-    "torchrun",
-    "wandb wandb_project wandb_run_name": "leave it out; every learning step is recorded in run_dir",
-    "render_mode": "give env_kwargs={'render_mode': ...}; to record episodes use `evogrpo video RUN_DIR`",
-    "do_sample": "leave it out; temperature=0 takes the most likely tokens",
-    "ref_model": "leave it out; the reference is the model without adapters (see reference of Objective)",
-    "env env_id total_timesteps max_timesteps n_timesteps": "an agent is made for spaces, "
-    "GRPO(env.observation_space, env.action_space); to train, write evogrpo.train(env, total_timesteps=...)",
-    "vf_coef vf_loss_coeff value_coef value_loss_coef clip_range_vf clip_vloss gae_lambda lambda_ lam GAE_LAMBDA "
-    "use_gae lr_critic critic_lr critic critic_network share_features_extractor vf_share_layers": "leave it out; there "
-    "is no critic, since episodes of a group are compared with each other",
-    "n_steps num_steps rollout_fragment_length train_batch_size learn_step": "give samples_per_step, the number of "
-    "whole episodes of each member per learning step",
-    "num_minibatches n_minibatches": "give batch_size, the transitions of an optimizer step",
-    "buffer_size learning_starts train_freq gradient_steps tau memory_size replay_buffer_class replay_buffer_kwargs "
-    "optimize_memory_usage rollout_buffer_class rollout_buffer_kwargs target_update_interval": "leave it out; there is "
-    "no replay buffer, since members learn from the episodes that they have just played",
-    "exploration_fraction exploration_initial_eps exploration_final_eps use_sde sde_sample_freq action_noise": "leave "
-    "it out; actions are sampled from the policies (see temperature and entropy_coef)",
-    "policy ortho_init": "leave it out; the network follows from the spaces. Set its layers with "
-    "network=NetworkConfig(hidden=(64, 64))",
-    "features_extractor_class features_extractor_kwargs normalize_images": "give a torch module as actor_network",
-    "eval_env eval_freq n_eval_episodes n_eval_envs best_model_save_path": "leave it out; fitness is measured after "
-    "every generation on validation_size held-out starts. For your own environment use evogrpo.EvalCallback",
-    "callback callbacks callback_on_new_best callback_after_eval": "put it into the body of a loop over evolve(...), "
-    "or give it to train(callback=...)",
-    "log_interval stats_window_size monitor_dir track reset_num_timesteps": "leave it out; every learning step is "
-    "recorded",
-    "verbose progress_bar": "give progress to evolve, resume or train",
-    "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train; it contains TensorBoard's logs",
-    "n_envs num_envs": "leave it out; episodes run side by side (see num_envs of GymnasiumGroups)",
-    "max_steps MAX_STEPS num_train_epochs total_episodes num_episodes": "give generations and steps_per_generation; a "
-    "run takes their product in learning steps",
-    "logging_steps logging_strategy logging_first_step report_to run_name log_completions": "leave it out; every "
-    "learning step is recorded in run_dir",
-    "eval_strategy eval_steps do_eval eval_on_start": "leave it out; fitness is measured after every generation",
-    "save_strategy save_only_model": "leave it out; a checkpoint is written after every generation (see "
-    "checkpoint_steps)",
-    "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio cosine_lr_schedule_config": "give "
-    "optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...), in YAML agent.optimizer",
-    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...), in YAML agent.optimizer",
-    "weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps optim optimizer_kwargs optimizer_class": "give "
-    "optimizer=Optimizer(weight_decay=..., betas=..., eps=...), in YAML agent.optimizer",
-    "scale_rewards": "give advantage: 'outcome', 'batch_std' or, for False, 'mean_only'",
-    "gradient_accumulation_steps gradient_checkpointing per_device_eval_batch_size": "give batch_size, the samples of "
-    "an optimizer step; it is split into micro-batches that fit into memory",
-    "bf16 fp16 tf32 torch_dtype model_init_kwargs load_in_4bit load_in_8bit": "load the model with "
-    "evogrpo.load_base(..., dtype='bfloat16'), in YAML precision: bfloat16",
-    "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "give objective=Objective(reference='snapshot', "
-    "reference_sync_steps=..., reference_mixing=...), in YAML agent.objective",
-    "mask_truncated_completions": "give objective=Objective(mask_truncated=True), in YAML agent.objective",
-    "importance_sampling_level": "give loss_type='gspo' for one ratio per completion",
-    "use_liger_kernel use_liger_loss use_flash_attention": "leave it out",
-    "use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": "for "
-    "your own engine use Population.sample_with",
-    "normalize_advantage norm_adv": "leave it out; advantage decides how the episodes of a group are compared",
-    "norm_reward": "leave it out; rewards are compared within a group (see reward_norm of Objective)",
-    "deterministic": "leave it out; training samples actions, predict(..., deterministic=True) takes the likeliest",
-    "cuda": "give device='cuda'",
-}
-"""Advice by names, separated by spaces, that have no counterpart where they are given."""
-
-_ELSEWHERE = {own: tuple(names.split()) for own, names in _SYNONYMS.items()}
-_CALLS = {name: call for call, names in _TAKEN_BY.items() for name in names.split()}
-_ADVICE_BY_NAME = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
+_OTHER_NAMES = {name: tuple(others.split()) for name, others in _SYNONYMS.items()}
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name for what another library calls `name`, or None."""
-    return next((candidate for candidate in valid if name in _ELSEWHERE.get(candidate, ())), None)
-
-
-def hint(name: str, valid: Iterable[str]) -> str | None:
-    """Return advice about an unknown name, or None.
-
-    In this order: a synonym among the valid names, advice, a synonym that another call takes, a close match, and a
-    name that another call takes.
-    """
-    names = list(valid)
-    if (name_here := counterpart(name, names)) is not None:
-        return f"it is called {name_here!r} here"
-    if name in _ADVICE_BY_NAME:
-        return _ADVICE_BY_NAME[name]
-    if (name_here := counterpart(name, _CALLS)) is not None:
-        return f"it is called {name_here!r} here; give it to {_CALLS[name_here]}"
-    if (match := close_match(name, names)) is not None:
-        return f"did you mean {match!r}?"
-    return f"give it to {_CALLS[name]}" if name in _CALLS else None
+    return next((candidate for candidate in valid if name in _OTHER_NAMES.get(candidate, ())), None)
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:

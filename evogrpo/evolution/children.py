@@ -95,6 +95,7 @@ def _combinations(
     axes: Mapping[str, Sequence[Value]],
     names: Sequence[str],
 ) -> Iterator[dict[str, Value]]:
+    """Yield the combinations of values, without those that differ in inactive hyperparameters only."""
     if not names:
         yield values
         return
@@ -122,6 +123,7 @@ def _values(
 
 
 def _values_in_steps(parameter: RLParameter, value: float, count: int, *, integer: bool) -> list[Value]:
+    """Return a value and those that up to `count` steps up and down reach, the nearest first."""
     values: list[Value] = [value]
     above = below = value
     for _ in range(count):

@@ -114,6 +114,7 @@ def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
 
 
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, exactly 0 for equal values."""
     count = len(values)
     if count < 2:
         raise ValueError(f"A standard error needs at least 2 scores, got {count}. Use more validation questions.")

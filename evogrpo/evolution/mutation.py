@@ -219,6 +219,7 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
 
 
 def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float) -> float:
+    """Return the value after one step, which may lie outside the range."""
     low, high = parameter.bounds
     if parameter.scale == "log":
         factor = math.pow(high / low, size) if parameter.factor is None else parameter.factor

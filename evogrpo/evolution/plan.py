@@ -236,6 +236,7 @@ class Plan:
                 )
 
     def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
+        """Check the kept states that the plan uses, keeps and drops."""
         for child in self.children:
             if child.parent is not None and child.back_to is not None:
                 history.find_kept_state((child.parent, child.back_to))

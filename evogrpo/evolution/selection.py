@@ -203,6 +203,7 @@ def has_stagnated(history: History, z: float) -> bool:
 
 
 def _duel(slot: int, incumbent: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:
+    """Compare a slot's member with its challenger."""
     difference, standard_error = paired_difference(rival, incumbent)
     difference_text = f"slot {challenger} scores {difference:+.3g} +- {standard_error:.2g} against it"
     if difference <= 0:

@@ -159,6 +159,7 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    """Yield one row per member and generation."""
     winner, earlier_fitness = best_member(summary.generations), fitness_before(summary)
     lineage = () if winner is None else lineage_of(summary.generations, winner)
     states = {(member.index, member.generation) for member in lineage}
@@ -180,6 +181,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
 
 
 def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield one row per member and learning step."""
     for step, event in sorted(latest_steps(events).items()):
         for member in event.objects("members", f"a member of step {step}"):
             yield {
@@ -193,6 +195,7 @@ def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, Any]]:
+    """Yield one row per member."""
     founders: dict[int, int] = {}
     best, reports = best_member(summary.generations), reports_by_member(summary.generations)
     for birth in births:
@@ -210,6 +213,7 @@ def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, 
 
 
 def _changes(births: Sequence[Birth]) -> Iterator[dict[str, Any]]:
+    """Yield one row per hyperparameter that changed at a birth."""
     for birth in births:
         for name, pair in birth.changes.items():
             row: dict[str, Any] = {"member": birth.index, "parent": birth.parent, "born": birth.born, "name": name}
@@ -219,6 +223,7 @@ def _changes(births: Sequence[Birth]) -> Iterator[dict[str, Any]]:
 
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    """Yield one row per measured mean: baseline, members and test."""
     baseline, test = summary.baseline, summary.test
     if baseline is not None:
         baseline_measure = baseline.measure

@@ -17,16 +17,13 @@ from evogrpo.reporting.figure_panels import (
     draw_segments,
     figure_data,
     generation_ticks,
-    height_of,
     legend_entries,
-    lower_edge,
 )
-from evogrpo.reporting.response import Level, Response, responses
 from evogrpo.reporting.results import processed
 from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import duration_text, percent_text, printable, shorten
+from evogrpo.text import duration_text, printable, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,55 +62,13 @@ def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
 
 
 def _draw_curves(axes: "Axes", segments: Sequence[Sequence[tuple[float, float]]], **style: Any) -> None:
+    """Plot segments as lines, and single points as markers."""
     draw_segments(axes, [segment for segment in segments if len(segment) > 1], **style)
     single_points = [segment[0] for segment in segments if len(segment) == 1]  # a lone point has no line
     if single_points:
         axes.plot(
             [x for x, _ in single_points], [y for _, y in single_points], "o", markersize=3, **style | {"linewidth": 0}
         )
-
-
-_POINT, _MEAN = "#7B93AD", "#222222"
-
-
-def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> None:
-    """Plot gains by value, with values on the shared vertical axis.
-
-    Args:
-        axes: Target; shares its vertical axis with the trajectories.
-        response: The response.
-        names: Ordered names of a categorical hyperparameter; empty otherwise.
-    """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    gains = [gain.gain for gain in response.gains]
-    limit = lower_edge(gains)
-    gains = [gain if limit is None else max(gain, limit) for gain in gains]  # clip collapsed members
-    size = 3.0 if len(gains) < 200 else 1.2
-    heights = [height_of(gain.value, names) for gain in response.gains]
-    axes.axvline(0, color="#999999", linewidth=0.9, zorder=1)
-    axes.plot(gains, heights, "o", color=_POINT, ms=size, mew=0, alpha=0.6, zorder=2)
-    for level in response.levels:
-        _draw_level(axes, level, names)
-    share = response.share
-    title = "inconclusive" if share is None or not share.significant else f"explains {percent_text(share.share)}"
-    axes.set_title(title, loc="left", size=8.5, color="#222222")
-    axes.set_xlabel("gain", size=8.5)
-    axes.xaxis.set_major_locator(MaxNLocator(2, min_n_ticks=2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    axes.tick_params(axis="x", labelsize=7.5)
-    axes.tick_params(axis="y", labelleft=False, limit=False)
-
-
-def _draw_level(axes: "Axes", level: Level, names: Sequence[str]) -> None:
-    low, high = height_of(level.low, names), height_of(level.high, names)
-    # Geometric mean on a log axis.
-    middle = (low * high) ** 0.5 if axes.get_yscale() == "log" else (low + high) / 2
-    axes.plot([level.mean] * 2, [low, high], color=_MEAN, linewidth=2, solid_capstyle="butt", zorder=4)
-    if level.standard_error is not None:
-        ends = [level.mean - level.standard_error, level.mean + level.standard_error]
-        axes.plot(ends, [middle] * 2, color=_MEAN, linewidth=1.4, zorder=4)
-    axes.plot([level.mean], [middle], "s", color=_MEAN, ms=4, mec="white", mew=0.5, zorder=5)
 
 
 _STYLE = {
@@ -179,6 +134,7 @@ def _styled() -> Iterator[None]:
 
 
 def _figure(run: FigureData) -> "Figure":
+    """Lay out the panels and draw the figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -191,8 +147,7 @@ def _figure(run: FigureData) -> "Figure":
     rows = -(-len(names) // columns)
     curves = list(run.summary.curves) if run.histories else []
     steps = [_ROW] if curves else []
-    gains_by_name = {item.name: item for item in responses(run.summary) if item.gains}
-    entries = legend_entries(run, births=bool(names), gains=bool(gains_by_name))
+    entries = legend_entries(run, births=bool(names))
     header = _HEADER + _LEGEND_ROW * max(0, -(-len(entries) // LEGEND_COLUMNS) - 2)
     height = header + _FITNESS + sum(steps) + _ROW * rows
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - header / height), h_pad=0.06, w_pad=0.06)
@@ -207,11 +162,8 @@ def _figure(run: FigureData) -> "Figure":
     max_ticks = 8 if run.last_generation < 100 else 5  # ticks of small panels
     for position, name in enumerate(names):
         cell = grid[1 + len(steps) + position // columns, position % columns]
-        panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in gains_by_name else None
-        axes = figure.add_subplot(cell if panels is None else panels[0])
-        names_shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
-        if panels is not None:
-            draw_response(figure.add_subplot(panels[1], sharey=axes), gains_by_name[name], names_shown)
+        axes = figure.add_subplot(cell)
+        draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
         axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, max_ticks))
         if position + columns >= len(names):
@@ -222,6 +174,7 @@ def _figure(run: FigureData) -> "Figure":
 
 
 def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
+    """Draw the title and a line of facts about the run."""
     facts = summary.facts
     title = _one_line(summary.title, 120)
     parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]

@@ -120,13 +120,12 @@ def draw_segments(axes: "Axes", segments: Iterable[Sequence[tuple[float, float]]
         axes.plot([x for x, _ in joined], [y for _, y in joined], **style)
 
 
-def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
+def legend_entries(run: FigureData, *, births: bool) -> list[tuple[Any, str]]:
     """Return the legend entries of the marks that this figure has.
 
     Args:
         run: The run.
         births: True if a panel marks births.
-        gains: True if a panel shows gains.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -159,9 +158,6 @@ def legend_entries(run: FigureData, *, births: bool, gains: bool) -> list[tuple[
             entries.append((Line2D([], [], color=colour, marker="D", ms=7, mfc=face, mew=1.8, linestyle="none"), words))
     if any(result.fitness is None for result in results):
         entries.append((Line2D([], [], color=neutral, marker="x", ms=7, mew=2, linestyle="none"), "failed"))
-    if gains:
-        mark = Line2D([], [], color="#222222", marker="s", ms=4.5, mec="white", linewidth=1.6)
-        entries.append((mark, "mean gain by value, ± 1 SE"))
     return entries
 
 
@@ -207,18 +203,8 @@ MEANINGS: Mapping[str, str] = {
 """Short description of each hyperparameter."""
 
 
-def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: FigureData) -> list[str]:
-    """Plot one hyperparameter of every member by generation.
-
-    Args:
-        axes: Target.
-        name: The hyperparameter.
-        parameter: Fields of its search space.
-        run: The run.
-
-    Returns:
-        Ordered names of a categorical hyperparameter, at heights 0, 1, ...; empty otherwise.
-    """
+def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: FigureData) -> None:
+    """Plot one hyperparameter of every member by generation; `parameter` has the fields of its search space."""
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
     numeric_choices = sorted({v for v in choices if isinstance(v, (int, float))})
@@ -243,7 +229,6 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         _draw_slot(axes, name, names, slot, run)
     axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
     axes.set_ylabel(MEANINGS.get(name, "value"), size=8.5)
-    return names
 
 
 def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: FigureData) -> None:
@@ -282,10 +267,10 @@ def _steps(history: MemberHistory, name: str, names: Sequence[str]) -> list[tupl
     """Return the corners of a member's step function over generations."""
     points: list[tuple[float, float]] = []
     if history.origin is not None and (value := _value(history.origin, name)) is not None:
-        points.append((history.origin.generation, height_of(value, names)))
+        points.append((history.origin.generation, _height(value, names)))
     for result in history.results:
         if (value := _value(result, name)) is not None:
-            points += [(result.generation - 1, height_of(value, names)), (result.generation, height_of(value, names))]
+            points += [(result.generation - 1, _height(value, names)), (result.generation, _height(value, names))]
     return points
 
 
@@ -294,7 +279,7 @@ def _value(result: MemberReport, name: str) -> float | str | None:
     return value
 
 
-def height_of(value: float | str, names: Sequence[str]) -> float:
+def _height(value: float | str, names: Sequence[str]) -> float:
     """Return the vertical position of a number or name."""
     return float(names.index(value)) if isinstance(value, str) else value
 
@@ -378,6 +363,7 @@ def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
 
 
 def _draw_fitness_lines(axes: "Axes", run: FigureData) -> None:
+    """Plot fitness lines with error bands; the best member's lineage is highlighted."""
     width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
     others: dict[str, list[Sequence[_Point]]] = {}
     for history in run.histories:
@@ -473,6 +459,7 @@ def _crop_collapsed(axes: "Axes", run: FigureData) -> None:
 def _draw_test(
     axes: "Axes", estimate: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]
 ) -> None:
+    """Plot a test score with its error bar and label."""
     axes.errorbar(
         [x],
         [estimate.mean],

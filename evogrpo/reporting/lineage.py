@@ -312,6 +312,7 @@ def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[Birth, ...]:
 
 
 def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
+    """Yield births of the run event, of generations and of plans; a birth can occur several times."""
     run = next((event for event in events if event["event"] == "run"), {})
     if "members" in run:
         for founder in JournalFields(run, "the run event").objects("members", "a founder of the run event"):

@@ -72,6 +72,7 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
 
 
 def _storage(storage: str) -> "BaseStorage":
+    """Open an Optuna storage."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -95,6 +96,7 @@ def _default_name(run_dir: Path, summary: RunSummary) -> str:
 def _trial(
     birth: Birth, tree: LineageTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
 ) -> "FrozenTrial":
+    """Return the trial of a member."""
     from optuna.trial import create_trial
 
     reports = tree.results.get(birth.index, ())
@@ -119,6 +121,7 @@ def _trial(
 
 
 def _state(birth: Birth, tree: LineageTree) -> "TrialState":
+    """Return the state of a member's trial."""
     from optuna.trial import TrialState
 
     reports = tree.results.get(birth.index, ())
@@ -157,6 +160,7 @@ def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
 
 
 def _attributes(birth: Birth, reports: Sequence[MemberReport]) -> dict[str, Any]:
+    """Return user attributes of a member's trial."""
     last = reports[-1] if reports else None
     hyperparameters = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}
     return {
@@ -175,6 +179,7 @@ def _attributes(birth: Birth, reports: Sequence[MemberReport]) -> dict[str, Any]
 
 
 def _facts(summary: RunSummary, tree: LineageTree) -> dict[str, Any]:
+    """Return user attributes of the study."""
     names = ("run_id", "version", "task", "model", "seed", "kind", "population_size")
     facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
     test = None if summary.test is None else summary.test.after.mean

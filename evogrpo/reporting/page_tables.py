@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from evogrpo.markup import Markup, bar, escape, folded, section, table
+from evogrpo.markup import bar, escape, folded, section, table
 from evogrpo.reporting.lineage import (
     Ancestor,
     MemberHistory,
@@ -16,7 +16,6 @@ from evogrpo.reporting.lineage import (
     member_histories,
 )
 from evogrpo.reporting.records import GenerationReport, MemberReport
-from evogrpo.reporting.response import MIN_GAINS, MIN_MEMBERS, Response
 from evogrpo.reporting.results import processed, verdict
 from evogrpo.reporting.step_records import Estimate, Example
 from evogrpo.reporting.summary import MEASURES, PHASES, Decision, RunSummary
@@ -92,6 +91,7 @@ def members(summary: RunSummary) -> str:
 def _member_cells(
     history: MemberHistory, names: Sequence[str], last_generation: int, retired: dict[int, int]
 ) -> list[Any]:
+    """Return the cells of a member's row in the table of members."""
     first, last = history.results[0], history.results[-1]
     ending = "" if last.generation == last_generation else "replaced"
     if history.index in retired:
@@ -127,6 +127,7 @@ def generations(summary: RunSummary) -> str:
 
 
 def _overview(summary: RunSummary, decisions: dict[int, Decision]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield one row per generation for the table of generations."""
     seen: set[int] = set()
     for generation in summary.generations:
         best, decision = generation.best, decisions.get(generation.generation)
@@ -154,6 +155,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _latest(summary: RunSummary) -> list[GenerationReport]:
+    """Return the newest generations whose tables fit the maximum number of rows, at least one."""
     reports: list[GenerationReport] = []
     remaining_rows = _MAX_ROWS
     for generation in reversed(summary.generations):
@@ -165,6 +167,7 @@ def _latest(summary: RunSummary) -> list[GenerationReport]:
 
 
 def _generation_table(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
+    """Return the collapsible table of one generation's members."""
     names, measures = list(summary.evolvable), list(summary.curves)
     measures_used = sorted(
         {measure for member in generation.members for measure in member.measured if len(member.measured) > 1}
@@ -418,69 +421,6 @@ def steps(summary: RunSummary) -> str:
     if not summary.curves:
         return ""
     return f'<section class="drawn"><h2>Learning steps</h2>\n{_plot("curves", "Measures by learning step")}</section>'
-
-
-def response(summary: RunSummary, responses: Sequence[Response]) -> str:
-    """Return charts and table of the gains explained by each hyperparameter; empty if none evolves."""
-    rows: list[tuple[str, Sequence[Any]]] = []
-    for hyperparameter in responses:
-        share = hyperparameter.share
-        share_bar: Any = "–"
-        best = max(hyperparameter.levels, key=lambda level: level.mean, default=None) if hyperparameter.levels else None
-        if share is not None:
-            low, high = (min(1.0, max(0.0, share.share + sign * 2 * share.standard_error)) for sign in (-1, 1))
-            clipped = min(1.0, max(0.0, share.share))
-            label = f"{percent_text(share.share)}, between {percent_text(low)} and {percent_text(high)}"
-            share_bar = Markup(
-                bar(
-                    [(0, clipped, "significant" if share.significant else "inconclusive"), (low, high, "range")],
-                    label=label,
-                    marks=[],
-                )
-                + escape(f"{percent_text(share.share)} ({percent_text(low)} to {percent_text(high)})")
-            )
-        values = "–"
-        if best is not None and share is not None and share.significant:
-            values = number_text(best.low)
-            if best.high != best.low:
-                values += f" to {number_text(best.high)}"
-            values += f": {best.mean:+.3g}"
-        rows.append(
-            (
-                "",
-                [
-                    hyperparameter.name,
-                    share_bar,
-                    "–" if share is None else percent_text(share.chance),
-                    values,
-                    _significance_text(hyperparameter),
-                ],
-            )
-        )
-    if not rows or not summary.generations:
-        return ""
-    heads = ["hyperparameter", "explained share (± 2 SE)", "95 % by chance", "best values", "result"]
-    lead = (
-        "A gain is the rise of a member's fitness in a generation, minus the mean rise of that generation's members. "
-        "Points are gains, bars are means over close values. The data are observational: effects of hyperparameters "
-        "that changed together cannot be separated."
-    )
-    plot = _plot("responses", "Gains by value of each hyperparameter")
-    return section(
-        "Response to hyperparameters", lead, plot, table(heads, rows, caption="Explained share of each hyperparameter")
-    )
-
-
-def _significance_text(response: Response) -> str:
-    if response.share is None:
-        if response.members >= MIN_MEMBERS and len(response.gains) >= MIN_GAINS:
-            return "inconclusive: all values are equal, or too few repeat"
-        number = f"{pluralize(response.members, 'member')} with {pluralize(len(response.gains), 'gain')}"
-        return f"inconclusive: {number}; needs {MIN_MEMBERS} with {MIN_GAINS}"
-    if not response.share.significant:
-        return "not significant"
-    certain = response.share.share > 2 * response.share.standard_error
-    return "significant" if certain else "significant, but of uncertain size"
 
 
 def _plot(kind: str, label: str) -> str:

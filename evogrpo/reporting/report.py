@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.markup import embedded, escape
 from evogrpo.reporting import page_tables
 from evogrpo.reporting.figure import draw_report, figure_png, run_figure
-from evogrpo.reporting.figure_panels import MEANINGS, FigureData, figure_data, lower_edge
+from evogrpo.reporting.figure_panels import MEANINGS, FigureData, figure_data
 from evogrpo.reporting.lineage import MemberHistory
 from evogrpo.reporting.records import MemberReport
-from evogrpo.reporting.response import Response, responses
 from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
@@ -56,13 +55,11 @@ def html_page(summary: RunSummary) -> str:
         The HTML text. Values are escaped, and the content security policy allows only the page's own scripts.
     """
     title = escape(shorten(summary.title, 400))
-    hyperparameter_responses = responses(summary)
     style, *scripts = (files("evogrpo.reporting.page").joinpath(name).read_text("utf-8") for name in _FILES)
     body = [
         f"<header><h1>{title}</h1>\n{page_tables.outcome(summary)}</header>",
         page_tables.fitness(summary),
         page_tables.hyperparameters(summary),
-        page_tables.response(summary, hyperparameter_responses),
         page_tables.costs(summary),
         page_tables.finalists(summary),
         page_tables.ancestry(summary),
@@ -72,7 +69,7 @@ def html_page(summary: RunSummary) -> str:
         page_tables.completions(summary),
         page_tables.facts(summary),
     ]
-    data = embedded(page_data(figure_data(summary), hyperparameter_responses))
+    data = embedded(page_data(figure_data(summary)))
     allowed = " ".join(f"'{_csp_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src {allowed}; base-uri 'none'"
     return (
@@ -142,16 +139,10 @@ def report(run_dir: str | Path) -> RunReport:
 
 _MAX_POINTS = 6000
 """Maximum points per metric of learning steps; above it, neighbouring steps are averaged."""
-_MAX_GAINS = 1200
 
 
-def page_data(run: FigureData, hyperparameter_responses: Sequence[Response]) -> dict[str, Any]:
-    """Return the data of the page's charts as plain JSON values with printable texts.
-
-    Args:
-        run: The run.
-        hyperparameter_responses: Response of gains to each hyperparameter.
-    """
+def page_data(run: FigureData) -> dict[str, Any]:
+    """Return the data of the page's charts as plain JSON values with printable texts."""
     summary, names = run.summary, list(run.summary.evolvable)
     test = summary.test
     return {
@@ -179,22 +170,20 @@ def page_data(run: FigureData, hyperparameter_responses: Sequence[Response]) -> 
             }
             for name, curves in summary.curves.items()
         ],
-        "responses": [_response(item, summary.evolvable[item.name]) for item in hyperparameter_responses if item.gains],
     }
 
 
 def _parameter(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": printable(name), "meaning": MEANINGS.get(name, "value"), **_axis(fields)}
-
-
-def _axis(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name, meaning and axis of a hyperparameter."""
     choices = fields.get("choices")
     choices = choices if isinstance(choices, list) else []
     numbers = sorted({float(choice) for choice in choices if isinstance(choice, (int, float))})
-    # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
+    # Choices of equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
     ratios = [after / before for before, after in pairwise(numbers) if before > 0]
     geometric = len(ratios) > 1 and len(ratios) == len(numbers) - 1 and max(ratios) < 1.01 * min(ratios)
     return {
+        "name": printable(name),
+        "meaning": MEANINGS.get(name, "value"),
         "log": fields.get("scale") == "log" or geometric,
         "ladder": numbers if len(numbers) <= 8 else [],
         "names": [printable(shorten(choice, 24)) for choice in choices if isinstance(choice, str)],
@@ -202,6 +191,7 @@ def _axis(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _member(history: MemberHistory, names: Sequence[str], run: FigureData) -> dict[str, Any]:
+    """Return the data of one member for the charts."""
     first = history.results[0]
     origin = history.origin
     return {
@@ -244,23 +234,6 @@ def _other_measures(result: MemberReport) -> str:
     return ", ".join(
         f"{measure} {score_text(estimate.mean, estimate.standard_error)}" for measure, estimate in measures
     )
-
-
-def _response(response: Response, fields: Mapping[str, Any]) -> dict[str, Any]:
-    stride = -(-len(response.gains) // _MAX_GAINS)
-    return {
-        "name": printable(response.name),
-        **_axis(fields),
-        "floor": _rounded(lower_edge([item.gain for item in response.gains])),
-        "gains": [
-            [item.index, item.generation, _json_value(item.value), _rounded(item.gain)]
-            for item in response.gains[::stride]
-        ],
-        "levels": [
-            [_json_value(item.low), _json_value(item.high), _rounded(item.mean), _rounded(item.standard_error)]
-            for item in response.levels
-        ],
-    }
 
 
 def _thinned(points: Sequence[tuple[int, int, float]], curves: Sequence[Any]) -> list[list[Any]]:

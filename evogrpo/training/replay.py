@@ -85,6 +85,7 @@ class HyperparameterSchedule:
 
     @classmethod
     def _of_run(cls, run_dir: Path) -> Self:
+        """Read the schedule from the journal of a run."""
         events = read_journal(run_dir / JOURNAL)
         schedule = best_schedule(events)
         run_event = next(event for event in events if event["event"] == "run")
@@ -104,6 +105,7 @@ class HyperparameterSchedule:
 
     @classmethod
     def _of_file(cls, path: Path) -> Self:
+        """Read the schedule from a file."""
         values = read_yaml_file(path)
         refuse_unknown(f"key of {path}", values, _FIELDS)
         if values.get("version") != VERSION:
@@ -253,6 +255,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _facts(run_event: Mapping[str, Any], schedule: BestSchedule) -> dict[str, Any]:
+    """Return facts about the run and its best member."""
     names = ("run_id", "version", "task", "model", "seed")
     member = schedule.member
     fitness = fitness_estimate(member)

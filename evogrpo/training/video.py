@@ -143,6 +143,7 @@ def make_rendered_env(
 
 
 def _make_env(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
+    """Create the environment; explain errors about render_mode and missing packages."""
     try:
         with _rendering_errors(name):
             return maker()
@@ -279,6 +280,7 @@ def _check_encoder() -> None:
 
 
 def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:
+    """Return the reset seed of each episode."""
     if seeds is not None:
         if not len(seeds) or episodes not in (1, len(seeds)):
             raise ValueError(f"seeds must have one entry per episode, got {len(seeds)} for {episodes} episodes")

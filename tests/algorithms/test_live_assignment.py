@@ -113,7 +113,7 @@ def test_subclasses_may_set_attributes_of_their_own():
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
-        (lambda: tiny_agent(INIT_HP={"LR": 1}), "'INIT_HP': give its entries by name"),
+        (lambda: tiny_agent(INIT_HP={"LR": 1}), "'INIT_HP'"),
         (lambda: tiny_agent(max_completion_length=9), "it is called 'max_output_tokens' here"),
         (lambda: tiny_agent(per_device_train_batch_size=9), "it is called 'batch_size' here"),
         (lambda: GRPO.population(pop_size=9), "it is called 'size' here"),

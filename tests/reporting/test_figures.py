@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from evogrpo.reporting.figure import _figure, draw_report, draw_response
+from evogrpo.reporting.figure import _figure, draw_report
 from evogrpo.reporting.figure_panels import (
     BASE,
     BEST,
@@ -24,10 +24,8 @@ from evogrpo.reporting.figure_panels import (
     lower_edge,
     spread_out,
 )
-from evogrpo.reporting.response import responses
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import percent_text
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
 
@@ -215,19 +213,6 @@ def test_members_outside_the_panel_have_no_label(tmp_path, fake_run):
     assert named
     assert f"#{last['index']}" not in [text.get_text() for text in named]
     assert all(low <= text.get_position()[1] <= high for text in named)
-
-
-@pytest.mark.parametrize("name", ["lr", "loss_type"])
-def test_gains_are_at_the_height_of_their_value(tmp_path, fake_run, name):
-    run = figure_data_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))
-    axes, response_axes = Figure().subplots(1, 2, sharey=True)
-    names = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
-    (response,) = (each for each in responses(run.summary) if each.name == name)
-    draw_response(response_axes, response, names)
-    expected = [(gain.gain, names.index(gain.value) if names else gain.value) for gain in response.gains]
-    assert sorted(points_of(response_axes, "o")) == sorted(expected)
-    assert sorted(x for x, _ in points_of(response_axes, "s")) == sorted(level.mean for level in response.levels)
-    assert response_axes.get_title(loc="left") in ("inconclusive", f"explains {percent_text(response.share.share)}")
 
 
 @pytest.mark.parametrize("shape", [{"size": 12, "generations": 3, "failures": [(1, 3)]}, {"size": 2, "generations": 1}])

@@ -49,9 +49,6 @@ def test_misplaced_keys_are_refused_with_their_place(given, place):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("vf_coef=0.5", "there is no critic"),
-        ("hyperparameters.gae_lambda=0.9", "there is no critic"),
-        ("hyperparameters.n_steps=9", "samples_per_step"),
         ("tensorboard_log=runs", "it is called 'run_dir' here"),
         ("hyperparameters.learning_rate=1", "it is called 'lr' here"),
         ("schedule.total_timesteps=1", "it is called 'max_timesteps' here"),

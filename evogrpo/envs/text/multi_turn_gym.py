@@ -115,6 +115,7 @@ class MultiTurnBatch(SingleTurnBatch):
         return [self._respond_one(transcript) for transcript in transcripts]
 
     def _respond_one(self, transcript: Conversation) -> tuple[int, ...] | None:
+        """Return the reply to one conversation as tokens, or None at its end."""
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
         text = _call_reply(self.reply, row, [*prompt, *as_messages(self._turn_texts(transcript))])

@@ -238,6 +238,7 @@ class Reward:
         return [Job(name=self.name, rows=part, calls=self._calls(inputs.select(part))) for part in parts]
 
     def _calls(self, inputs: RewardInputs) -> tuple[Call, ...]:
+        """Return the calls of the function for these completions, in its form."""
         if not self.batched:
             return tuple(self._call(text, row) for text, row in zip(inputs.texts, inputs.rows, strict=True))
         # TRL's form: one call with everything that the function names.
@@ -355,6 +356,7 @@ def check_worker_limits(timeout: float | None, workers: int | None) -> None:
 
 
 def _checked(function: F) -> F:
+    """Return the argument if it is a function; otherwise raise ValueError."""
     if isinstance(function, str) or (hasattr(function, "forward") and hasattr(function, "parameters")):
         received = repr(function) if isinstance(function, str) else f"the model {type(function).__name__}"
         raise ValueError(

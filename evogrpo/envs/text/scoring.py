@@ -179,6 +179,7 @@ def _store(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool)
 
 
 def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
+    """Return one reward as a float, NaN for None, and its step rewards; raise RewardError if it is invalid."""
     text = inputs.texts[row]
     if isinstance(value, BaseException):
         raise _failed(name, value, text)
@@ -210,6 +211,7 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
 
 
 def _checked_list(name: str, values: Any, count: int) -> list[Any]:
+    """Return the result of a call for several completions as a list of the right length."""
     if hasattr(values, "tolist"):  # arrays and tensors
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):

@@ -136,6 +136,7 @@ def parse_reply(line: bytes) -> Outcome:
 
 
 def _value(value: Any) -> Any:
+    """Decode one value of a worker's reply."""
     if isinstance(value, list):
         return [_value(item) for item in value]
     if not isinstance(value, dict):
@@ -242,6 +243,7 @@ class WorkerProcess:
 
 
 def _describe_exit(code: int | None) -> str:
+    """Describe the exit code of a process."""
     if code is None:
         return "it closed its pipe"
     if code >= 0:
@@ -428,6 +430,7 @@ class VerifierPool:
         return True
 
     def _time_out(self, worker: WorkerProcess) -> None:
+        """Replace a worker whose time limit has passed, and report its job as failed."""
         pending = worker.job
         self._drop(worker)
         if not worker.ready or pending is None:
@@ -436,6 +439,7 @@ class VerifierPool:
         pending.finish(CallTimeoutError(self._timeout))
 
     def _check_started(self, worker: WorkerProcess, line: bytes | None) -> None:
+        """Mark a worker as ready, or raise ValueError if it could not load the functions."""
         message = None if line is None else read_message(line)
         if message is not None and "ready" in message:
             worker.ready = True

@@ -219,29 +219,6 @@ function drawParameters(host) {
   });
 }
 
-function drawResponses(host) {
-  for (const response of run.responses) {
-    const values = response.gains.map((gain) => gain[2]);
-    const names = namesOf(response, values);
-    const x = names ? { names } : { ...range(values, response.log), ladder: response.ladder };
-    const gains = above(response.gains.map((gain) => gain[3]), response.floor);
-    const y = range([...gains, ...response.levels.map((level) => level[2]), 0]);
-    const chart = frame(host, { title: response.name, unit: "gain in a generation, by value", height: 210, x, y });
-    const { root, px, py, box, points } = chart;
-    add(root, "path", { class: "zero", d: `M${box.left} ${py(0)}H${box.right}` });
-    for (const [i, g, value, gain] of response.gains) {
-      const at = { x: px(value), y: py(gain), i, g };
-      points.push(at);
-      add(root, "circle", { class: look(members.get(i)), cx: at.x, cy: at.y, r: 2.2, "data-m": i });
-    }
-    for (const [low, high, mean, error] of response.levels) {
-      const [from, to] = [px(low) - 5, px(high) + 5], middle = (from + to) / 2;
-      const bar = error === null ? "" : `M${middle} ${py(mean - error)}V${py(mean + error)}`;
-      add(root, "path", { class: "level", d: `M${from} ${py(mean)}H${to}${bar}` });
-    }
-  }
-}
-
 function drawCurves(host) {
   for (const curve of run.curves) {
     const all = curve.lines.flatMap(([, points]) => points);
@@ -363,7 +340,7 @@ function describe(member, generation) {
 // --- all charts, redrawn when the width changes
 
 const kinds = {
-  fitness: drawFitness, lineage: drawLineage, parameters: drawParameters, responses: drawResponses, curves: drawCurves,
+  fitness: drawFitness, lineage: drawLineage, parameters: drawParameters, curves: drawCurves,
 };
 
 function draw() {

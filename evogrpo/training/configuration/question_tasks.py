@@ -351,6 +351,7 @@ def _is_json_array(file: IO[str]) -> bool:
 
 
 def _missing_file_error(path: Path) -> ValueError:
+    """Return the error for a missing file, with a similar file name or the files of its folder."""
     files = sorted(each.name for each in path.parent.glob("*") if each.suffix in DATASET_SUFFIXES)
     match = close_match(path.name, files)
     remedy = "paths in a configuration are relative to its folder, those in overrides to the working directory"

@@ -259,6 +259,7 @@ def _population(values: object) -> PopulationConfig:
 
 
 def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
+    """Return the values of the section, with defaults of a search."""
     schedule = DEFAULT_SCHEDULE if values.get("schedule") is None else values["schedule"]
     if not search or not isinstance(schedule, Mapping):
         return schedule

@@ -212,6 +212,7 @@ def _one_of(arguments: Sequence[Any], value: object, where: str) -> Any:
 
 
 def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any, ...]:
+    """Convert a list to a tuple of typed values."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"{where} must be a list, got {value!r:.80}")
     if len(arguments) == 1 or arguments[1] is Ellipsis:
@@ -225,6 +226,7 @@ def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any,
 
 
 def _plain(hint: Any, value: object, where: str) -> Any:
+    """Convert a value of a plain type."""
     if hint is Any:
         return value
     if hint is int:

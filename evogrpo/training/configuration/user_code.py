@@ -50,6 +50,7 @@ def _is_class(value: object) -> bool:
 
 
 def _run_file(path: Path, what: str) -> ModuleType:
+    """Execute a Python file of the user as a module, once per version of the file."""
     if not path.is_file():
         raise ValueError(f"Cannot load the {what}: there is no file {path}.")
     # The module's name depends on the file's path and time of change. So all functions of a file are in one module,
@@ -90,6 +91,7 @@ def _add_to_path(folder: Path) -> None:
 
 
 def _load(load: Callable[[], object], what: str) -> None:
+    """Call a function that executes user code; convert its exceptions to ValueError."""
     try:
         load()
     except ModuleNotFoundError as error:

@@ -115,6 +115,7 @@ def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
 
 
 def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> dict[str, int]:
+    """Return all sizes that follow from members, groups per learning step and group size."""
     validation, test = HELD_OUT
     samples = groups * group_size
     return {
@@ -179,6 +180,7 @@ def _measured_step(
 
 
 def _sizes_text(chosen: AnyConfig, original: AnyConfig, reason: str) -> str:
+    """Describe the chosen sizes and the reason."""
     schedule = chosen.schedule
     texts = {
         "population.size": pluralize(chosen.population.size, "member"),

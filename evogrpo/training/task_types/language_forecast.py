@@ -285,6 +285,7 @@ def _micro_batch_text(tokens: int | None, device: str) -> str:
 
 
 def _memory_row(memory: Memory, size: int) -> str:
+    """Describe the estimated peak memory and its parts."""
     kept_states = f", and {gigabytes(memory.kept)} of copies of train states in CPU memory" if memory.kept else ""
     return (
         f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
