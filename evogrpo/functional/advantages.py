@@ -264,10 +264,10 @@ def standardised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Ten
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1.3.
     """
     group, groups = comparable_groups(group_ids)
-    cell = group[:, None].expand_as(mask)
+    group_of_action = group[:, None].expand_as(mask)
     applies = mask & ~step_rewards.isnan()
-    statistics = group_statistics(step_rewards, applies, cell, groups)
-    standard = (step_rewards.double() - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    statistics = group_statistics(step_rewards, applies, group_of_action, groups)
+    standard = (step_rewards.double() - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
     return torch.where(applies, standard, torch.nan).to(step_rewards.dtype)
 
 
@@ -295,11 +295,11 @@ def group_return_advantages(
     Source: the GRPO proposal for SB3-contrib, third variant.
     """
     group, groups = comparable_groups(group_ids)
-    cell = group[:, None].expand_as(mask)
+    group_of_action = group[:, None].expand_as(mask)
     totals = _returns(step_rewards, mask, gamma)
     applies = mask & (mask & ~step_rewards.isnan()).any(1, keepdim=True)
-    statistics = group_statistics(totals, applies, cell, groups)
-    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    statistics = group_statistics(totals, applies, group_of_action, groups)
+    standard = (totals - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
     return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
 
 
@@ -315,11 +315,11 @@ def timestep_return_advantages(
     """
     group, groups = comparable_groups(group_ids)
     width = mask.shape[1]
-    cell = group[:, None] * width + torch.arange(width, device=mask.device)
+    group_of_action = group[:, None] * width + torch.arange(width, device=mask.device)
     totals = _returns(step_rewards, mask, gamma)
     applies = (mask & ~step_rewards.isnan()).any(1, keepdim=True).expand_as(mask)
-    statistics = group_statistics(totals, applies, cell, groups * width)
-    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    statistics = group_statistics(totals, applies, group_of_action, groups * width)
+    standard = (totals - statistics.mean[group_of_action]) / (statistics.std[group_of_action] + eps)
     return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 
 
@@ -339,7 +339,7 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
     Source: ROLL, `whiten_advantages` (sample variance, n - 1).
     """
     member, members = consecutive_ids(member_ids)
-    cell = member[:, None].expand_as(mask)
-    statistics = group_statistics(values, mask, cell, members)
-    centred = values.double() - statistics.mean[cell]
-    return torch.where(mask, centred / (statistics.std[cell] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)
+    group_of_action = member[:, None].expand_as(mask)
+    statistics = group_statistics(values, mask, group_of_action, members)
+    centred = values.double() - statistics.mean[group_of_action]
+    return torch.where(mask, centred / (statistics.std[group_of_action] ** 2 + 1e-8).sqrt(), 0.0).to(values.dtype)

@@ -132,17 +132,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits = head.logits(hidden[part])
             entropy_grad = None if entropy_grads is None else torch.empty_like(logits)
             for rows in row_tiles(logits):
-                at = slice(start + rows.start, start + rows.stop)
+                tile = slice(start + rows.start, start + rows.stop)
                 scaled = scale_logits(
                     logits[rows],
-                    temperature[at] if has_temperature else None,
-                    forbidden[at] if has_forbidden else None,
+                    temperature[tile] if has_temperature else None,
+                    forbidden[tile] if has_forbidden else None,
                     forbidden_ids,
                 )
-                log_probs[at], entropies[at] = _log_probs_and_entropies(
+                log_probs[tile], entropies[tile] = _log_probs_and_entropies(
                     scaled,
-                    targets[at, None],
-                    temperature[at, None],
+                    targets[tile, None],
+                    temperature[tile, None],
                     logits[rows] if needs_grad else None,
                     None if entropy_grad is None else entropy_grad[rows],
                     has_forbidden=has_forbidden,
