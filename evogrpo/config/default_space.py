@@ -88,7 +88,7 @@ def without_effect(
             messages.setdefault(name, f"{name} evolves without effect: {reason}.")
     if one_epoch and rows_are_samples and not shared and batch_size >= samples_per_step:
         fix = (
-            f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or leave it out of "
+            f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or remove it from "
             "the search space."
         )
         for name in CLIPS:
@@ -116,9 +116,9 @@ def _clipping(
     floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
     if not any(LOSS_TYPES[loss].clips for loss in losses):
         for name in CLIPS:
-            yield name, f"loss_type 'sapo' does not clip, so leave {name} out"
+            yield name, f"loss_type 'sapo' does not clip, so remove {name}"
     if floorless:
-        yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or leave clip_low out"
+        yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or remove clip_low"
     if high and (low or floorless):
         names = "clip_low and clip_high are" if low else "clip_high is"
         yield "clip_coef", f"{names} set for every member and used instead"
@@ -137,5 +137,5 @@ def _advantage_clip(
     if lowest_bound >= largest:
         yield (
             "advantage_clip",
-            f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or leave it out",
+            f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or remove it",
         )

@@ -199,8 +199,8 @@ class Objective:
             for name in names:
                 if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect while {coefficient} is 0 for every member: "
-                        f"leave it out, or set {coefficient} above 0."
+                        f"{name}={getattr(self, name)!r} has no effect while {coefficient} is 0 for every member. "
+                        f"Remove it, or set {coefficient} above 0."
                     )
 
     def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
@@ -307,11 +307,11 @@ def _loss_problems(objective: Objective) -> Iterator[str]:
         if objective.is_set(name) and not loss_facts.bounded:
             others = ", ".join(other for other, other_facts in LOSS_TYPES.items() if other_facts.bounded)
             yield (
-                f"{name} needs a loss with a clipped ratio, got loss_type={loss!r}: leave {name} out, or choose one of "
+                f"{name} needs a loss with a clipped ratio, got loss_type={loss!r}. Remove {name}, or choose one of "
                 f"{others}."
             )
     if objective.dual_clip is not None and objective.delta is not None:
-        yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other: give one of them."
+        yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other. Give one of them."
     for owner, other_facts in LOSS_TYPES.items():
         for name in other_facts.switches:
             if objective.is_set(name) and loss != owner:
@@ -343,7 +343,7 @@ def _reward_problems(objective: Objective) -> Iterator[str]:
     reward_norm, advantage = objective.reward_norm, objective.advantage
     standardised = ADVANTAGES[advantage]
     if objective.reward_shift and objective.reward_scale:
-        yield "reward_shift and reward_scale exclude each other: leave both out to subtract the mean and divide."
+        yield "reward_shift and reward_scale exclude each other. Remove both to subtract the mean and divide."
     for name in ("reward_shift", "reward_scale"):
         if getattr(objective, name) and reward_norm is None:
             yield f"{name} has no effect without reward_norm: give reward_norm as well."
@@ -376,7 +376,7 @@ def _kl_problems(objective: Objective) -> Iterator[str]:
             'kl_placement="reward".'
         )
     if objective.kl_bias_correction and in_reward:
-        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward": leave one of them out.'
+        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward": remove one of them.'
     if objective.kl_estimator in FULL_KLS:
         if in_reward:
             yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss", or choose k1, k2, k3 or abs.'

@@ -79,7 +79,7 @@ def test_every_fitness_is_a_point_and_every_failure_a_cross(tmp_path, fake_run):
     run = figure_data_of(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
     axes = fitness_axes(run)
     points = set(points_of(axes, "o"))
-    results = [result for line in run.lines for result in line.results]
+    results = [result for line in run.histories for result in line.results]
     assert points == {(r.generation, r.fitness) for r in results if r.fitness is not None}
     assert sorted(x for x, _ in points_of(axes, "x")) == [2, 4]
 
@@ -91,7 +91,7 @@ def test_the_best_members_line_runs_from_the_baseline_to_its_last_result(tmp_pat
     stretches = sorted(list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in bold)
     assert stretches[0][0] == (0, run.summary.baseline.fitness.mean)
     assert all(before[-1] == after[0] for before, after in pairwise(stretches))
-    last = next(line for line in run.lines if line.index == run.best).results[-1]
+    last = next(line for line in run.histories if line.index == run.best).results[-1]
     assert stretches[-1][-1] == (last.generation, last.fitness)
 
 
@@ -119,13 +119,13 @@ def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, s
     births = sorted(points_of(axes, "o"))
     expected = sorted(
         (line.origin.generation, getattr(line.results[0].hyperparameters, name))
-        for line in run.lines
+        for line in run.histories
         if line.origin is not None
     )
     assert births == expected
     assert births
     low, high = axes.get_ylim()
-    assert all(low < getattr(r.hyperparameters, name) < high for line in run.lines for r in line.results)
+    assert all(low < getattr(r.hyperparameters, name) < high for line in run.histories for r in line.results)
 
 
 def test_names_have_separate_heights(tmp_path, fake_run):
@@ -138,7 +138,7 @@ def test_names_have_separate_heights(tmp_path, fake_run):
     names = ("grpo", "dapo", "cispo")
     expected = sorted(
         (line.origin.generation, names.index(line.results[0].hyperparameters.loss_type))
-        for line in run.lines
+        for line in run.histories
         if line.origin is not None
     )
     assert births == expected
@@ -160,10 +160,12 @@ def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
     axes = Figure().subplots()
     draw_hyperparameter(axes, "clip_low", run.summary.evolvable["clip_low"], run)
     heights = [height for line in axes.lines for height in line.get_ydata()]
-    corners = sum(1 + 2 * len(line.results) for line in run.lines if line.index != 0)
+    corners = sum(1 + 2 * len(line.results) for line in run.histories if line.index != 0)
     assert {height for height in heights if not np.isnan(height)} == {0.2}
-    assert len([height for height in heights if np.isnan(height)]) < len(run.lines)  # a gap after every member's line
-    assert len(heights) <= corners + 2 * len(run.lines)
+    assert len([height for height in heights if np.isnan(height)]) < len(
+        run.histories
+    )  # a gap after every member's line
+    assert len(heights) <= corners + 2 * len(run.histories)
     assert draw_report(tmp_path).stat().st_size > 0
 
 
@@ -172,8 +174,8 @@ def test_many_members_need_few_line_objects(tmp_path, fake_run):
     axes = Figure().subplots()
     draw_fitness(axes, run)
     draw_hyperparameter(axes, "lr", run.summary.evolvable["lr"], run)
-    births = sum(line.index in run.lineage for line in run.lines)
-    assert len(axes.lines) < 60 + 4 * births < len(run.lines)
+    births = sum(line.index in run.lineage for line in run.histories)
+    assert len(axes.lines) < 60 + 4 * births < len(run.histories)
 
 
 def test_collapsed_scores_are_below_the_lower_edge_unless_at_the_start():

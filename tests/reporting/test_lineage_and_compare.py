@@ -223,7 +223,7 @@ def test_different_settings_are_listed_by_name(tmp_path):
 def test_a_run_is_not_compared_with_itself(tmp_path):
     run = run_with_test(tmp_path / "one", ONE, data=ENV)
     for folders in ([run], [run, run], [run, tmp_path / "one" / ".." / "one"]):
-        with pytest.raises(ValueError, match="two different runs"):
+        with pytest.raises(ValueError, match="two different run"):
             compare_runs(folders, [None] * len(folders))
 
 

@@ -167,7 +167,7 @@ def test_invalid_arguments_are_refused_at_construction(env, settings, rule):
 
 def test_incompatible_members_are_refused():
     evaluation = EvalCallback("Pendulum-v1", eval_freq=1)
-    with pytest.raises(ValueError, match="its observation_space is"):
+    with pytest.raises(ValueError, match="observation_space must equal"):
         train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
     run = tiny_run(None, generations=1)
     list(run.reports())

@@ -1,12 +1,12 @@
 """Tasks of reasoning-gym as prompt datasets with a reward function (optional extra `reasoning`)."""
 
-import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evogrpo.config.checks import refuse_unknown
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.reward_functions import RewardFunc
 from evogrpo.text import extra_command
@@ -54,13 +54,8 @@ def reasoning_gym_tables(
     if not is_installed():
         raise ImportError(f"Task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}")
     reasoning_gym: Any = importlib.import_module("reasoning_gym")
-    unknown = sorted(set(sizes or {}) - set(SPLITS))
-    if unknown:
-        raise ValueError(f"Keys of sizes must be {list(SPLITS)}, got {unknown}.")
-    names = importlib.import_module("reasoning_gym.factory").DATASETS
-    if name not in names:
-        suggestions = difflib.get_close_matches(name, names, n=3)
-        raise ValueError(f"Unknown reasoning-gym task {name!r}. Closest of {len(names)} tasks: {suggestions}.")
+    refuse_unknown("split in sizes", sizes or {}, SPLITS)
+    refuse_unknown("reasoning-gym task", [name], importlib.import_module("reasoning_gym.factory").DATASETS)
     # 2. Generate one dataset and cut it into splits.
     counts = {**DEFAULT_SIZES, **(sizes or {})}
     try:
