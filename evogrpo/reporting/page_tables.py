@@ -317,7 +317,7 @@ def costs(summary: RunSummary) -> str:
             start += share
     seconds = math.fsum(cost.seconds for cost in summary.costs if cost.name in PHASES)
     lead = (
-        f"{count_text(summary.generations[-1].tokens / seconds)} tokens per second of learning steps."
+        f"{count_text(summary.generations[-1].tokens / seconds)} {summary.terms.tokens} per second of learning steps."
         if seconds
         else ""
     )

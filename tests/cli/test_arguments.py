@@ -55,7 +55,6 @@ def test_reports_do_not_import_torch(tmp_path):
         (["train", "c.yaml", "--lr", "1e-3"], "--lr; write hyperparameters.lr=VALUE"),
         (["train", "c.yaml", "--output_dir=x"], "--output_dir; write run_dir=x"),
         (["train", "c.yaml", "--schedule.generations=3"], "write schedule.generations=3"),
-        (["train", "c.yaml", "--max-steps", "9"], "--max-steps: give generations"),
         (["resume", "run", "--lr", "1e-3"], "no option --lr; see `evogrpo resume --help`"),
         (["report", "-q", "x"], "no option -q; see `evogrpo report --help`"),
         (

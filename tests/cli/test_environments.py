@@ -415,7 +415,7 @@ def test_videos_of_the_best_member_are_never_overwritten(finished, capsys, monke
     assert [film.suffix for film in films] == [".mp4", ".mp4"]
     assert capsys.readouterr().out.count(" steps") == 2
     assert main(["video", str(finished[0]), "--episodes", "2"]) == 1
-    assert "never overwritten" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_video_refuses_invalid_arguments(workdir, capsys):

@@ -112,7 +112,7 @@ def test_quantised_precisions_are_refused_where_unsupported(project, workdir, ca
 def test_base_parts_may_change_on_resume(project, run_dir, capsys):
     assert read_resumable(run_dir, ["base_parts=4"]).config.base_parts == 4
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "base_parts=4"]) == 0
-    assert "whole, as there is one process" in " ".join(capsys.readouterr().out.split())
+    assert "not sharded: there is one process" in " ".join(capsys.readouterr().out.split())
     for words, refused in (
         (("--env", "CartPole-v1", "base_parts=2"), "base_parts must be left out where task.env is given"),
         ((str(project / "tiny.yaml"), "base_parts=0"), "base_parts must be at least 1, got 0"),

@@ -44,9 +44,7 @@ def test_a_dry_run_shows_the_first_prompt_and_a_sample_reward(project, workdir, 
 def test_a_reward_function_without_return_value_is_reported(project, workdir, capsys):
     Path("mine.py").write_text("def score(completion, answer, question):\n    float(len(completion))\n")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=mine.py:score"]) == 0
-    assert "score none (right where it does not apply, else look for a forgotten return)" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "score none (does the function return a value?)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_tokenizer_of_another_model_is_refused(project, workdir, capsys):

@@ -63,7 +63,7 @@ def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monk
     assert "2 worker processes, at most 2.5 s a call, completions whose reward fails are left out" in output
     assert "64 in all; groups whose rewards are all equal are resampled up to 3 times" in output
     assert "overlong_buffer 4, dynamic_sampling 3" in output
-    assert "5 of each learning step are written as jsonl" in output
+    assert "5 per learning step are written as jsonl" in output
     assert list(workdir.iterdir()) == []
     assert main([*run, "logging.completions=0"]) == 0
     output = capsys.readouterr().out

@@ -110,7 +110,7 @@ def test_a_run_resumes_and_is_reported(finished, capsys):
 
 def test_export_refuses_a_team(finished, workdir, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
-    assert "not an adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
+    assert "not an adapter. Load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
     assert list(workdir.iterdir()) == []
 
 
@@ -243,7 +243,7 @@ def test_a_file_beside_the_configuration_defines_the_environment(workdir, monkey
         ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),
         ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
         ([FAVOURS, "logging.completions=4"], "logging.completions must be 0 where task.parallel_env is given"),
-        ([FAVOURS, "task.parallel_env=json"], "already names the task"),
+        ([FAVOURS, "task.parallel_env=json"], "already sets the task"),
         ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
         ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling"),
         ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),

@@ -245,7 +245,7 @@ def test_the_token_forecast_is_a_tight_upper_bound(finished, project):
         ("task.reward=no_such_module:f", "loading no_such_module raised ModuleNotFoundError"),
         ("task.form=trl", "must have the columns"),
         ("task.max_prompt_length=1", "left out"),
-        ("agent.max_output_tokens=4000", "must leave room for a prompt"),
+        ("agent.max_output_tokens=4000", "agent.max_output_tokens must be below"),
         ("agent.lora.target_modules=[nothing]", "matches no module"),
         ("agent.lora.init_lora_weights=pissa", "init_lora_weights must be True or 'gaussian'"),
     ],

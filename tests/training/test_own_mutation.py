@@ -57,10 +57,10 @@ def test_children_have_the_returned_hyperparameters():
     [
         (lambda values, space, rng: values.to_json(), "must return Hyperparameters, got {'lr'"),
         (lambda values, space, rng: None, "must return Hyperparameters, got None"),
-        (lambda values, space, rng: Hyperparameters(lr=0.5), r"must stay in the range \[1e-05, 0.1\] of lr, got 0.5"),
+        (lambda values, space, rng: Hyperparameters(lr=0.5), r"lr must be in its range .* got 0.5"),
         (
             lambda values, space, rng: dataclasses.replace(values, beta=0.5),
-            "must change only what evolves, which is lr, got beta=0.5",
+            "may only change lr, got beta=0.5",
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_mutations_that_cannot_be_found_again_are_refused_first():
         for strategy in (Tournament(mutation=own), TruncationPBT(mutation=own), MutationOnly(mutation=own)):
             with pytest.raises(ValueError, match="mutation of a strategy"):
                 check_resumable(strategy)
-    with pytest.raises(ValueError, match=r"settings of .*:Sealed are not complete.*'width'"):
+    with pytest.raises(ValueError, match=r"settings of .*:Sealed.*width"):
         check_resumable(Tournament(mutation=Sealed(0.1)))
     for own in (halved, Gaussian(width=0.3)):
         check_resumable(Tournament(mutation=own))
@@ -101,7 +101,7 @@ def test_a_stopped_run_resumes_equal(tmp_path, own, others):
     strategy = Tournament(z=0.0, mutation=own)
     finish(tiny_run(tmp_path / "whole", strategy=strategy))
     stop_after(tiny_run(tmp_path / "run", strategy=strategy), 3)
-    with pytest.raises(ValueError, match=r"is not imported merely because a file names it: give the strategy with it"):
+    with pytest.raises(ValueError, match=r"is not imported from a file"):
         resume(tmp_path / "run", tiny_env(), actor_network=tiny_model())
     for other in others:
         with pytest.raises(ValueError, match=r"strategy must be the one|not imported|unknown setting"):
@@ -118,7 +118,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
     tensors, record = read_checkpoint(checkpoint)
     record["strategy"]["mutation"]["name"] = "trap:halved"
     write_checkpoint(checkpoint, tensors, record, replace=True)
-    with pytest.raises(ValueError, match="the mutation trap:halved is not imported"):
+    with pytest.raises(ValueError, match="mutation trap:halved is not imported"):
         resume(tmp_path / "run", tiny_env(), actor_network=tiny_model())
     strategy = Tournament(z=0.0, mutation=halved)
     run = resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), strategy=strategy)

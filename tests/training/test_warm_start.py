@@ -99,7 +99,7 @@ def test_values_outside_the_space_move_to_the_nearest_with_a_warning(seed):
             assert value is None or parameter.closest(value) == value
         assert founder.temperature == FIRST.temperature
         assert isinstance(founder.update_epochs, int)
-    assert "temperature stays 1.0, as it evolved earlier and does not now" in words
+    assert "temperature stays 1.0: it does not evolve in this run" in words
     assert len(set(founders)) == len(founders)
 
 
