@@ -97,12 +97,12 @@ def check_allocation(needed: int, device: "torch.device", what: str) -> None:
     limit = _limit.get()
     if limit is not None and needed > limit:
         raise ValueError(
-            f"its record asks for {needed / 1e9:.1f} GB, more than {ALLOWANCE_FACTOR} times the size of its tensors, "
-            f"for {what}"
+            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR} times the size of "
+            "its tensors. It is damaged or was changed. Load another checkpoint."
         )
     available, _ = device_memory(str(device))
     if available is not None and needed > available:
-        raise ValueError(f"{needed / 1e9:.0f} GB needed on {device}, {available / 1e9:.0f} GB available, for {what}")
+        raise ValueError(f"{device} has {available / 1e9:.0f} GB, but {needed / 1e9:.0f} GB are needed for {what}")
 
 
 def device_memory(device: str) -> tuple[int | None, str]:

@@ -124,7 +124,7 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
         place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
-        if group is None:
+        if group is None:  # a scatter, which is faster than sorting
             shuffled = torch.empty_like(rows)
             shuffled[place] = rows
         else:

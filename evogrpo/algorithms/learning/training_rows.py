@@ -99,6 +99,7 @@ def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> Train
         raise ValueError(
             "Learning from other members needs sampler_log_probs in the batch. Record them or drop sources."
         )
+    # A row is listed once for every member that learns from it: `rows` index the batch, `owners` name the learners.
     sampled_by = batch.member_ids
     rows, owners = [], []
     for slot in sorted(learners):

@@ -59,7 +59,7 @@ def collect(
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
     sampled = sample_groups(members, env, groups, block=whole, purpose="sample", stop=stop)
-    group_rewards = sampled.by_start()
+    group_rewards = sampled.mean_group_rewards()
     # 3. Dynamic sampling.
     if refills:
         sampled = resample_groups(members, env, learners, sampled, block=whole, most=refills, stop=stop)

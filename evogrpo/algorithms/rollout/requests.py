@@ -139,16 +139,16 @@ class RolloutBatch:
             means[slot] = float(known.mean()) if len(known) else float("nan")
         return means
 
-    def by_start(self) -> dict[int, dict[int, float]]:
+    def mean_group_rewards(self) -> dict[int, dict[int, float]]:
         """Return the mean raw reward of each group, by slot and position of its start."""
-        found: dict[int, dict[int, list[float]]] = {}
+        groups: dict[int, dict[int, list[float]]] = {}
         rows = zip(self.member_ids.tolist(), self.start_ids.tolist(), self.scores.rewards.tolist(), strict=True)
         for slot, start, reward in rows:
             if math.isfinite(reward):
-                found.setdefault(slot, {}).setdefault(start, []).append(reward)
+                groups.setdefault(slot, {}).setdefault(start, []).append(reward)
         return {
             slot: {start: math.fsum(rewards) / len(rewards) for start, rewards in each.items()}
-            for slot, each in found.items()
+            for slot, each in groups.items()
         }
 
 

@@ -85,26 +85,16 @@ class TrainStates:
             raise ValueError(
                 f"parents must contain a slot from 0 to {self.size - 1} or None for each slot, got {parents}"
             )
-        changed = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
-        # Save parents whose own slots are overwritten too.
-        saved = {
-            parent: {name: self.state_tensor(parent, name) for name in self.state_keys}
-            for parent in changed.values()
-            if parent is not None and parent in changed
-        }
-        for slot, parent in changed.items():
+        copies = {slot: parent for slot, parent in enumerate(parents) if parent is not None and parent != slot}
+        new = [slot for slot, parent in enumerate(parents) if parent is None]
+        for name, matrix in self._matrices.items():
+            # The right-hand side is a copy, so parents may be overwritten as well.
+            matrix[list(copies)] = matrix[list(copies.values())]
+            first = self._first[name]
+            matrix[new] = matrix.new_zeros(()) if first is None else first
+        self._steps = [0 if parent is None else self._steps[parent] for parent in parents]
+        for slot in (*copies, *new):
             self._changes[slot] += 1
-            if parent is None:
-                for name, matrix in self._matrices.items():
-                    first = self._first[name]
-                    matrix[slot] = 0.0 if first is None else first
-                self._steps[slot] = 0
-            elif parent in saved:
-                self.load_state(slot, saved[parent])
-            else:
-                for matrix in self._matrices.values():
-                    matrix[slot] = matrix[parent]
-                self._steps[slot] = self._steps[parent]
 
     def keep_reference(self, slots: Sequence[int]) -> None:
         """Copy the current weights of these members to their own references; ValueError without own references."""
@@ -175,6 +165,7 @@ class TrainStates:
         norm = clip_by_norm_(gradient, hyperparameters.max_grad_norm)
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
+        # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.
         self._steps[slot] += 1
         self._changes[slot] += 1
         adamw_step_(
@@ -188,6 +179,7 @@ class TrainStates:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
+        # One sum finds any NaN or infinity, without a mask as large as the weights.
         healthy = bool(self.weights[slot].sum().isfinite())
         norm = norm if healthy else float("nan")
         return UpdateReport(grad_norm=norm, lr=lr, loss=loss, step=self._steps[slot])

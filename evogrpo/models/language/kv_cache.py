@@ -83,6 +83,7 @@ class _GrowingLayer(PrefixLayer):
     def _expand(self, part: Tensor, rows: Tensor, room: int) -> Tensor:
         heads, width = part.shape[1], part.shape[3]
         storage = part.new_empty((len(rows), heads, self.length + room, width))
+        # Rows of one prompt are adjacent: broadcast its keys or values instead of indexing row by row.
         values, counts = torch.unique_consecutive(rows, return_counts=True)
         for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
             own.copy_(part[value])
@@ -143,6 +144,7 @@ class KVCache:
     def left_padded(self) -> "KVCache":
         """Move all masked positions to the left and drop those that no row needs."""
         width = int(self.mask.sum(1).max())
+        # A stable sort of booleans moves False to the left and keeps the order of real tokens.
         order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
         index = order[:, None, :, None]
         return KVCache(
@@ -159,11 +161,13 @@ class KVCache:
 
 def gather_rows(parts: Sequence[KVCache], part_of: Tensor, row_of: Tensor) -> KVCache:
     """Return rows of several caches, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
+    # 1. Rows of each part, part by part; `back` restores the caller's order.
     numbers = part_of.unique().tolist()
     used, rows = [parts[number] for number in numbers], [row_of[part_of == number] for number in numbers]
     back = torch.argsort(torch.argsort(part_of, stable=True))
     width = max(part.mask.shape[1] for part in used)
 
+    # 2. Pad on the left along `dim`, concatenate, reorder.
     def joined(values: Sequence[Tensor], dim: int) -> Tensor:
         chosen = [value[own] for value, own in zip(values, rows, strict=True)]
         after = [0, 0] * (chosen[0].dim() - 1 - dim)

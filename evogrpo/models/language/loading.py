@@ -280,12 +280,14 @@ def load_base(
                 "parts requires a model folder or hub id, got a model object. Pass the name of its folder."
             )
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
+    # 1. Check the arguments; find the files, which converts a GGUF file on first use.
     name = str(source)
     check_device(device)
     kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
     place = locate_base(name)
     options = {} if kind is None else quantised_options(kind, compute, device)
+    # 2. Load the model and its tokenizer.
     with _loading(name):
         recognised = None
         if kind is not None:  # in the dtype of its files, the base is memory-mapped and takes hardly any memory
@@ -300,6 +302,7 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if name == DEMO_MODEL:
         model.name_or_path = name  # instead of the cache folder, so that checkpoints load on other machines
+    # 3. Quantised and sharded bases are fingerprinted by their plain weights.
     if recognised is not None:
         _FINGERPRINTS[model] = recognised
         return BaseModel(model, tokenizer, name)

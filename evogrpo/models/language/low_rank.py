@@ -58,6 +58,7 @@ class AdapterLeaves(NamedTuple):
 
     def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "StackedAdapters":
         """Stack the leaves for products of all slots and modules at once."""
+        # Leaves are ordered (module, slot, A or B); the stack of A matrices is ordered (slot, module).
         modules = sum(self.acting)
         slots = len(leaves) // (2 * modules)
         every_a = [leaves[2 * (slot + slots * number)] for slot in range(slots) for number in range(modules)]
@@ -231,6 +232,7 @@ class _AddLowRank(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
         into = rows.new_empty(rows.shape) if wanted else None
         own: list[Tensor] = []
+        # y = s (x A^T) B^T: with g = dy, d(x A^T) = s g B, dA = (s g B)^T x, dB = s g^T (x A^T), dx = s g B A.
         parts = zip(rows.split(sizes), slopes.split(sizes), low, leaves[::2], leaves[1::2], strict=True)
         for number, (x, slope, narrow, a, b) in enumerate(parts):
             back = ctx.scale * (slope.to(a.dtype) @ b)  # type: ignore[attr-defined]
