@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.load_run import open_run
 
@@ -56,11 +57,13 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     saved = open_run(folder)
     assert not saved.skipped, saved.skipped
     tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}
-    progress = saved.record["progress"]
-    scores = [[seat["scores"] for seat in each["slots"]] for each in progress["history"]]
-    assert saved.best is not None
-    best = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.best[0].items())}
-    return tensors, progress["generation"], progress["step"], scores, saved.record["population"]["lineage"], best
+    state = saved.run_state
+    scores = [each.fitness for each in state.history]
+    best = {
+        name: tensor.numpy().tobytes()
+        for name, tensor in sorted(read_checkpoint(folder / "best", kind="agent")[0].items())
+    }
+    return tensors, state.generation, state.step, scores, saved.lineage, best
 
 
 def in_another_process(work: Callable[[], object], *, errors: Path, file_bytes: int | None = None) -> int:

@@ -57,7 +57,6 @@ def save_agent(
     include_base: bool,
     replace: bool,
     note: Mapping[str, Any] | None = None,
-    fitness: Fitness | None = None,
 ) -> None:
     """Save one agent; see `GRPO.save_checkpoint`.
 
@@ -67,12 +66,9 @@ def save_agent(
         include_base: Also save the base model.
         replace: Replace an existing checkpoint.
         note: Plain JSON values to store in the record.
-        fitness: Fitness to store instead of the agent's own.
     """
-    members, member = agent.members, _member_record(agent)
-    if fitness is not None:
-        member["scores"] = fitness.to_json()
-    record = {"shared": _members_record(members), "member": member, "note": dict(note or {})}
+    members = agent.members
+    record = {"shared": _members_record(members), "member": _member_record(agent), "note": dict(note or {})}
     files = members.files(agent.slot, include_base=include_base)
     tensors = {**agent.state(), **_named(members.shared_tensors())}
     write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
@@ -132,7 +128,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the contents of a population's checkpoint: tensors by name, and a JSON record.
+    """Return the contents of a population's checkpoint: tensors by name, and a JSON record without the lineage.
 
     Tensors are copied on access, so members are never in memory twice. Save them before the population changes, or keep
     `dict(tensors)`.
@@ -140,7 +136,6 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
     record = {
         "shared": _members_record(population.members),
         "members": [_member_record(agent) for agent in population.agents],
-        "lineage": population.lineage.to_json(),
         "next_index": population.next_index,
         "kept": population.kept.to_json(),
     }
@@ -154,6 +149,7 @@ def restore_population(
     actor_network: nn.Module | None,
     path: str | Path,
     *,
+    lineage: Lineage | None = None,
     device: str | torch.device | None = None,
 ) -> Population:
     """Build a population from the results of `population_state`.
@@ -164,6 +160,7 @@ def restore_population(
         record: Record of the checkpoint.
         actor_network: The base model, or the user's own module; see `GRPO.load`.
         path: Path of the checkpoint.
+        lineage: Lineage of the population; None = its members become founders.
         device: Device of the model; None = where it is.
 
     Raises:
@@ -181,8 +178,10 @@ def restore_population(
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
             _restore(agent, member, own)
+            if lineage is None:
+                agent.parent, agent.born, agent.back_to = None, 0, None
             agents.append(agent)
-        population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
+        population = Population(agents, members, lineage=lineage)
         population.next_index = _next_index(record["next_index"], population)
         population.kept = KeptStates.restored(record["kept"], tensors, population.members.banks)
     return population

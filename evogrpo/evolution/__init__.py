@@ -5,7 +5,7 @@ from evogrpo.evolution.children import Perturbation, Proposal, proposals
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey, SlotRecord
-from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
+from evogrpo.evolution.lineage import Birth, Child, Lineage, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
@@ -28,7 +28,7 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "Backtracking", "Birth", "Change", "Changes", "Child", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation",
+    "Backtracking", "Birth", "Changes", "Child", "Choice", "Fitness", "FitnessConfig", "Fixed", "Generation",
     "History", "KeptState", "KeptStateKey", "Lineage", "MemberRecord", "MultiFrequency", "Mutation", "MutationOnly",
     "Narrowing", "Perturbation", "Plan", "Proposal", "RandomSearch", "Replay", "ScheduleStage", "SelectionOnly",
     "SharedExperience", "SlotRecord", "Stateless", "Strategy", "SuccessiveHalving", "Tournament", "TruncationPBT",

@@ -72,31 +72,7 @@ class SlotRecord:
 
     def __post_init__(self) -> None:
         if self.member is None and self.fitness is not None:
-            raise ValueError("a slot without a member has no fitness, got one: leave it out")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {
-            "member": None if self.member is None else self.member.to_json(),
-            "scores": None if self.fitness is None else self.fitness.to_json(),
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "measured": {name: fitness.to_json() for name, fitness in self.measured.items()},
-            "evaluation_tokens": self.evaluation_tokens,
-            "evaluation_seconds": self.evaluation_seconds,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        member, scores = values["member"], values["scores"]
-        plain = {name: value for name, value in values.items() if name not in ("member", "scores", "measured")}
-        made = {
-            "member": None if member is None else MemberRecord.from_json(member),
-            "fitness": None if scores is None else Fitness.from_json(scores),
-            "measured": {name: Fitness.from_json(each) for name, each in values["measured"].items()},
-        }
-        return cls(**declared_fields(cls, {**plain, **made}))
+            raise ValueError("An empty slot must have no fitness. Set member, or leave fitness out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +97,7 @@ class Generation:
     def __post_init__(self) -> None:
         slots = {place: record.member.slot for place, record in enumerate(self.slots) if record.member is not None}
         if any(place != slot for place, slot in slots.items()):
-            raise ValueError(f"members must come in slot order, got slots {list(slots.values())} at {list(slots)}")
+            raise ValueError(f"Each member must be at its own slot, got slots {list(slots.values())} at {list(slots)}.")
 
     @property
     def members(self) -> tuple[MemberRecord, ...]:
@@ -164,17 +140,40 @@ class Generation:
         """
         member = self.slots[slot].member
         if member is None:
-            raise ValueError(f"slot {slot} was empty in generation {self.number}, so it cannot be cloned")
+            raise ValueError(f"Slot {slot} was empty in generation {self.number}. Choose one of {self.ranked}.")
         return member
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {**vars(self), "slots": [record.to_json() for record in self.slots]}
-
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        return cls(**{**values, "slots": tuple(SlotRecord.from_json(record) for record in values["slots"])})
+    def from_event(cls, event: Mapping[str, Any], *, slots: int, measure: str) -> Self:
+        """Build from a generation event of the journal.
+
+        Args:
+            event: The event; every member has its scores by measure.
+            slots: Number of slots of the bank.
+            measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
+        """
+        records = [SlotRecord()] * slots
+        for values in event["members"]:
+            member = MemberRecord.from_json({name: values[name] for name in MemberRecord.__dataclass_fields__})
+            scores = {name: Fitness.from_json(each) for name, each in values["scores"].items()}
+            fitness, evaluation = scores.pop(measure, None), values["evaluation"]
+            fields = {
+                "member": member,
+                "fitness": fitness,
+                "tokens": values["tokens"],
+                "seconds": values["seconds"],
+                "measured": scores,
+                "evaluation_tokens": evaluation["tokens"],
+                "evaluation_seconds": evaluation["seconds"],
+            }
+            records[member.slot] = SlotRecord(**declared_fields(SlotRecord, fields))
+        fields = {
+            "number": event["generation"],
+            "samples_per_step": event["samples_per_step"],
+            "steps_per_generation": event["steps_per_generation"],
+            "slots": tuple(records),
+        }
+        return cls(**declared_fields(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +181,9 @@ class History:
     """Everything up to the generation that has just been evaluated.
 
     Attributes:
-        space: What evolves.
-        next_index: The first index no member ever had; children take this one and those after it.
-        generations: The oldest first, the one to plan from last.
+        space: The search space.
+        next_index: First unused index; children take this one and those after it.
+        generations: All generations, the one to plan from last.
         kept_states: Kept states, the oldest first; children of a plan may start from them. At most one per slot.
 
     Raises:
@@ -199,19 +198,19 @@ class History:
 
     def __post_init__(self) -> None:
         if not self.generations:
-            raise ValueError("a history must hold the generation to plan from, got none")
+            raise ValueError("generations must hold at least one generation, got none.")
         for before, after in pairwise(self.generations):
             if after.number != before.number + 1 or len(after.slots) != len(before.slots):
                 raise ValueError(
-                    "generations must follow each other with equally many slots, got "
-                    f"{after.number} of {len(after.slots)} after {before.number} of {len(before.slots)}"
+                    "generations must be consecutive, with equal numbers of slots, got generation "
+                    f"{after.number} with {len(after.slots)} after {before.number} with {len(before.slots)}."
                 )
         indices = [member.index for member in self.last.members]
         if any(index >= self.next_index for index in indices):
-            raise ValueError(f"next_index must exceed every index in use, got {self.next_index} for {indices}")
+            raise ValueError(f"next_index must exceed every index in use, got {self.next_index} with {indices}.")
         keys = [kept.key for kept in self.kept_states]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"a state is kept once, got members and generations {keys}")
+            raise ValueError(f"kept_states must not repeat, got members and generations {keys}.")
 
     @property
     def last(self) -> Generation:
@@ -236,25 +235,6 @@ class History:
             f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept_states)
         )
         raise ValueError(
-            f"no state of #{key[0]} after generation {key[1]} is kept, only {states or 'none'}. Keep the state "
-            "in an earlier plan."
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {
-            "space": self.space.to_json(),
-            "next_index": self.next_index,
-            "generations": [generation.to_json() for generation in self.generations],
-            "kept_states": [kept.to_json() for kept in self.kept_states],
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        return cls(
-            space=HyperparameterConfig.from_json(values["space"]),
-            next_index=values["next_index"],
-            generations=tuple(Generation.from_json(each) for each in values["generations"]),
-            kept_states=tuple(KeptState.from_json(each) for each in values["kept_states"]),
+            f"No state of #{key[0]} after generation {key[1]} is kept. Kept: {states or 'none'}. Keep it in an earlier "
+            "plan."
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from evogrpo.config.checks import declared_fields
-from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.mutation import Changes
 
 NETWORK = "network"
@@ -128,25 +128,6 @@ class Birth(Child):
         return {**super().to_json(), "born": self.born}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One hyperparameter change on a member's line of descent.
-
-    Attributes:
-        index: Index of the member born with it.
-        born: Generation of that birth.
-        name: Name of the hyperparameter.
-        old: Value of the parent.
-        new: Value of the member.
-    """
-
-    index: int
-    born: int
-    name: str
-    old: Value
-    new: Value
-
-
 @dataclass(frozen=True)
 class Lineage:
     """All births of a run in order; append-only, so parents come before their children.
@@ -214,26 +195,6 @@ class Lineage:
             line.append(births[current])
             current = births[current].parent
         return tuple(reversed(line))
-
-    def ancestors(self, index: int) -> tuple[int, ...]:
-        """Return the indices of a member's ancestors, from its founder to its parent.
-
-        Raises:
-            ValueError: If no member has this index.
-        """
-        return tuple(birth.index for birth in self.path(index)[:-1])
-
-    def changes(self, index: int) -> tuple[Change, ...]:
-        """Return all hyperparameter changes on the path to a member, the oldest first.
-
-        Raises:
-            ValueError: If no member has this index.
-        """
-        return tuple(
-            Change(index=birth.index, born=birth.born, name=name, old=old, new=new)
-            for birth in self.path(index)
-            for name, (old, new) in birth.changes.items()
-        )
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return all births as plain JSON values."""

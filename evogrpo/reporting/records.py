@@ -1,11 +1,11 @@
 """Records of a run that training yields and the journal stores: baseline, generations and test."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
-from evogrpo.evolution.fitness import ROLLOUTS
+from evogrpo.evolution.fitness import ROLLOUTS, Fitness
 from evogrpo.evolution.plan import Plan
 from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, Example, JournalFields, StepReport
 from evogrpo.text import number_text, score_text
@@ -75,6 +75,7 @@ class MemberReport:
             rewards. One of them is `fitness`; empty if it failed.
         questions: Number of validation questions it was evaluated on.
         evaluation: Cost of its evaluation.
+        scores: Fitness by measure, with the score of every question; empty in reports read from a journal.
     """
 
     generation: int
@@ -95,6 +96,7 @@ class MemberReport:
     measured: Mapping[str, Estimate]
     questions: int
     evaluation: EvaluationCost
+    scores: Mapping[str, Fitness] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
@@ -108,6 +110,7 @@ class MemberReport:
         values["metrics"] = dict(self.metrics)
         values["measured"] = {name: estimate.to_json() for name, estimate in self.measured.items()}
         values["evaluation"] = self.evaluation.to_json()
+        values["scores"] = {name: fitness.to_json() for name, fitness in self.scores.items()}
         return values
 
     @classmethod
@@ -152,6 +155,8 @@ class GenerationReport:
         questions: Largest number of questions (or starts) that a member was evaluated on.
         evaluation: Cost of all evaluations so far, including the untrained base.
         best_ever: (index, generation) of the run's best member so far; None before the first evaluation.
+        samples_per_step: Samples per member and learning step.
+        steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
     """
 
     event: ClassVar[str] = "generation"
@@ -168,6 +173,8 @@ class GenerationReport:
     questions: int
     evaluation: EvaluationCost
     best_ever: tuple[int, int] | None
+    samples_per_step: int | None = None
+    steps_per_generation: int | None = None
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -188,6 +195,8 @@ class GenerationReport:
             "questions": self.questions,
             "evaluation": self.evaluation.to_json(),
             "best_ever": None if self.best_ever is None else list(self.best_ever),
+            "samples_per_step": self.samples_per_step,
+            "steps_per_generation": self.steps_per_generation,
         }
 
     @classmethod
@@ -216,6 +225,8 @@ class GenerationReport:
             questions=fields.whole("questions"),
             evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
             best_ever=fields.pair_or_none("best_ever"),
+            samples_per_step=fields.whole_or_none("samples_per_step"),
+            steps_per_generation=fields.whole_or_none("steps_per_generation"),
         )
 
 

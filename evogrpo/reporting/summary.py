@@ -48,7 +48,7 @@ class Decision:
 
 
 def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
-    """Return the plans of all valid generations, oldest first.
+    """Return the plans of all generations, oldest first.
 
     Args:
         events: A journal's events, oldest first; untrusted input.
@@ -116,8 +116,6 @@ class Curve:
 def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, ...]]:
     """Return the curves of every recorded metric, by name.
 
-    A resumed run may record a step twice: the later record counts.
-
     Args:
         events: A journal's events, oldest first; untrusted input.
 
@@ -140,17 +138,9 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
 
 
 def latest_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
-    """Return the valid step events by step; of repeated steps of a resumed run, the last."""
-    latest: dict[int, JournalFields] = {}
-    for event in events:
-        if event["event"] == "step":
-            fields = JournalFields(event, "a step event")
-            latest[fields.whole("step")] = fields
-        elif event["event"] == "resumed":
-            begin = JournalFields(event, "a resumed event").whole_or_none("step")
-            if begin is not None:
-                latest = {step: kept for step, kept in latest.items() if step < begin}
-    return latest
+    """Return the step events by step."""
+    fields = (JournalFields(event, "a step event") for event in events if event["event"] == "step")
+    return {each.whole("step"): each for each in fields}
 
 
 PHASES = ("sampling", "scoring", "learning")
@@ -304,6 +294,9 @@ class RunSummary:
         return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
 
 
+_GOES_ON = ("step", "generation", "resumed")
+
+
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Summarise a run from its journal.
 
@@ -311,7 +304,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         events: Result of `read_journal`; untrusted input.
 
     Returns:
-        The run, with its valid generations (see `latest_generations`).
+        The run, with its generations (see `latest_generations`).
 
     Raises:
         ValueError: If the run event is missing, or a value is invalid.
@@ -325,14 +318,15 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         )
     evolvable = JournalFields(runs[0], "the run event").inner("evolvable")
     refuse_unknown("hyperparameter in evolvable of the run event", evolvable.values, HYPERPARAMETER_NAMES)
-    resumed_last = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
-    # An end recorded before the run was resumed is no longer valid.
-    ending = {event["event"]: event for event in events[resumed_last + 1 :]}
+    # A test and an end are of the whole run only if the run did not go on.
+    went_on = max((n for n, event in enumerate(events) if event["event"] in _GOES_ON), default=-1)
+    ending = {event["event"]: event for event in events[went_on + 1 :]}
+    reasons = [event for event in ending.values() if event["event"] in ("stopped", "ended")]
     baseline = BaselineReport.from_json(last["baseline"]) if "baseline" in last else None
     generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))
-    finalists = FinalistsReport.from_json(ending["finalists"]) if "finalists" in ending else None
+    finalists = FinalistsReport.from_json(last["finalists"]) if _later("finalists", "generation", events) else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
-    stopped = JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None
+    stopped = JournalFields(reasons[-1], f"the {reasons[-1]['event']} event").text("reason") if reasons else None
     if stopped is None and test is not None:  # killed between the test and the last event
         stopped = "the test is done"
     return RunSummary(
@@ -350,6 +344,11 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         waiting=rank_waiting(events),
         finalists=finalists,
     )
+
+
+def _later(event: str, other: str, events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the last of these events is the first kind."""
+    return next((each["event"] for each in reversed(events) if each["event"] in (event, other)), other) == event
 
 
 def _changed_data(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -386,7 +386,7 @@ def latest_checkpoint(run_dir: Path | str, check: Callable[[Path, int], None] | 
         That generation, and what is wrong with the newer ones.
     """
     skipped = []
-    for generation in _stored_generations(run_dir):
+    for generation in stored_generations(run_dir):
         folder = generation_folder(run_dir, generation)
         try:
             verify_checkpoint(folder)
@@ -419,7 +419,7 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}: a run without a checkpoint cannot be resumed")
-    older = [generation for generation in _stored_generations(run_dir) if generation <= written]
+    older = [generation for generation in stored_generations(run_dir) if generation <= written]
     if written not in older:
         raise ValueError(f"generation {written} has no checkpoint in {run_dir}: write it before old ones are removed")
     removed = older[keep:]
@@ -428,7 +428,7 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
     return tuple(removed)
 
 
-def _stored_generations(run_dir: Path | str) -> list[int]:
+def stored_generations(run_dir: Path | str) -> list[int]:
     """Return the generations that have a folder, newest first."""
     parent = generation_folder(run_dir, 0).parent
     if not parent.is_dir():

@@ -1,7 +1,9 @@
-"""The journal of a run: an append-only JSONL file, one event a line, that survives a kill at any byte."""
+"""Journal of a run: an append-only JSONL file, one event a line, that survives a kill at any byte."""
 
+import hashlib
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,9 @@ from evogrpo.storage.atomic_files import (
     sync_folder,
 )
 
+VERSION = 2
+"""Format of the journal, written into its first event; only this one is read."""
+
 # Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.
 _LINE_START = b'{"event": '
 
@@ -27,11 +32,14 @@ class JournalError(ValueError):
 class Journal:
     """Appends events to a JSONL file; when `append` returns, the event is on disk.
 
-    Opening a file whose last line was cut off by a kill removes that fragment, which was never reported as written,
-    so the next event starts on a fresh line. One process writes a journal at a time.
+    Opening removes an incomplete last line, left by a kill during `append`. One process writes a journal at a time.
 
     Args:
         path: The file; it and its folder are created when missing.
+
+    Attributes:
+        path: As given.
+        size: Length in bytes.
 
     Raises:
         JournalError: If the file exists and is not a journal.
@@ -43,45 +51,62 @@ class Journal:
         created = not os.path.lexists(self.path)
         self._file = _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            _repair_tail(self._file, self.path)
+            with open(self._file, "rb", closefd=False) as reader:
+                content = reader.read()
+            if content[: len(_LINE_START)] != _LINE_START[: len(content)]:
+                raise JournalError(f"{self.path} exists and is not a journal: choose another file")
+            self.size = content.rfind(b"\n") + 1
+            self._digest = hashlib.sha256(content[: self.size])
+            if self.size < len(content):
+                os.ftruncate(self._file, self.size)
+                os.fsync(self._file)
             if created:
                 sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
 
-    def append(self, event: str, /, **fields: Any) -> dict[str, Any]:
+    @property
+    def sha256(self) -> str:
+        """Hash of its content; carried forward, so it costs the same at any length."""
+        return self._digest.hexdigest()
+
+    def append(self, event: str, /, **fields: Any) -> None:
         """Write one event and wait until it is on disk.
 
         Args:
             event: The kind of event, such as "generation".
-            fields: Strict JSON values; a missing number is None, never NaN.
-
-        Returns:
-            The event as a reader will see it, with its time in unix seconds.
+            fields: Strict JSON values; a missing number is None, never NaN. The time is added in unix seconds.
 
         Raises:
             ValueError: If a field is not strict JSON, is called "event" or "time", or the journal is closed; nothing
                 is written then.
+            JournalError: If another process changed the file.
             OSError: If the disk refuses the write; the journal is left as it was before this event.
         """
         if self._file < 0:
             raise ValueError(f"the journal {self.path} is closed: open a new Journal to go on")
-        if reserved := {"event", "time"} & fields.keys():
+        if reserved := {"event", "time", "journal_version"} & fields.keys():
             raise ValueError(f"the field {reserved.pop()!r} is set by the journal itself: choose another name")
-        line = dump_json({"event": event, "time": time.time(), **fields}, what=event) + "\n"
-        remaining = memoryview(line.encode("ascii"))
-        size_before = os.fstat(self._file).st_size
+        version = {} if self.size else {"journal_version": VERSION}
+        values = {"event": event, "time": time.time(), **version, **fields}
+        content = (dump_json(values, what=event) + "\n").encode("ascii")
+        if (actual := os.fstat(self._file).st_size) != self.size:
+            raise JournalError(
+                f"{self.path} has {actual} bytes instead of {self.size}: it was changed while the run was writing. "
+                "Restore it before the run is resumed."
+            )
+        remaining = memoryview(content)
         try:
             with errors_with_path(self.path):
                 while remaining:
                     remaining = remaining[os.write(self._file, remaining) :]
                 os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, size_before)
+            os.ftruncate(self._file, self.size)
             raise
-        written: dict[str, Any] = load_json(line)
-        return written
+        self.size += len(content)
+        self._digest.update(content)
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
@@ -101,39 +126,71 @@ class Journal:
 
 
 def read_journal(path: Path | str) -> list[dict[str, Any]]:
-    """Read every event of a journal, oldest first.
-
-    A last line without its newline was cut off by a kill: it counts if it is whole and is left out otherwise.
-
-    Args:
-        path: The journal file.
-
-    Returns:
-        One dictionary per event, as it was appended.
+    """Read the valid events of a journal, oldest first; see `parse_journal`. The file may grow meanwhile.
 
     Raises:
-        JournalError: If the file is missing, or any other line is not an event.
+        JournalError: If the file is missing or is not a journal.
     """
-    path = Path(path)
+    return parse_journal(read_bytes(path), path)
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """Read a journal's file.
+
+    Raises:
+        JournalError: If there is none.
+    """
     try:
-        with open(_opened(path, os.O_RDONLY), "rb") as file:
-            content = file.read()
+        with open(_opened(Path(path), os.O_RDONLY), "rb") as file:
+            return file.read()
     except OSError as error:
         reason = error.strerror or error
         raise JournalError(f"cannot read the journal {path} ({reason}): name the folder of a run") from error
-    *lines, tail = content.split(b"\n")
-    events = []
-    for number, line in enumerate(lines, start=1):
+
+
+def parse_journal(content: bytes, path: Path | str) -> list[dict[str, Any]]:
+    """Return the valid events of a journal, oldest first.
+
+    A resumed run goes back to a checkpoint. Its `resumed` event gives the length of the journal at that checkpoint;
+    events between that offset and the `resumed` event are left out. An incomplete last line is left out too.
+
+    Args:
+        content: Content of the file, or the part before any byte.
+        path: Path for messages.
+
+    Raises:
+        JournalError: If a line is not an event, or the journal has another version.
+    """
+    lines: list[tuple[int, dict[str, Any] | JournalError]] = []  # with the offset of each
+    offset = 0
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            events.append(_event(line))
+            event = load_json(line)
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                raise ValueError('an event is an object with a text "event"')
+            if number == 1 and event.get("journal_version") != VERSION:
+                raise JournalError(
+                    f"{path} has journal version {event.get('journal_version')!r:.80}, but this evogrpo reads version "
+                    f"{VERSION}. Use the version that wrote it."
+                )
+            if event["event"] == "resumed":
+                checkpoint = event.get("offset")
+                if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or not 0 <= checkpoint <= offset:
+                    raise ValueError(f"offset must be a whole number up to {offset}, got {checkpoint!r:.80}")
+                del lines[bisect_left(lines, checkpoint, key=lambda each: each[0]) :]
+            lines.append((offset, event))
+        except JournalError:
+            raise
         except ValueError as error:
-            raise JournalError(
-                f"line {number} of {path} is not an event ({error}): restore it from a copy or delete that line"
-            ) from error
-    try:
-        return [*events, _event(tail)]
-    except ValueError:
-        return events
+            message = f"line {number} of {path} is not an event ({error}): restore it from a copy or delete that line"
+            lines.append((offset, JournalError(message)))  # raised below, unless the run went back behind it
+        offset += len(line) + 1
+    events = []
+    for _, event in lines:
+        if isinstance(event, JournalError):
+            raise event
+        events.append(event)
+    return events
 
 
 def _opened(path: Path, flags: int) -> int:
@@ -144,60 +201,26 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the generation events that count, in order of generation.
+    """Return the generation events, in order, with what later events add to them.
 
-    A resumed run may write a generation twice: the later line wins. Generations after the one that a run resumed from
-    belong to a future that was given up, so they are left out until they are written again. Where finalists were
-    evaluated after a generation, it names their winner as the run's best.
+    A `plan` event holds the plan of a generation that ended a run, if the run was extended. A `finalists` event names
+    the best member of the run.
 
     Args:
-        events: A journal's events, oldest first.
-
-    Returns:
-        One generation event per generation.
+        events: Result of `read_journal`.
 
     Raises:
-        JournalError: If a generation or resumed event has no whole number "generation".
+        JournalError: If a generation has no whole number.
     """
-    latest: dict[int, dict[str, Any]] = {}
+    generations: list[dict[str, Any]] = []
     for event in events:
-        if event["event"] == "finalists" and latest:
-            latest[max(latest)]["best_ever"] = [event.get("index"), event.get("generation")]
-        if event["event"] not in ("generation", "resumed"):
-            continue
-        number = event.get("generation")
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise JournalError(f'a {event["event"]} event needs a whole number "generation", got {number!r}')
         if event["event"] == "generation":
-            latest[number] = dict(event)
-        else:
-            latest = {earlier: kept for earlier, kept in latest.items() if earlier <= number}
-    return [latest[number] for number in sorted(latest)]
-
-
-def _event(line: bytes) -> dict[str, Any]:
-    """Read one line, or raise ValueError."""
-    event = load_json(line)
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise ValueError('an event is an object with a text "event"')
-    return event
-
-
-def _repair_tail(file: int, path: Path) -> None:
-    """End the file with a newline: terminate a complete last line, remove an incomplete one."""
-    with open(file, "rb", closefd=False) as reader:
-        content = reader.read()
-    if not content:
-        return
-    if not content[: len(_LINE_START)] == _LINE_START[: len(content)]:
-        raise JournalError(f"{path} exists and is not a journal: choose another file")
-    tail = content.rpartition(b"\n")[2]
-    if not tail:
-        return
-    try:
-        _event(tail)
-    except ValueError:
-        os.ftruncate(file, len(content) - len(tail))
-    else:
-        os.write(file, b"\n")
-    os.fsync(file)
+            number = event.get("generation")
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise JournalError(f'a generation event needs a whole number "generation", got {number!r}')
+            generations.append(dict(event))
+        elif event["event"] == "plan" and generations:
+            generations[-1]["plan"] = event.get("plan")
+        elif event["event"] == "finalists" and generations:
+            generations[-1]["best_ever"] = [event.get("index"), event.get("generation")]
+    return generations

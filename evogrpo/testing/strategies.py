@@ -355,10 +355,8 @@ class StrategyTestCase(ABC):
         for situation in WITH_FAILURES:
             one, other = self.make_strategy(), self.make_strategy()
             for history, plan in self.follow(one, SimulatedPopulation(*situation)):
-                read_back = History.from_json(through_json(history.to_json()))
-                assert read_back == history
                 rng = np.random.default_rng([situation[-1], 1000 + history.last.number])
-                assert other.plan(read_back, rng) == plan
+                assert other.plan(history, rng) == plan
 
     def test_settings_rebuild_an_equal_strategy(self) -> None:
         strategy = self.make_strategy()

@@ -13,7 +13,6 @@ from evogrpo.config.default_space import without_effect
 from evogrpo.config.synonyms import counterpart
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
-from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import DirectoryLock, is_unused
@@ -169,15 +168,14 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         allow_changed_data=allow_changed_data,
     )
     schedule = dataclasses.replace(saved.schedule, **limits)
-    run_state = RunState.from_json(saved.record["progress"])
-    scores = None if saved.best is None else saved.best[1]["member"]["scores"]
+    run_state = saved.run_state
     ended = schedule.ended_by(
         **run_state.spent(evaluations=schedule.count_evaluations),
         generation=run_state.generation,
         seconds=max(run_state.seconds, run_state.out_of_time),
-        fitness=None if scores is None else Fitness.from_json(scores).mean,
+        fitness=None if run_state.best is None else run_state.best.fitness.mean,
     )
-    tested = schedule.test_questions == 0 or _tested(run_dir)
+    over = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
     return Resumable(
         config=config,
         schedule=schedule,
@@ -185,8 +183,8 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         step=run_state.step,
         skipped=saved.skipped,
         ignored=ignored,
-        cut_off=_last_event(run_dir) not in (None, "stopped", "test"),
-        ended=ended if tested and run_state.generation > 0 and run_state.step_in_generation == 0 else None,
+        cut_off=read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"),
+        ended=ended if over and run_state.generation > 0 and run_state.step_in_generation == 0 else None,
     )
 
 
@@ -264,9 +262,7 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, run_state = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
-    folder = RunDir(
-        run_dir, prepared.config.logging, lock=saved.lock, run_id=saved.run_id, config=saved.record["config"]
-    )
+    folder = saved.run_dir(run_dir, prepared.config.logging)
     return _make_trainer(prepared, population, resumable.schedule, strategy, folder, run_state, changed)
 
 
@@ -314,17 +310,3 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
                 f"{'.'.join(keys)!r}. Start a new run with `evogrpo train` instead."
             )
     return limits, rest
-
-
-def _last_event(run_dir: Path) -> str | None:
-    events = read_journal(run_dir / JOURNAL) if (run_dir / JOURNAL).exists() else []
-    return str(events[-1]["event"]) if events else None
-
-
-def _tested(run_dir: Path) -> bool:
-    """Return True if the run was tested since it was last resumed."""
-    if not (run_dir / JOURNAL).exists():  # killed after the founders were saved and before the first event
-        return False
-    events = [event["event"] for event in read_journal(run_dir / JOURNAL)]
-    resumed = max((number for number, event in enumerate(events) if event == "resumed"), default=-1)
-    return "test" in events[resumed + 1 :]

@@ -1,44 +1,44 @@
-"""Load a run: its newest complete checkpoint and its best member."""
+"""Load a run: its newest complete checkpoint, and its history from the journal."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.checkpointing import learnt, restore_population
+from evogrpo.algorithms.checkpointing import restore_population
 from evogrpo.algorithms.factory import POLICY_SETS
 from evogrpo.algorithms.multi_agent import algorithm_class
-from evogrpo.algorithms.population import KeptStates, Population
-from evogrpo.config.checks import declared_fields, unknown_name_error
+from evogrpo.algorithms.population import Population
+from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
+from evogrpo.evolution.history import Generation
+from evogrpo.evolution.lineage import Lineage
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.atomic_files import remove_temporary_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
-    checkpoint_path,
     generation_folder,
-    latest_checkpoint,
-    prune,
     read_checkpoint,
     read_record,
     remove_leftovers,
+    stored_generations,
 )
-from evogrpo.storage.journal import read_journal
+from evogrpo.storage.journal import latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy
-from evogrpo.training.loop.run_state import Best, KnownBest, RunState
-from evogrpo.training.run_dir import BEST, FINALIST, JOURNAL, RunDir, checkpoint_number, digest_of
+from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.run_dir import BEST, JOURNAL, RunDir
 from evogrpo.training.schedule import Schedule
 
 
@@ -47,20 +47,36 @@ class StoredRun:
     """Run loaded from its directory.
 
     Attributes:
-        tensors: Tensors of all members.
+        tensors: Tensors of the checkpoint.
         record: All other values of the checkpoint.
-        best: Tensors and record of the best member; None before the first evaluation.
         folder: Folder of the checkpoint.
+        run_state: State of the run, without train states; `restore` returns a complete one.
+        lineage: Births of the run; None if only its members were loaded.
+        schedule: Schedule of the run.
+        fitness: Measure of fitness.
+        experience: Rule for learning from samples of other members; None = each from its own.
+        logging: Records that the run keeps.
         skipped: Errors of newer checkpoints that cannot be used, newest first.
         lock: The right to write into the run's folder, if it was opened to go on.
     """
 
     tensors: dict[str, Tensor]
     record: dict[str, Any]
-    best: tuple[dict[str, Tensor], dict[str, Any]] | None
     folder: Path
-    skipped: tuple[CheckpointError, ...] = ()
-    lock: DirectoryLock | None = None
+    run_state: RunState
+    lineage: Lineage | None
+    schedule: Schedule
+    fitness: FitnessConfig
+    experience: SharedExperience | None
+    logging: LoggingConfig
+    skipped: tuple[CheckpointError, ...]
+    lock: DirectoryLock | None
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run."""
+        found: str = self.record["run_id"]
+        return found
 
     @property
     def base(self) -> Mapping[str, Any]:
@@ -73,44 +89,25 @@ class StoredRun:
 
         Empty if nothing was measured yet.
         """
-        if self.record["progress"]["baseline"] is None:
+        if self.run_state.baseline is None:
             return ()
         return check_fingerprint(self.record["data"], env, allowed=allowed)
-
-    @property
-    def schedule(self) -> Schedule:
-        """Schedule of the run."""
-        return Schedule(**self.record["schedule"])
-
-    @property
-    def fitness(self) -> FitnessConfig:
-        """Measure of fitness."""
-        return FitnessConfig(**self.record["fitness"])
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy in its state at the checkpoint; see `restored_strategy`."""
         with checkpoint_errors(self.folder):
             return restored_strategy(self.record["strategy"], self.record["strategy_state"], given)
 
-    @property
-    def experience(self) -> SharedExperience | None:
-        """Rule for learning from samples of other members; None = each from its own."""
-        return shared_experience(self.record["experience"])
-
-    @property
-    def logging(self) -> LoggingConfig:
-        """Records that the run keeps."""
-        return LoggingConfig(**self.record["records"])
-
-    def run_dir(self, path: str | Path) -> RunDir:
-        """Return the run directory, with the same records as before."""
-        return RunDir(path, self.logging, lock=self.lock, run_id=self.run_id)
-
-    @property
-    def run_id(self) -> str:
-        """Identity of the run."""
-        found: str = self.record["run_id"]
-        return found
+    def run_dir(self, path: str | Path, logging: LoggingConfig | None = None) -> RunDir:
+        """Return the run directory, with the same records as before unless `logging` is given."""
+        return RunDir(
+            path,
+            logging or self.logging,
+            lock=self.lock,
+            run_id=self.run_id,
+            config=self.record["config"],
+            saved=self.record["journal"]["bytes"],
+        )
 
     def restore(
         self,
@@ -125,114 +122,124 @@ class StoredRun:
             ValueError: If the class of custom agents is missing or differs.
         """
         kind = algorithm_class(self.base["kind"], self.record["algorithm"], algorithm)
-        stored = self.record["population"]
-        population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
+        stored, progress = self.record["population"], self.record["progress"]
+        population = restore_population(
+            kind, self.tensors, stored, model, self.folder, lineage=self.lineage, device=device
+        )
         with checkpoint_errors(self.folder):
-            progress = RunState.from_json(self.record["progress"])
-            if progress.members != len(population):
-                raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
-            finalists = {name: tensor for name, tensor in self.tensors.items() if name.startswith(FINALIST)}
-            progress.finalists = KeptStates.restored(
-                self.record["progress"]["finalists"],
-                {name.removeprefix(FINALIST): value for name, value in finalists.items()},
-                population.members.banks,
-            )
-            if self.best is not None:
-                progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))
-            elif (known := KnownBest.of(self.record)) is not None:
-                progress.best = _among_finalists(progress.finalists, known)
-        return population, progress
+            run_state = RunState.from_json(progress)
+            if run_state.members != len(population):
+                raise ValueError(f"its {len(population)} members are not the {run_state.members} that it counts")
+            run_state.history = list(self.run_state.history)
+            run_state.load_tensors(progress, self.tensors, population.members.banks)
+        return population, run_state
 
 
-def open_run(path: str | Path, *, go_on: bool = False) -> StoredRun:
-    """Load the newest complete checkpoint of a run. With several ranks, rank 0 locks the directory first.
+def open_run(path: str | Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
+    """Load the newest checkpoint that is complete and fits the journal. With several ranks, rank 0 locks first.
 
     Args:
         path: The run directory.
         go_on: Lock the directory for writing, and remove incomplete files of a killed process.
+        members_only: Load the newest complete checkpoint without the journal. The members can found a new run.
 
     Raises:
-        CheckpointError: If there is no run, or no complete checkpoint.
+        CheckpointError: If there is no run, or no such checkpoint.
         ValueError: If another process has locked the directory.
     """
     path = Path(path).absolute()
-    crew, found = processes(), []
-    if not go_on or crew.size == 1:
-        return _opened(path, go_on=go_on)
+    group, found = processes(), []
+    if not go_on or group.size == 1:
+        return _open(path, go_on=go_on, members_only=members_only)
 
-    def lead() -> None:
-        if crew.is_rank_zero:
-            found.append(_opened(path, go_on=True))
+    def open_on_rank_zero() -> None:
+        if group.is_rank_zero:
+            found.append(_open(path, go_on=True))
 
-    crew.run_section(lead)
-    return found[0] if crew.is_rank_zero else _opened(path, go_on=False)
+    group.run_section(open_on_rank_zero)
+    return found[0] if group.is_rank_zero else _open(path)
 
 
-def _opened(folder: Path, *, go_on: bool) -> StoredRun:
+def _open(folder: Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
     """Load a run in this process; see `open_run`."""
+    # 1. Lock the directory, remove incomplete files, and restore folders that were being replaced.
     lock = DirectoryLock(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
     if lock is not None:
-        _sweep(folder)
-    expected = _journal_run_id(folder)
-
-    def check(checkpoint: Path, number: int) -> None:
-        _check_own(checkpoint, number, expected)
-
-    latest = latest_checkpoint(folder, check)
-    if latest.folder is None or latest.generation is None:
-        reasons = "".join(f" {error}" for error in latest.skipped)
-        raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
-    tensors, record = read_checkpoint(latest.folder)
-    skipped = list(latest.skipped)
-    try:
-        best = _best_of(folder, record)
-    except CheckpointError as error:  # the members are complete, so the run continues without it
-        best = None
-        skipped.append(error)
-        if lock is not None:
-            _set_aside(folder)
-    saved = StoredRun(
-        tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), lock=lock
-    )
-    if lock is not None:
-        prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
-    return saved
-
-
-def _journal_run_id(folder: Path) -> str | None:
-    """Return the run id in the journal, or None."""
-    if not (folder / JOURNAL).is_file():
-        return None
-    runs = [event for event in read_journal(folder / JOURNAL) if event["event"] == "run"]
-    found = runs[0].get("run_id") if runs else None
-    return found if isinstance(found, str) else None
-
-
-def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
-    """Raise CheckpointError for a checkpoint of another run or another generation."""
-    record = read_record(checkpoint)
-    if expected is not None and record["run_id"] != expected:
-        raise CheckpointError(
-            f"{checkpoint} belongs to another run than the journal. Move it back to its own run directory."
+        remove_leftovers(generation_folder(folder, 0))
+        remove_leftovers(folder / BEST)
+        for place in (folder, folder / COMPLETIONS):
+            remove_temporary_files(place)
+    # 2. Take the newest checkpoint that can be used.
+    journal = None if members_only else read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
+    skipped: list[CheckpointError] = []
+    for generation in stored_generations(folder):
+        try:
+            return _load(generation_folder(folder, generation), journal, skipped, lock)
+        except CheckpointError as error:
+            skipped.append(error)
+    # 3. Explain why there is none.
+    reasons = "".join(f" {error}" for error in skipped)
+    if any(isinstance(error, JournalChangedError) for error in skipped):
+        raise JournalChangedError(
+            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new run from the members: "
+            f"population, _ = evogrpo.training.load_run.open_run({str(folder)!r}, members_only=True).restore(model). "
+            f"GRPO.load({str(folder / BEST)!r}) loads the best member."
         )
-    with checkpoint_errors(checkpoint):
-        progress = RunState.from_json(record["progress"])
-        own = checkpoint_number(progress.generation, progress.step_in_generation)
-        _check_settings(record)
-    if own != number:
-        raise CheckpointError(f"{checkpoint} was written as generation {own}. Rename it back.")
+    raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
 
 
-def _check_settings(record: Mapping[str, Any]) -> None:
-    """Check all settings of a checkpoint before anything is built."""
-    if (kind := record["population"]["shared"]["kind"]) not in POLICY_SETS:
-        raise unknown_name_error("kind of members", kind, POLICY_SETS)
-    Schedule(**record["schedule"])
-    FitnessConfig(**record["fitness"])
-    shared_experience(record["experience"])
-    LoggingConfig(**record["records"])
-    KnownBest.of(record)
-    declared_fields(_Plain, {name: record[name] for name in _Plain.__dataclass_fields__})
+class JournalChangedError(CheckpointError):
+    """The journal does not begin with the events before the checkpoint."""
+
+
+def _load(
+    folder: Path, journal: bytes | None, skipped: Sequence[CheckpointError], lock: DirectoryLock | None
+) -> StoredRun:
+    """Load a checkpoint; without a journal only its members. All settings are checked before anything is built."""
+    record = read_record(folder)
+    with checkpoint_errors(folder):
+        declared_fields(_Plain, {name: record[name] for name in _Plain.__dataclass_fields__})
+        run_state = RunState.from_json(record["progress"])
+        fitness, lineage = FitnessConfig(**record["fitness"]), None
+        if journal is not None:
+            events = journal[: whole_between("bytes", record["journal"]["bytes"], 1)]
+            if hashlib.sha256(events).hexdigest() != record["journal"]["sha256"]:
+                raise JournalChangedError(
+                    f"{folder} does not fit {JOURNAL}, which was lost or changed after the checkpoint was written."
+                )
+            lineage = _replay(parse_journal(events, JOURNAL), run_state, fitness.selection_measure)
+        kind = record["population"]["shared"]["kind"]
+        if kind not in POLICY_SETS:
+            raise unknown_name_error("kind of members", kind, POLICY_SETS)
+        schedule, logging = Schedule(**record["schedule"]), LoggingConfig(**record["records"])
+        experience = shared_experience(record["experience"])
+    tensors, record = read_checkpoint(folder)
+    return StoredRun(
+        tensors=tensors,
+        record=record,
+        folder=folder,
+        run_state=run_state,
+        lineage=lineage,
+        schedule=schedule,
+        fitness=fitness,
+        experience=experience,
+        logging=logging,
+        skipped=tuple(skipped),
+        lock=lock,
+    )
+
+
+def _replay(events: Sequence[Mapping[str, Any]], run_state: RunState, measure: str) -> Lineage:
+    """Add the history to the run state, and return the lineage."""
+    births = list(next(event for event in events if event["event"] == "run")["lineage"])
+    for event in latest_generations(events):
+        run_state.history.append(Generation.from_event(event, slots=run_state.members, measure=measure))
+        if event["plan"] is not None:
+            births += [{**child, "born": event["generation"]} for child in event["plan"]["children"]]
+    numbers = [each.number for each in run_state.history]
+    if numbers != list(range(1, run_state.generation + 1)):
+        raise ValueError(f"the journal must hold generations 1 to {run_state.generation}, got {numbers}")
+    return Lineage.from_json(births)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,86 +247,10 @@ class _Plain:
     """Plain values of a checkpoint."""
 
     run_id: str
+    journal: Mapping[str, Any]
     population: Mapping[str, Any]
     algorithm: str | None
     strategy: Mapping[str, Any]
     strategy_state: Mapping[str, Any]
     data: Mapping[str, str] | None
     config: Mapping[str, Any] | None
-
-
-def _read_best(tensors: Mapping[str, Tensor], record: Mapping[str, Any], digest: str) -> Best:
-    """Build the best member from its checkpoint; a malformed record raises any exception."""
-    member, note = record["member"], record["note"]
-    fields = {
-        "index": member["index"],
-        "generation": note["generation"],
-        "fitness": Fitness.from_json(member["scores"]),
-        "state": learnt(tensors),
-        "digest": digest,
-        "second": Fitness.from_json(note["second"]) if "second" in note else None,
-    }
-    return Best(**declared_fields(Best, fields))
-
-
-def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the tensors and the record of the best member; None if there is none yet.
-
-    Raises:
-        CheckpointError: If it cannot be read or is not the one in the checkpoint.
-    """
-    known = KnownBest.of(record)
-    if not checkpoint_path(folder / BEST).is_dir():
-        if known is None:
-            return None
-        raise CheckpointError(_lost(folder, known, "it is missing"))
-    try:
-        tensors, own = read_checkpoint(folder / BEST, kind="agent")
-        with checkpoint_errors(folder / BEST):
-            generation, run_id = own["note"]["generation"], own["note"]["run_id"]
-            _read_best(tensors, own, digest="")
-    except CheckpointError as error:
-        raise CheckpointError(_lost(folder, known, str(error))) from error
-    if run_id != record["run_id"]:
-        raise CheckpointError(_lost(folder, known, "it belongs to another run"))
-    if generation > record["progress"]["generation"]:
-        return None  # killed before the checkpoint was written: its generation is repeated
-    if known is not None and digest_of(folder / BEST) != known.digest:
-        if "second" in own["note"] and record["progress"]["finalists_generation"] < record["progress"]["generation"]:
-            return None  # as above: the finalists are evaluated again
-        raise CheckpointError(_lost(folder, known, "it is not the one in the checkpoint"))
-    return tensors, own
-
-
-def _among_finalists(finalists: KeptStates, known: KnownBest) -> Best | None:
-    """Return the best member from the finalists, if it is among them."""
-    for kept in finalists.seen:
-        if kept.key == (known.index, known.generation):
-            state = finalists.state(kept.key)
-            return Best(index=kept.member.index, generation=kept.generation, fitness=kept.fitness, state=state)
-    return None
-
-
-def _lost(folder: Path, known: KnownBest | None, reason: str) -> str:
-    details = ""
-    if known is not None:
-        details = f" (#{known.index}, fitness {known.fitness:.4g}, generation {known.generation})"
-    return (
-        f"the best member in {folder / BEST}{details} cannot be used: {reason}. The best from here on replaces it; "
-        "restore the folder first if you have a copy."
-    )
-
-
-def _set_aside(folder: Path) -> None:
-    """Rename an unusable folder of the best member, as the next best is written there."""
-    found = checkpoint_path(folder / BEST)
-    if found.exists():
-        found.rename(next(place for place in (folder / f"{BEST}-unusable-{n}" for n in count(1)) if not place.exists()))
-
-
-def _sweep(folder: Path) -> None:
-    """Remove incomplete files of a killed process, and restore what it had moved."""
-    remove_leftovers(generation_folder(folder, 0))
-    remove_leftovers(folder / BEST)
-    for place in (folder, folder / COMPLETIONS):
-        remove_temporary_files(place)

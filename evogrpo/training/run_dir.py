@@ -1,6 +1,9 @@
-"""Run directory: journal, checkpoints, the best member, TensorBoard logs and completions."""
+"""Run directory: journal, checkpoints and exports.
 
-import hashlib
+Written in this order: events of the journal, then a checkpoint that names the length and the hash of the journal, then
+exports. A kill between them loses nothing: the next process goes back to the newest checkpoint.
+"""
+
 import uuid
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -9,39 +12,37 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-import evogrpo
-from evogrpo.algorithms.checkpointing import population_state, save_agent
+import torch
+
+from evogrpo.algorithms.checkpointing import learnt, population_state, save_agent
 from evogrpo.algorithms.multi_agent import own_algorithm
 from evogrpo.algorithms.population import Population
-from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
-    checkpoint_path,
+    CheckpointError,
     generation_folder,
     latest_checkpoint,
     prune,
+    read_checkpoint,
     write_checkpoint,
 )
-from evogrpo.storage.journal import Journal, read_journal
+from evogrpo.storage.journal import Journal
 from evogrpo.storage.lock import DirectoryLock
-from evogrpo.storage.manifest import MANIFEST_NAME
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import strategy_record
-from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.loop.run_state import Best, RunState, best_agent
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import layout
 from evogrpo.warnings import warn
 
 JOURNAL = "journal.jsonl"
 BEST = "best"
-"""Folder of the best member in a run directory."""
-
-FINALIST = "finalist: "
-"""Prefix of the finalists' tensors in a checkpoint."""
+"""Folder of the exported best member in a run directory."""
 
 
 class RunDir:
@@ -53,6 +54,7 @@ class RunDir:
         lock: The right to write into it, if the caller has it already.
         run_id: Identity of its run; a new one by default.
         config: Configuration of the run as plain values, stored in its checkpoints; None if it has none.
+        saved: Length of the journal at the newest checkpoint.
 
     Attributes:
         path: As given, as an absolute path.
@@ -69,23 +71,25 @@ class RunDir:
         lock: DirectoryLock | None = None,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
+        saved: int = 0,
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__})")
         self.path = Path(path).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
-        self._lock, self._config = lock, config
+        self._lock, self._config, self._saved = lock, config, saved
         self.logging = logging or LoggingConfig()
         self.completions = CompletionsLog(
             self.path / COMPLETIONS, limit=self.logging.completions, form=self.logging.completions_format
         )
         self._journal: Journal | None = None
+        self._exported: Best | None = None
         self._writer: Any = None
         self._unlogged = False
 
     def again(self) -> Self:
         """Return the same directory for a closed run that continues; it is locked again."""
-        return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config)
+        return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config, saved=self._saved)
 
     def check_unused(self) -> None:
         """Check that the directory can hold a new run.
@@ -93,14 +97,16 @@ class RunDir:
         Raises:
             ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        # The founders are saved before the first event, so any journal can be resumed.
-        if (self.path / JOURNAL).exists() or latest_checkpoint(self.path).folder is not None:
+        journal, left_over = self.path / JOURNAL, list[str]()
+        with suppress(OSError):  # killed between its first event and its first checkpoint
+            left_over += [JOURNAL] if journal.read_bytes().count(b"\n") <= 1 else []
+        if (journal.exists() and not left_over) or latest_checkpoint(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
                 "choose another run directory."
             )
-        # A run that was killed before its founders were saved cannot be resumed.
-        left_over = [CHECKPOINTS] if has_only_hidden_files(self.path / CHECKPOINTS) else []
+        if has_only_hidden_files(self.path / CHECKPOINTS):
+            left_over.append(CHECKPOINTS)
         with suppress(OSError), (self.path / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
             if file.readline(200).startswith(CONFIG_HEAD):  # written by a run, not by the user
                 left_over.append(CONFIG_FILE)
@@ -112,6 +118,7 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = DirectoryLock(self.path)
         self.check_unused()  # the previous owner of the lock may have started a run
+        (self.path / JOURNAL).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close all files and release the lock."""
@@ -123,20 +130,19 @@ class RunDir:
             if self._writer is not None:
                 self._writer.close()
 
-    @property
-    def described(self) -> bool:
-        """True if the journal has the event that describes the run."""
-        path = self.path / JOURNAL
-        return path.exists() and any(event["event"] == "run" for event in read_journal(path))
-
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
+        if event == "run":
+            fields["run_id"] = self.run_id
+        elif event == "resumed":
+            fields["offset"] = self._saved
+        self._open_journal().append(event, **fields)
+
+    def _open_journal(self) -> Journal:
         self._check_lock()
         if self._journal is None:
             self._journal = Journal(self.path / JOURNAL)
-        if event == "run":
-            fields = {"version": evogrpo.__version__, "run_id": self.run_id, **fields}
-        self._journal.append(event, **fields)
+        return self._journal
 
     def save(
         self,
@@ -148,15 +154,15 @@ class RunDir:
         data: Mapping[str, str] | None,
         experience: SharedExperience | None,
     ) -> None:
-        """Write a checkpoint and delete old ones; `data` is the fingerprint of the environment."""
-        self._check_lock()
+        """Write a checkpoint, delete old ones, and export the best member; `data` is the environment's fingerprint."""
+        journal = self._open_journal()
         tensors, record = population_state(population)
         record = {
             "run_id": self.run_id,
+            "journal": {"bytes": journal.size, "sha256": journal.sha256},
             "population": record,
             "algorithm": own_algorithm(population.algorithm),
             "progress": progress.to_json(),
-            "best": None if progress.best is None else progress.best.to_json(),
             "strategy": strategy_record(strategy),
             "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
@@ -166,15 +172,16 @@ class RunDir:
             "data": data,
             "config": self._config,
         }
-        finalists = {f"{FINALIST}{name}": tensor for name, tensor in progress.finalists.tensors()}
-        everything = ChainMap(finalists, tensors)  # type: ignore[arg-type]  # only the first can be changed
+        everything = ChainMap(dict(progress.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
         number = checkpoint_number(progress.generation, progress.step_in_generation)
         folder = generation_folder(self.path, number)
         try:
             write_checkpoint(folder, everything, record, replace=True)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror or error}; {self._left()}", str(folder)) from error
+        self._saved = journal.size
         prune(self.path, number, keep=self.logging.keep_checkpoints)
+        self.export_best(population, progress.best)
 
     def _left(self) -> str:
         """Return a note on the newest checkpoint that is complete."""
@@ -183,24 +190,25 @@ class RunDir:
             return "nothing of this run was saved yet"
         return f"the run can be resumed from generation {left} once this is fixed"
 
-    def save_best(self, agent: Any, generation: int, fitness: Fitness, second: Fitness | None = None) -> str:
-        """Save the best member so far as a PEFT folder and agent checkpoint in one.
-
-        Args:
-            agent: The member.
-            generation: Generation in which it earned its fitness.
-            fitness: Fitness by which it was chosen.
-            second: Fitness on the second set, if known.
-
-        Returns:
-            Digest of the folder; see `digest_of`.
-        """
+    def export_best(self, population: Population, best: Best | None) -> None:
+        """Write the best member to `best/`, a PEFT folder and agent checkpoint in one, unless it is there already."""
+        if best is None or best is self._exported:
+            return
         self._check_lock()
-        note: dict[str, Any] = {"generation": generation, "run_id": self.run_id}
-        if second is not None:
-            note["second"] = second.to_json()
-        save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note, fitness=fitness)
-        return digest_of(self.path / BEST)
+        note = {"generation": best.generation, "run_id": self.run_id}
+        if best.second is not None:
+            note["second"] = best.second.to_json()
+        try:
+            tensors, record = read_checkpoint(self.path / BEST, kind="agent")
+            exported = learnt(tensors) if record["note"] == note else {}
+        except (CheckpointError, KeyError):
+            exported = {}
+        if exported.keys() != best.state.keys() or any(
+            not torch.equal(exported[name], tensor.cpu()) for name, tensor in best.state.items()
+        ):
+            agent = best_agent(population, best)
+            save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note)
+        self._exported = best
 
     def _check_lock(self) -> None:
         if self._lock is None:
@@ -237,8 +245,3 @@ class RunDir:
 def checkpoint_number(generation: int, step_in_generation: int) -> int:
     """Return the number of the checkpoint at this point of a run."""
     return generation + (1 if step_in_generation else 0)
-
-
-def digest_of(folder: Path) -> str:
-    """Return the SHA-256 of a checkpoint's manifest, and so of all its files, in hexadecimal digits."""
-    return hashlib.sha256((checkpoint_path(folder) / MANIFEST_NAME).read_bytes()).hexdigest()

@@ -138,7 +138,7 @@ def test_invalid_tensors_raise(runs, tmp_path):
     given = {"env": cart_pole(validation_size=10), "progress": False}
     tensors = load_file(generation_folder(runs["networks"], 2) / "population.safetensors")
     firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
-    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "finalist:", "kept"]
+    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:", "finalist:", "kept"]
     wrong = {
         "halved": lambda t: t[: len(t) // 2].clone(),
         "double": lambda t: t.double(),

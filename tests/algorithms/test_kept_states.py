@@ -68,7 +68,9 @@ def test_a_restored_member_equals_its_kept_state(make, tmp_path):
     write_checkpoint(tmp_path / "population", tensors, record)
     stored, record = read_checkpoint(tmp_path / "population")
     network = shared_model() if make is of_adapters else None
-    again = restore_population(population.algorithm, stored, record, network, tmp_path / "population")
+    again = restore_population(
+        population.algorithm, stored, record, network, tmp_path / "population", lineage=population.lineage
+    )
     for each in (population, again):
         assert [(kept.key, kept.fitness) for kept in each.kept.seen] == [((0, 1), earned[0]), ((1, 1), earned[1])]
         now = [state_of(agent) for agent in each]
@@ -133,7 +135,8 @@ def test_a_checkpoint_without_a_kept_state_raises(tmp_path):
     whole, record = dict(tensors), json.loads(json.dumps(record))
 
     def restored(tensors: dict, record: dict) -> Population:
-        return restore_population(population.algorithm, tensors, record, None, tmp_path)
+        lineage = population.lineage
+        return restore_population(population.algorithm, tensors, record, None, tmp_path, lineage=lineage)
 
     assert len(restored(whole, record).kept) == 1
     for lost in [name for name in whole if name.startswith("kept")]:

@@ -69,10 +69,9 @@ def test_children_copy_the_parents_state_and_others_are_unchanged(population):
     assert other.hyperparameters == population[2].hyperparameters
     assert (one.fitness, one.failed, one.steps) == (None, None, 0)
     assert population.next_index == 10
-    assert population.lineage.ancestors(9) == (0,)
-    assert [(c.name, c.old, c.new, c.born) for c in population.lineage.changes(9)] == [
-        ("lr", records[0].hyperparameters.lr, 0.02, 3)
-    ]
+    founder, born = population.lineage.path(9)
+    assert (founder.index, born.born) == (0, 3)
+    assert dict(born.changes) == {"lr": (records[0].hyperparameters.lr, 0.02)}
 
 
 def test_states_are_copied_simultaneously(population):
@@ -114,7 +113,7 @@ def test_a_retired_slot_is_empty_until_a_child_fills_it(population):
     population.apply(make_plan([0, None, 2, 2], [founder, child(population, 3, 5, 2)]))
     assert not any(agent.retired for agent in population)
     assert equal_states(state_of(population[3]), learnt)
-    assert population.lineage.ancestors(5) == (2,)
+    assert [birth.index for birth in population.lineage.path(5)] == [2, 5]
 
 
 def test_retiring_a_failed_member_clears_the_failure(population):

@@ -166,7 +166,7 @@ def test_a_finished_run_resumes_with_more_generations(finished, tmp_path, monkey
     assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
-    assert kinds[-2:] == ["test", "stopped"]
+    assert kinds[-2:] == ["test", "ended"]
 
 
 def test_a_configuration_file_trains(workdir):
@@ -193,7 +193,7 @@ def test_a_run_whose_target_is_reached_before_training_stops(workdir, capsys):
     assert "target_fitness" in printed
     assert "before training" in printed
     events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
-    assert events[-1] == "stopped"
+    assert events[-1] == "ended"
     assert not {"step", "generation"} & set(events)
     assert main(["resume", "runs/CartPole-v1", "target_fitness=1e6"]) == 0
     events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]

@@ -103,7 +103,7 @@ def test_a_run_resumes_and_is_reported(finished, capsys):
     assert main(["resume", str(finished[0]), "--generations", "3"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
-    assert kinds[-2:] == ["test", "stopped"]
+    assert kinds[-2:] == ["test", "ended"]
     assert main(["report", str(finished[0])]) == 0
     assert "report.html" in capsys.readouterr().out
 

@@ -38,7 +38,7 @@ def test_a_run_writes_all_its_files(finished):
         assert (run_dir / name).exists(), name
     kinds = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]
     assert kinds.count("generation") == 3
-    assert kinds[-2:] == ["test", "stopped"]
+    assert kinds[-2:] == ["test", "ended"]
 
 
 def test_the_stored_configuration_has_absolute_paths_and_defaults(finished, project):

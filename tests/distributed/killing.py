@@ -128,7 +128,7 @@ def _state(process: int) -> str:
 def _named(line: bytes) -> tuple[bytes, ...] | None:
     """Return the kind and the step or generation of an event; None for events without."""
     kind = re.search(rb'"event": ?"(\w+)"', line)
-    if kind is None or kind[1] in (b"resumed", b"stopped"):
+    if kind is None or kind[1] in (b"resumed", b"stopped", b"ended"):
         return None
     place = re.search(rb'"(?:step|generation)": ?(\d+)', line)
     return kind[1], place[1] if place else b""

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution import Child, Choice, History, KeptState, Lineage, MemberRecord, Plan, parent_of
+from evogrpo.evolution import Child, Choice, KeptState, Lineage, MemberRecord, Plan, parent_of
 from evogrpo.testing.strategies import SimulatedPopulation
 
 KEYS = ((10, 1), (13, 1))
@@ -30,12 +30,6 @@ def choices(*parents):
         else Choice(parent=parent, reason="-")
         for parent in parents
     ]
-
-
-def test_history_json_round_trip(history):
-    values = json.loads(json.dumps(history.to_json()))
-    assert History.from_json(values) == history
-    assert tuple(kept.key for kept in history.kept_states) == KEYS
 
 
 def test_a_child_of_a_kept_state_inherits_its_hyperparameters(history):
@@ -64,9 +58,9 @@ def test_sources_of_choices(history):
 @pytest.mark.parametrize(
     ("parents", "changes", "rule"),
     [
-        ((0, (10, 2), 2), {}, r"no state of #10 after generation 2 is kept, only #10 after generation 1, #13 after"),
-        ((0, (16, 1), 2), {}, "no state of #16 after generation 1 is kept"),
-        ((0, 1, 2), {"drop": [(16, 1)]}, "no state of #16"),
+        ((0, (10, 2), 2), {}, r"#10 after generation 2 is kept\. Kept: #10 after generation 1, #13 after"),
+        ((0, (16, 1), 2), {}, "#16 after generation 1"),
+        ((0, 1, 2), {"drop": [(16, 1)]}, "#16"),
         ((0, 1, 2), {"keep": [0, 1]}, "at most 3 states .* got 4"),
         ((0, 0, 2), {"keep": [1]}, "keep must be slots of healthy members"),
         ((0, 1, 2), {"keep": [0, 0]}, "keep and drop must not repeat"),
@@ -94,7 +88,7 @@ def test_contradictory_fields_are_refused(history):
     plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
     with pytest.raises(ValueError, match=r"got none or both in \[1\]"):
         dataclasses.replace(plan, parents=(0, 0, 2))
-    with pytest.raises(ValueError, match="a state is kept once"):
+    with pytest.raises(ValueError, match="kept_states"):
         dataclasses.replace(history, kept_states=history.kept_states * 2)
 
 

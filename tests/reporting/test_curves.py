@@ -44,16 +44,6 @@ def test_each_member_has_a_line_of_its_measurements():
     assert [curve.index for curve in curves["entropy"]] == [0]
 
 
-def test_repeated_steps_count_once():
-    def taken(number, reward):
-        return step(number, measured(0, 0, reward=reward))
-
-    resumed = {"event": "resumed", "generation": 0, "step": 1}
-    events = [taken(0, 0.0), taken(1, 1.0), taken(2, 2.0), resumed]
-    assert read_curves(events)["reward"][0].points == ((1, 1, 0.0),)
-    assert read_curves([*events, taken(1, 5.0)])["reward"][0].points == ((1, 1, 0.0), (2, 1, 5.0))
-
-
 @pytest.mark.parametrize("value", ["much", True, [1], 1e301])
 def test_an_invalid_journal_is_refused(value):
     with pytest.raises(ValueError, match="'reward' of a member of step 3"):

@@ -1,7 +1,6 @@
 """Runs as pandas data frames."""
 
 import builtins
-import json
 
 import pytest
 
@@ -9,7 +8,7 @@ from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.reporting.data_frames import COLUMNS
 from evogrpo.storage.journal import latest_generations, read_journal
-from tests.reporting.journals import baseline, generation, member, outcome
+from tests.reporting.journals import baseline, generation, member, outcome, written
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 
@@ -23,13 +22,6 @@ STEP = {
     "waiting": [],
     "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}],
 }
-
-
-def written(folder, *events):
-    folder.mkdir(exist_ok=True)
-    lines = (json.dumps({"time": 0.0} | event) for event in events)
-    (folder / "journal.jsonl").write_text("".join(line + "\n" for line in lines))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +104,7 @@ def test_generations_repeated_after_a_resume_count_once(tmp_path):
         generation(1, member(0, 0), plan={"children": [child]}),
         STEP | {"step": 1, "generation": 2},
         lost,
-        {"event": "resumed", "generation": 1, "step": 1},
+        {"event": "resumed", "generation": 1, "step": 1, "offset": 3},
     ]
     run = read_run(written(tmp_path / "run", *events))
     assert run.members["generation"].tolist() == [1]

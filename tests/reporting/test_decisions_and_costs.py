@@ -41,12 +41,6 @@ def test_the_last_generation_has_no_plan():
     assert (decision.reasons, dict(decision.retired), decision.budgets) == ((), {}, "")
 
 
-def test_the_later_plan_of_a_repeated_generation_counts():
-    again = [{"event": "resumed", "generation": 0}, generation(1, member(0, 0), plan=plan(0, steps_per_generation=7))]
-    (decision,) = decided(1, plan(0, None), *again)
-    assert decision.budgets == "7 steps per generation"
-
-
 @pytest.mark.parametrize(
     ("made", "words"),
     [
@@ -100,8 +94,8 @@ def test_environment_steps_are_counted_like_those_of_evaluations():
     assert [each.tokens for each in summarise([RUN, played]).costs[:2]] == [300, 50]  # 800 are processed
 
 
-def test_repeated_steps_cost_once_and_a_new_run_costs_nothing():
-    events = [RUN, step(0, 1.0), step(1, 1.0), {"event": "resumed", "generation": 0, "step": 0}, step(0, 2.0)]
+def test_a_run_without_a_generation_has_no_costs():
+    events = [RUN, step(0, 2.0)]
     assert summarise(events).costs == ()
     told = summarise([*events, generation(1, member(0, 0), step=2)]).costs
     assert [each.seconds for each in told[:2]] == [0.5, 1.5]

@@ -7,8 +7,7 @@ import pytest
 
 from evogrpo.reporting.compare import compare_runs, read_winner
 from evogrpo.reporting.lineage import fitness_estimate, read_lineage, tree_lines
-from evogrpo.storage.journal import Journal
-from tests.reporting.journals import generation, member, outcome
+from tests.reporting.journals import generation, member, outcome, written
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 
@@ -86,7 +85,7 @@ def test_the_winner_of_the_finals_stays_the_winner_after_a_resume(tmp_path):
         finalists,
         outcome(1),
     ]
-    gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8}]
+    gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8, "offset": 5}]
     for number, told in enumerate((events, gone_on)):
         assert (read_lineage(told).winner.index, read_lineage(told).winner.generation) == (1, 1)
         found = read_winner(written(tmp_path / str(number), *told))
@@ -119,13 +118,6 @@ def test_a_long_line_of_descent_is_collapsed_in_the_middle():
 def test_impossible_families_are_refused():
     with pytest.raises(ValueError, match="parent"):
         read_lineage([RUN, generation(1, member(0, 0), member(1, 1, 5))])
-
-
-def written(folder, *events):
-    with Journal(folder / "journal.jsonl") as journal:
-        for event in events:
-            journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
-    return folder
 
 
 def run_with_test(folder, scores, *, data, measure="greedy", run=None, more=()):
@@ -194,7 +186,11 @@ def test_different_starts_of_one_task_are_compared_by_means(tmp_path, data, othe
         (ENV, {"data": None}, "fingerprint"),
         (ASKED, {"data": {**ASKED, "reward score": "weight 2, code x"}}, "reward score"),
         (ASKED, {"measure": "sampled"}, "measured differently"),
-        (ASKED, {"more": [{"event": "resumed", "generation": 1, "step": 4, "changed_data": ["x"]}]}, "data changed"),
+        (
+            ASKED,
+            {"more": [{"event": "resumed", "generation": 1, "step": 4, "offset": 1, "changed_data": ["x"]}]},
+            "data changed",
+        ),
     ],
 )
 def test_different_tasks_are_not_compared(tmp_path, data, others, why):
@@ -232,7 +228,7 @@ def test_the_winner_is_the_tested_member(tmp_path):
         generation(1, member(0, 0, fitness=0.4), member(1, 1, fitness=0.2), best=0),
         generation(2, member(0, 0, fitness=0.6), member(1, 2, 0, fitness=0.1), best=0, step=9),
         outcome(0, 0.55),
-        {"event": "resumed", "generation": 2, "step": 9},
+        {"event": "resumed", "generation": 2, "step": 9, "offset": 4},
         generation(3, member(0, 0, fitness=0.5), member(1, 2, 0, fitness=0.8), best=2, step=13),
     ]
     ended = read_winner(written(tmp_path / "ended", RUN, *events[:3]))

@@ -5,8 +5,7 @@ import pytest
 from evogrpo.cli import main
 from evogrpo.storage.journal import latest_generations, read_journal
 from tests.reporting.conftest import write_fake_run
-from tests.reporting.journals import generation, member
-from tests.reporting.test_data_frames import written
+from tests.reporting.journals import generation, member, written
 
 optuna = pytest.importorskip("optuna")
 STATE = optuna.trial.TrialState

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo.reporting.lineage import ancestors, best_member, member_histories
 from evogrpo.reporting.summary import summarise
-from evogrpo.storage.journal import Journal, read_journal
+from evogrpo.storage.journal import read_journal
 from tests.reporting.journals import generation, member, outcome
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}
@@ -50,17 +50,11 @@ def test_the_winner_may_have_been_replaced():
     assert best_member(summarise([*FAMILY, later]).generations).index == 3
 
 
-def test_a_resumed_run_shows_the_later_events():
-    events = [
-        *FAMILY,
-        outcome(2),
-        {"event": "stopped", "reason": "Ctrl-C"},
-        {"event": "resumed", "generation": 2},
-        generation(3, member(0, 7, 2, 0.8), best=7),
-    ]
-    summary = summarise(events)
-    assert [g.generation for g in summary.generations] == [1, 2, 3]
-    assert [m.index for m in summary.generations[-1].members] == [7]
+@pytest.mark.parametrize("more", [[], [generation(4, member(0, 7, 3, 0.8), best=7)]])
+def test_an_extended_run_has_no_test_and_no_end(more):
+    ended = [*FAMILY, outcome(2), {"event": "ended", "reason": "3 generations"}]
+    assert summarise(ended).stopped == "3 generations"
+    summary = summarise([*ended, {"event": "resumed", "generation": 3}, *more])
     assert (summary.test, summary.stopped, summary.resumes) == (None, None, 1)
 
 
@@ -126,9 +120,6 @@ def test_a_journal_on_disk(tmp_path, fake_run):
     assert [len(g.members) for g in summary.generations] == [3, 3, 3, 3]
     assert summary.baseline.questions == 128
     assert summary.facts["task"] == "chain sums"
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.append("resumed", generation=1)
-    assert len(summarise(read_journal(tmp_path / "journal.jsonl")).generations) == 1
 
 
 def test_unknown_evolvable_names_are_refused():

@@ -1,5 +1,6 @@
 """A journal keeps every event that was appended, through kills at any byte, and refuses what it cannot trust."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evogrpo.storage.journal import Journal, JournalError, latest_generations, read_journal
+from evogrpo.storage.journal import VERSION, Journal, JournalError, latest_generations, read_journal
 
 
 @pytest.fixture
@@ -25,9 +26,10 @@ def kinds(path):
 def test_events_come_back_in_order_with_their_times(path):
     start = time.time()
     with Journal(path) as journal:
-        first = journal.append("run", seed=3, members=({"slot": 0},), task="é\n\u2028\x1b[31m\0<b>")
-        second = journal.append("stopped", reason=None, fitness=np.float64(0.25))
-    assert read_journal(path) == [first, second]
+        journal.append("run", seed=3, members=({"slot": 0},), task="é\n\u2028\x1b[31m\0<b>")
+        journal.append("stopped", reason=None, fitness=np.float64(0.25))
+    first, second = read_journal(path)
+    assert first.pop("journal_version") == VERSION
     assert start <= first.pop("time") <= second.pop("time") <= time.time()
     assert first == {
         "event": "run", "seed": 3, "members": [{"slot": 0}], "task": "é\n\u2028\x1b[31m\0<b>",
@@ -49,10 +51,13 @@ def test_an_appended_event_is_readable_while_the_journal_is_open(path):
 
 
 def test_reopening_goes_on_where_it_stopped(path):
-    for event in ("run", "resumed"):
+    for event in ("run", "stopped"):
         with Journal(path) as journal:
             journal.append(event)
-    assert kinds(path) == ["run", "resumed"]
+        with Journal(path) as journal:
+            assert journal.size == path.stat().st_size
+            assert journal.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert kinds(path) == ["run", "stopped"]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +95,11 @@ def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
     whole = path.read_bytes()
     for length in range(len(before), len(whole) + 1):
         path.write_bytes(whole[:length])
-        survived = length >= len(whole) - 1  # only the newline is missing: the event is whole
+        survived = length == len(whole)
         assert kinds(path) == ["run", "generation", "generation"][: 3 if survived else 2]
         with Journal(path) as journal:
-            journal.append("resumed", generation=1)
-        assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "resumed"]
+            journal.append("stopped")
+        assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "stopped"]
 
 
 def test_a_kill_at_any_byte_of_the_first_line(path):
@@ -117,8 +122,8 @@ def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
         file.write(tail)
     assert kinds(path) == ["run"]
     with Journal(path) as journal:
-        journal.append("resumed")
-    assert kinds(path) == ["run", "resumed"]
+        journal.append("stopped")
+    assert kinds(path) == ["run", "stopped"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
 )  # fmt: skip
 def test_a_corrupt_line_with_a_newline_is_an_error_that_names_the_line(path, line):
     path.parent.mkdir()
-    content = '{"event": "run"}\n' + line + '\n{"event": "stopped"}\n'
+    content = '{"event": "run", "journal_version": 2}\n' + line + '\n{"event": "stopped"}\n'
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(JournalError, match=r"line 2 of .*journal\.jsonl is not an event"):
         read_journal(path)
@@ -165,21 +170,70 @@ def test_a_full_disk_leaves_the_journal_as_it_was(path, monkeypatch):
     assert kinds(path) == ["run", "stopped"]
 
 
-def test_the_later_generation_wins():
+def test_a_resumed_run_leaves_out_the_events_after_its_checkpoint(path):
+    sizes = []
+    with Journal(path) as journal:
+        for number in range(5):
+            journal.append("generation", generation=number)
+            sizes.append(journal.size)
+        journal.append("resumed", offset=sizes[3])
+        assert kinds(path) == ["generation"] * 4 + ["resumed"]
+        journal.append("resumed", offset=sizes[1])  # drops the earlier `resumed` too
+        journal.append("generation", generation=7)
+    assert [event.get("generation") for event in read_journal(path)] == [0, 1, None, 7]
+
+
+@pytest.mark.parametrize("offset", [None, -1, True, 1.0, 10**6])
+def test_a_resumed_event_needs_an_offset_before_itself(path, offset):
+    with Journal(path) as journal:
+        journal.append("run")
+        journal.append("resumed", offset=offset)
+    with pytest.raises(JournalError, match="offset"):
+        read_journal(path)
+
+
+def test_a_damaged_line_after_the_checkpoint_is_left_out(path):
+    with Journal(path) as journal:
+        journal.append("run")
+        size = journal.size
+        journal.append("step")
+    content = bytearray(path.read_bytes())
+    content[size + 5] = 255
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="line 2"):
+        read_journal(path)
+    with Journal(path) as journal:
+        journal.append("resumed", offset=size)
+    assert kinds(path) == ["run", "resumed"]
+
+
+def test_a_journal_of_another_version_is_refused(path):
+    path.parent.mkdir()
+    for line in ('{"event": "run"}', '{"event": "run", "journal_version": 1}'):
+        path.write_text(line + "\n")
+        with pytest.raises(JournalError, match="version"):
+            read_journal(path)
+
+
+def test_a_journal_that_was_changed_while_it_is_open_is_refused(path):
+    with Journal(path) as journal:
+        journal.append("run")
+        path.write_text("")
+        with pytest.raises(JournalError, match="changed"):
+            journal.append("step")
+    assert path.read_text() == ""
+
+
+def test_later_events_complete_a_generation():
     events = [
-        {"event": "generation", "generation": 1, "best": 0},
-        {"event": "step", "generation": 2},
-        {"event": "generation", "generation": 2, "best": 1},
-        {"event": "resumed", "generation": 1},
-        {"event": "generation", "generation": 2, "best": 2},
+        {"event": "generation", "generation": 1, "plan": None},
+        {"event": "plan", "generation": 1, "plan": {"elite": 0}},
+        {"event": "generation", "generation": 2, "plan": None},
+        {"event": "finalists", "index": 4, "generation": 1},
     ]
-    assert [(event["generation"], event["best"]) for event in latest_generations(events)] == [(1, 0), (2, 2)]
-
-
-def test_generations_that_a_resume_gave_up_do_not_count():
-    written = [{"event": "generation", "generation": number} for number in (1, 2, 3)]
-    events = [*written, {"event": "resumed", "generation": 1}]
-    assert [event["generation"] for event in latest_generations(events)] == [1]
+    first, second = latest_generations(events)
+    assert first["plan"] == {"elite": 0}
+    assert second["best_ever"] == [4, 1]
 
 
 @pytest.mark.parametrize("number", [None, "2", 2.0, True])
@@ -204,7 +258,7 @@ def test_reading_a_journal_does_not_load_torch(path):
 def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
     path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
     if kind == "link":
-        elsewhere.write_text('{"event": "run"}\n')
+        elsewhere.write_text('{"event": "run", "journal_version": 2}\n')
     if kind in ("link", "dangling"):
         path.symlink_to(elsewhere)
     elif kind == "pipe":

@@ -94,7 +94,7 @@ def test_the_journal_holds_every_event(run):
         "baseline",
         *(["step", "step", "generation"] * 4),
         "test",
-        "stopped",
+        "ended",
     ]
     assert all(isinstance(event["time"], float) for event in run.journal)
     (opening,) = run.events("run")

@@ -201,7 +201,7 @@ def test_completions_with_raising_rewards_can_be_excluded(tmp_path):
     with pytest.warns(UserWarning, match="1 of 24 completions excluded"):
         reports = finish(tiny_run(tmp_path / "run", env=env))
     assert sum(isinstance(report, GenerationReport) for report in reports) == 3
-    assert events(tmp_path / "run", "stopped")[-1]["reason"].endswith("generations")
+    assert events(tmp_path / "run", "ended")[-1]["reason"].endswith("generations")
 
 
 def test_missing_rewards_of_held_out_questions_stop_the_run(tmp_path):

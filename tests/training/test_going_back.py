@@ -51,9 +51,9 @@ def test_killed_while_a_state_is_kept_it_ends_as_if_never_killed(whole, tmp_path
     states = final_states(whole[0])
     assert any(name.startswith("kept of ") for name in states)
     assert equal_states(final_states(folder), states)
-    kept, births = (open_run(folder).record["population"][name] for name in ("kept", "lineage"))
-    assert [each["generation"] for each in kept] == [3]
-    assert [birth["back_to"] for birth in births if birth["parent"] is not None] == [1]
+    saved = open_run(folder)
+    assert [each["generation"] for each in saved.record["population"]["kept"]] == [3]
+    assert [birth.back_to for birth in saved.lineage.births if birth.parent is not None] == [1]
 
 
 def test_journal_terminal_table_and_report_say_where_a_member_went_back_to(whole):

@@ -16,10 +16,11 @@ from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import FinalistsReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
-from evogrpo.storage.journal import read_journal
+from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.training.load_run import open_run
-from evogrpo.training.loop.best_tracker import best_agent, winner
+from evogrpo.training.loop.best_tracker import winner
 from evogrpo.training.loop.evaluation import candidates
+from evogrpo.training.loop.run_state import best_agent
 from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
@@ -426,22 +427,24 @@ def test_a_resumed_run_holds_its_finals_again(tmp_path):
     assert [len(event["finalists"]) for event in events if event["event"] == "finalists"] == [1, 2]
 
 
-def test_a_kill_between_finals_and_checkpoint_repeats_the_finals(tmp_path, monkeypatch):
+def test_a_kill_between_finals_and_checkpoint_repeats_the_finals(tmp_path):
     way, quick = {"second_set": 4, "finalists": 2}, {"generations": 2, "env": cart_pole(validation_size=8)}
     whole = step_run(tmp_path / "whole", fitness=way, **quick)
     finish(whole)
     killed = step_run(tmp_path / "killed", fitness=way, **quick)
     reports = killed.reports()
     next(report for report in reports if isinstance(report, GenerationReport) and report.generation == 2)
-    finalists = killed.run_state.finalists
-    monkeypatch.setattr(killed._logger, "save", lambda: None)
-    killed._choose_finalist()
     reports.close()
+    with Journal(tmp_path / "killed" / "journal.jsonl") as journal:  # the event of the finals, not their checkpoint
+        (event,) = (e for e in read_journal(tmp_path / "whole" / "journal.jsonl") if e["event"] == "finalists")
+        journal.append(event.pop("event"), **{name: value for name, value in event.items() if name != "time"})
     again = resumed_step_run(tmp_path / "killed", env=cart_pole(validation_size=8))
-    assert again.run_state.best.fitness.mean == max(each.fitness.mean for each in finalists.seen)
+    assert again.run_state.best.second is None
     finish(again)
     assert again.result.best == whole.result.best
     assert again.result.test.after == whole.result.test.after
+    events = read_journal(tmp_path / "killed" / "journal.jsonl")
+    assert [event["event"] for event in events].count("finalists") == 1
 
 
 def test_a_second_set_leaves_enough_questions_for_selection():

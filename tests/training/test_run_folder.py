@@ -7,21 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
+import evogrpo
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.storage.checkpoint import _read, generation_folder, read_record
+from evogrpo.storage.checkpoint import MOST_TENSORS, _read, generation_folder, read_checkpoint, read_record
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.storage.manifest import CheckpointError, FileEntry
-from evogrpo.training.load_run import open_run
+from evogrpo.training.load_run import JournalChangedError, open_run
 from tests.forking import Forked
 
 SHORT = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
@@ -70,7 +72,7 @@ def test_a_relative_run_directory_is_resolved_at_the_start(tmp_path, monkeypatch
     os.chdir(elsewhere)
     list(run)
     assert list(elsewhere.iterdir()) == []
-    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] == "stopped"
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] == "ended"
     assert (tmp_path / "run" / "best").is_dir()
     assert generation_folder(tmp_path / "run", 2).is_dir()
 
@@ -121,7 +123,7 @@ def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
 def test_a_run_killed_after_its_test_counts_as_complete(copy):
     journal = copy / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
-    assert json.loads(lines[-1])["event"] == "stopped"
+    assert json.loads(lines[-1])["event"] == "ended"
     journal.write_text("".join(lines[:-1]))
     summary = summarise(read_journal(journal))
     assert summary.test is not None
@@ -133,13 +135,61 @@ def test_an_empty_journal_names_the_remaining_files(copy):
     with pytest.raises(ValueError, match=r"GRPO\.load"):
         summarise(read_journal(copy / "journal.jsonl"))
     assert GRPO.load(copy / "best").predict([0.0, 0.0, 0.0, 0.0])[0] in (0, 1)
-    list(resume(copy, env(), generations=3))
-    assert [report.generation for report in summarise(read_journal(copy / "journal.jsonl")).generations] == [3]
+    files = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK}
+    for limits in ({}, {"generations": 3}):
+        with pytest.raises(JournalChangedError, match="members_only"):
+            resume(copy, env(), **limits)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != LOCK} == files
+
+
+@pytest.mark.parametrize("damage", ["lost", "emptied", "changed", "cut"])
+def test_members_without_their_journal_found_a_new_run(copy, tmp_path, damage):
+    journal = copy / "journal.jsonl"
+    content = journal.read_bytes()
+    if damage == "lost":
+        journal.unlink()
+    else:
+        journal.write_bytes(
+            {"emptied": b"", "changed": content.replace(b"CartPole", b"CartHole"), "cut": content[:50]}[damage]
+        )
+    with pytest.raises(JournalChangedError):
+        open_run(copy, go_on=True)
+    population, _ = open_run(copy, members_only=True).restore()
+    states = [agent.state() for agent in population.agents]
+    tensors = read_checkpoint(generation_folder(copy, 2))[0]
+    assert all(torch.equal(tensors[f"{slot}.weights"], state["weights"]) for slot, state in enumerate(states))
+    run = evolve(population, env(), run_dir=tmp_path / "new", **SHORT)
+    list(run)
+    assert run.result.complete
+
+
+def test_a_journal_without_a_checkpoint_is_begun_again(finished, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = (finished / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "journal.jsonl").write_bytes(lines[0])  # killed before the founders were saved
+    list(run_in(folder))
+    assert [event["event"] for event in read_journal(folder / "journal.jsonl")].count("run") == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "journal.jsonl").write_bytes(b"".join(lines[:2]))
+    with pytest.raises(ValueError, match="already holds a run"):
+        run_in(tmp_path / "other")
+
+
+def test_a_run_records_what_its_results_depend_on(finished):
+    run = read_journal(finished / "journal.jsonl")[0]
+    assert run["version"] == evogrpo.__version__
+    assert (run["threads"], run["device"], run["ranks"]) == (torch.get_num_threads(), "cpu", 1)
+    assert run["commit"] is None or len(run["commit"]) == 40
 
 
 def test_resuming_a_finished_run_warns(copy):
+    journal = (copy / "journal.jsonl").read_bytes()
     with pytest.warns(UserWarning, match="finished"):
-        assert list(resume(copy, env())) == []
+        run = resume(copy, env())
+    assert list(run) == []
+    assert (copy / "journal.jsonl").read_bytes() == journal
+    assert run.result.test.to_json() == {**run.result.test.to_json(), "questions": 2}
     assert [report.generation for report in resume(copy, env(), generations=3)] == [3]
 
 
@@ -183,13 +233,16 @@ def test_a_forged_task_type_is_a_checkpoint_error(kind, copy):
 
 
 def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
-    names = {f"empty {number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_001)}
+    names = {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(700_000)}
+    assert len(names) > MOST_TENSORS
     header = json.dumps(names).encode()
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "x.safetensors").write_bytes(content)
     entry = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    with pytest.raises(CheckpointError, match="names"):
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"{MOST_TENSORS:,} tensors"):
         _read(tmp_path / "x.safetensors", entry)
+    assert time.monotonic() - began < 5  # parsing the header takes minutes
     whole = save({"weights": torch.zeros(4)})
     (tmp_path / "y.safetensors").write_bytes(whole)
     entry = FileEntry(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())

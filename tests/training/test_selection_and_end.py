@@ -81,8 +81,7 @@ def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
     )
     best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
     assert best.fitness > reports[0].best.fitness + 0.1
-    changes = population.lineage.changes(best.index)
-    assert ("lr", 1e-9, 2e-2) in [(change.name, change.old, change.new) for change in changes]
+    assert (1e-9, 2e-2) in [birth.changes.get("lr") for birth in population.lineage.path(best.index)]
     births = {
         member["index"]: member
         for event in read_journal(tmp_path / "run" / "journal.jsonl")

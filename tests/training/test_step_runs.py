@@ -74,11 +74,11 @@ def test_plan_lineage_and_checkpoint_agree_on_networks(whole):
     }
     assert any(planned.values())
     saved = open_run(whole)
-    births = {birth["index"]: birth for birth in saved.record["population"]["lineage"]}
+    births = {birth.index: birth for birth in saved.lineage.births}
     population, _ = saved.restore()
     for agent in population:
-        words = births[agent.index]["changes"].get("network")
-        assert words == planned.get(agent.index)
+        words = births[agent.index].changes.get("network")
+        assert words == (tuple(planned[agent.index]) if planned.get(agent.index) else None)
         config = population.members.banks["default"].architecture(agent.slot)
         if words:
             assert words[1] == f"{'-'.join(map(str, config.hidden))} {config.activation}"

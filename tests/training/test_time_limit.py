@@ -104,9 +104,8 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
     assert further.result.steps > first.result.steps
     assert clock.now - before <= 100.0 + 16.0
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    reasons = [event["reason"] for event in events if event["event"] == "stopped"]
+    reasons = [event["reason"] for event in events if event["event"] == "ended"]
     assert [reason.split(",")[0] for reason in reasons] == [
-        "max_seconds 100 is reached",
         "max_seconds 100 is reached",
         "max_seconds 200 is reached",
     ]

@@ -12,8 +12,7 @@ from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.presets import merge_sections, packaged_values
 from tests.algorithms.test_multi_agent import groups, population_for
-from tests.reporting.journals import generation, member
-from tests.reporting.test_data_frames import written
+from tests.reporting.journals import generation, member, written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run
 from tests.tiny_training import equal_states, finish, tiny_population
 

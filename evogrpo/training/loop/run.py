@@ -16,7 +16,7 @@ from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.loop.best_tracker import best_agent
+from evogrpo.training.loop.run_state import best_agent
 from evogrpo.training.loop.stopping import STOPPED, stopping_on_signals
 from evogrpo.training.loop.trainer import Trainer
 

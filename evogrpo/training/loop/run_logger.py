@@ -80,8 +80,8 @@ class RunLogger:
             )
 
     def save(self, stopped: str | None = None) -> None:
-        """Write a checkpoint, and a "stopped" event if a reason is given."""
-        if self.run_dir is not None:
-            self.run_dir.save(self._population, self._run_state, self._strategy, *self._records)
+        """Write a checkpoint, after a "stopped" event if a reason is given."""
         if stopped is not None:
             self.event("stopped", reason=stopped)
+        if self.run_dir is not None:
+            self.run_dir.save(self._population, self._run_state, self._strategy, *self._records)

@@ -1,20 +1,44 @@
 """Records of a run: what the trainer yields and the journal stores, built from the population and the run state."""
 
 import math
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
+import torch
+
+import evogrpo
+from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation, SlotRecord
+from evogrpo.evolution.lineage import Birth
 from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.reporting.results import BestMember, Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost, Example, MemberStep, StepReport
 from evogrpo.training.loop.evaluation import Measured
-from evogrpo.training.loop.run_state import Best, RunState
+from evogrpo.training.loop.run_state import RunState
+
+
+def provenance(population: Population) -> dict[str, Any]:
+    """Return the facts about software and hardware that results depend on; commit is None for an installed package."""
+    root, commit = Path(evogrpo.__file__).parents[1], None
+    if (root / ".git").exists():
+        with suppress(OSError, SubprocessError):
+            words = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            commit = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    device = torch.device(population.agents[0].device)
+    return {
+        "version": evogrpo.__version__,
+        "commit": commit,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "ranks": population.processes.size,
+    }
 
 
 def step_report(
@@ -129,34 +153,6 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def generation_record(population: Population, run_state: RunState, measured: Mapping[int, Measured]) -> Generation:
-    """Return the generation that was just evaluated, as strategies see it."""
-    nothing = Measured()
-    return Generation(
-        number=run_state.generation,
-        samples_per_step=run_state.samples_per_step,
-        steps_per_generation=run_state.steps_per_generation,
-        slots=tuple(
-            SlotRecord()
-            if agent.retired
-            else SlotRecord(
-                member=agent.record(),
-                fitness=agent.fitness,
-                tokens=run_state.member_tokens[agent.slot],
-                seconds=run_state.member_seconds[agent.slot],
-                measured={
-                    name: fitness
-                    for name, fitness in measured.get(agent.slot, nothing).by.items()
-                    if fitness is not agent.fitness
-                },
-                evaluation_tokens=measured.get(agent.slot, nothing).cost.tokens,
-                evaluation_seconds=measured.get(agent.slot, nothing).cost.seconds,
-            )
-            for agent in population.agents
-        ),
-    )
-
-
 def generation_report(
     population: Population, run_state: RunState, measured: Mapping[int, Measured], *, best: int
 ) -> GenerationReport:
@@ -168,7 +164,12 @@ def generation_report(
         measured: Fitness of the members, by slot.
         best: Slot of the best member.
     """
-    members = member_reports(population, run_state, measured)
+    births = {birth.index: birth for birth in population.lineage.births}
+    members = tuple(
+        _member_report(agent, births[agent.index], run_state, measured.get(agent.slot, Measured()))
+        for agent in population.agents
+        if not agent.retired
+    )
     return GenerationReport(
         generation=run_state.generation,
         step=run_state.step,
@@ -181,38 +182,34 @@ def generation_report(
         timesteps=run_state.timesteps if population.plays else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         evaluation=run_state.evaluation,
-        best_ever=None if run_state.best is None else (run_state.best.index, run_state.best.generation),
+        best_ever=None if run_state.best is None else run_state.best.key,
+        samples_per_step=run_state.samples_per_step,
+        steps_per_generation=run_state.steps_per_generation,
     )
 
 
-def member_reports(
-    population: Population, run_state: RunState, measured: Mapping[int, Measured]
-) -> tuple[MemberReport, ...]:
-    """Return the reports of all members in slot order, without retired ones."""
-    births = {birth.index: birth for birth in population.lineage.births}
-    return tuple(
-        MemberReport(
-            generation=run_state.generation,
-            slot=agent.slot,
-            index=agent.index,
-            parent=agent.parent,
-            born=agent.born,
-            hyperparameters=agent.hyperparameters,
-            fitness=None if agent.fitness is None else agent.fitness.mean,
-            standard_error=None if agent.fitness is None else agent.fitness.standard_error,
-            failed=agent.failed,
-            tokens=run_state.member_tokens[agent.slot],
-            seconds=run_state.member_seconds[agent.slot],
-            changes=births[agent.index].changes,
-            reason=births[agent.index].reason,
-            back_to=agent.back_to,
-            metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
-            measured={name: estimate(each) for name, each in measured.get(agent.slot, Measured()).by.items()},
-            questions=measured.get(agent.slot, Measured()).questions,
-            evaluation=measured.get(agent.slot, Measured()).cost,
-        )
-        for agent in population.agents
-        if not agent.retired
+def _member_report(agent: Agent, birth: Birth, run_state: RunState, measured: Measured) -> MemberReport:
+    """Return the report of one member at the end of a generation."""
+    return MemberReport(
+        generation=run_state.generation,
+        slot=agent.slot,
+        index=agent.index,
+        parent=agent.parent,
+        born=agent.born,
+        hyperparameters=agent.hyperparameters,
+        fitness=None if agent.fitness is None else agent.fitness.mean,
+        standard_error=None if agent.fitness is None else agent.fitness.standard_error,
+        failed=agent.failed,
+        tokens=run_state.member_tokens[agent.slot],
+        seconds=run_state.member_seconds[agent.slot],
+        changes=birth.changes,
+        reason=birth.reason,
+        back_to=agent.back_to,
+        metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
+        measured={name: estimate(fitness) for name, fitness in measured.by.items()},
+        questions=measured.questions,
+        evaluation=measured.cost,
+        scores=measured.by,
     )
 
 
@@ -247,18 +244,15 @@ def make_result(
         seconds=run_state.seconds,
         evaluation=run_state.evaluation,
         baseline=None if run_state.baseline is None else estimate(run_state.baseline),
-        best=None if best is None else _best_member(best, run_state.history),
+        best=None
+        if best is None
+        else BestMember(
+            index=best.index,
+            generation=best.generation,
+            fitness=estimate(best.fitness),
+            second=None if best.second is None else estimate(best.second),
+            hyperparameters=best.member.hyperparameters,
+        ),
         test=test,
         run_dir=run_dir,
-    )
-
-
-def _best_member(best: Best, history: Sequence[Generation]) -> BestMember:
-    members = (member for each in history if each.number == best.generation for member in each.members)
-    return BestMember(
-        index=best.index,
-        generation=best.generation,
-        fitness=estimate(best.fitness),
-        second=None if best.second is None else estimate(best.second),
-        hyperparameters=next(member.hyperparameters for member in members if member.index == best.index),
     )

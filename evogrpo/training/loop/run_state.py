@@ -1,70 +1,50 @@
 """State of a run: everything that a checkpoint holds besides the members themselves."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from evogrpo.algorithms.population import KeptStates
+from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.population import KeptStates, Population
 from evogrpo.config.checks import MAX_STEPS, declared_fields, whole_between
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation
+from evogrpo.evolution.history import Generation, KeptState
+from evogrpo.reporting.records import TestReport
 from evogrpo.reporting.step_records import EvaluationCost, Example
+
+FINALISTS, BEST = "finalist: ", "best: "
+"""Prefixes of tensors in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class Best(KeptState):
     """Best member so far, as it was when it earned its fitness.
 
     Attributes:
-        index: Index of the member.
-        generation: Generation in which it earned its fitness.
-        fitness: Its fitness.
         state: Its train state.
-        digest: Digest of its saved folder; None without a run directory.
-        second: Its fitness on the second set; None before the finals.
+        second: Its fitness on the second set; None before the finalists were evaluated.
     """
 
-    index: int
-    generation: int
-    fitness: Fitness
     state: Mapping[str, Tensor]
-    digest: str | None = None
     second: Fitness | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores; the state itself is in a separate folder."""
-        return {
-            "index": self.index,
-            "generation": self.generation,
-            "fitness": self.fitness.mean,
-            "digest": self.digest,
-        }
+    @property
+    def index(self) -> int:
+        """Index of the member."""
+        return self.member.index
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownBest:
-    """Values of the best member that a checkpoint stores.
-
-    Attributes:
-        index: Index of the member.
-        generation: Generation in which it earned its fitness.
-        fitness: Mean fitness.
-        digest: Digest of its saved folder.
-    """
-
-    index: int
-    generation: int
-    fitness: float
-    digest: str | None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self | None:
-        """Read the values from a checkpoint's record; None if there was no best member yet."""
-        known = record["best"]
-        return None if known is None else cls(**declared_fields(cls, known))
+def best_agent(population: Population, best: Best) -> Any:
+    """Return the best member as an agent of its own, with the train state that earned its fitness."""
+    member = best.member
+    agent = population.agents[0].copy_with_state(best.state, index=member.index)
+    agent.parent, agent.born, agent.back_to = member.parent, member.born, member.back_to
+    agent.hyperparameters, agent.fitness = member.hyperparameters, best.fitness
+    agent.failed, agent.retired, agent.steps = None, False, 0
+    return agent
 
 
 @dataclass(kw_only=True)
@@ -101,7 +81,9 @@ class RunState:
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: Best member so far; None before the first evaluation.
-        history: Every generation that was evaluated.
+        tested: Test of the best member; None before the test.
+        ended: Reason of the run's end; None before it ended.
+        history: Every generation that was evaluated. A resumed run reads them from the journal.
     """
 
     members: int
@@ -132,6 +114,8 @@ class RunState:
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
+    tested: TestReport | None = None
+    ended: str | None = None
     history: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -205,27 +189,61 @@ class RunState:
                     sums[name] = (so_far + value, count + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; the best member itself is stored in a folder of its own."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
+        """Return plain JSON values, without tensors and without the history, which is in the journal."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
         values["finalists"] = self.finalists.to_json()
         values["examples"] = [example.to_json() for example in self.examples]
-        values["baseline"] = None if self.baseline is None else self.baseline.to_json()
-        values["history"] = [generation.to_json() for generation in self.history]
-        return values
+        for name in ("baseline", "best", "tested"):
+            values[name] = None if values[name] is None else values[name].to_json()
+        second = None if self.best is None else self.best.second
+        return {**values, "second": None if second is None else second.to_json()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the finalists and of the best member, with their names in a checkpoint."""
+        best = KeptStates()
+        if self.best is not None:
+            best.keep(self.best, self.best.state)
+        for prefix, states in ((FINALISTS, self.finalists), (BEST, best)):
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in states.tensors())
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned, without the best member and the finalists."""
-        plain = {name: value for name, value in values.items() if name != "finalists"}
+        """Build from what `to_json` returned; `load_tensors` and the history complete it."""
+        plain = {name: value for name, value in values.items() if name not in ("finalists", "second")}
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
         plain["rollouts"] = [[(step, place, score) for step, place, score in slot] for slot in plain["rollouts"]]
         plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
-        plain["history"] = [Generation.from_json(generation) for generation in plain["history"]]
+        plain["tested"] = None if plain["tested"] is None else TestReport.from_json(plain["tested"])
+        if plain["best"] is not None:
+            second = values["second"]
+            kept, second = KeptState.from_json(plain["best"]), None if second is None else Fitness.from_json(second)
+            plain["best"] = Best(**vars(kept), state={}, second=second)
         run_state = cls(**declared_fields(cls, plain))
         run_state.check_stored()
         return run_state
+
+    def load_tensors(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], banks: Banks) -> None:
+        """Load what `tensors` yielded.
+
+        Args:
+            values: What `to_json` returned.
+            tensors: All tensors of the checkpoint, by name.
+            banks: Banks that validate the states; unchanged afterwards.
+
+        Raises:
+            KeyError: If a tensor is missing.
+            ValueError: If a state does not fit the banks.
+        """
+
+        def states(prefix: str, records: list[Mapping[str, Any]]) -> KeptStates:
+            named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            return KeptStates.restored(records, named, banks)
+
+        self.finalists = states(FINALISTS, values["finalists"])
+        if self.best is not None:
+            self.best = replace(self.best, state=states(BEST, [values["best"]]).state(self.best.key))
 
     def check_stored(self) -> None:
         """Raise ValueError for counts that are impossible or do not match the number of slots."""
@@ -240,11 +258,6 @@ class RunState:
             "finalists_generation",
         ):
             whole_between(name, getattr(self, name), 0)
-        if any(len(each.slots) != self.members for each in self.history):
-            raise ValueError(f"each generation must have one entry for each of {self.members} slots")
-        numbers = [each.number for each in self.history]
-        if numbers != list(range(self.generation - len(numbers) + 1, self.generation + 1)):
-            raise ValueError(f"generations must follow each other up to {self.generation}, got {numbers}")
         for name in ("samples_per_step", "block"):
             whole_between(name, getattr(self, name), 0, MAX_SAMPLES)
         whole_between("steps_per_generation", self.steps_per_generation, 0, MAX_STEPS)

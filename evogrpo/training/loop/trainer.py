@@ -12,6 +12,7 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig, paired_difference
+from evogrpo.evolution.history import Generation
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
@@ -22,7 +23,7 @@ from evogrpo.reporting.step_records import Estimate, EvaluationCost, StepReport
 from evogrpo.text import pluralize
 from evogrpo.training.callback import Callback
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
-from evogrpo.training.loop.best_tracker import BestTracker, second_set
+from evogrpo.training.loop.best_tracker import choose_finalist, second_set, update_best
 from evogrpo.training.loop.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
@@ -35,9 +36,9 @@ from evogrpo.training.loop.run_logger import RunLogger
 from evogrpo.training.loop.run_records import (
     baseline_report,
     estimate,
-    generation_record,
     generation_report,
     make_result,
+    provenance,
     step_report,
 )
 from evogrpo.training.loop.run_state import RunState
@@ -143,7 +144,6 @@ class Trainer:
             experience=experience,
         )
         self.shared_run_dir, self.run_dir = run_dir, self._logger.run_dir
-        self._best_tracker = BestTracker(population, self.run_state, self.fitness, self.run_dir)
         self._greedy_gap = GreedyGapCheck()
         generations = schedule.generations
         steps = generations and generations * schedule.steps_per_generation
@@ -152,7 +152,7 @@ class Trainer:
         # 3. State of the loop itself.
         self._ended: str | None = None
         self._complete = False
-        self._tested: TestReport | None = None
+        self._resumed = run_state is not None
         check_strategy(strategy)
         if run_state is None:
             schedule.warn_neutral(population, shared=experience is not None)
@@ -173,6 +173,12 @@ class Trainer:
         """Run to the end of the schedule; yield a report after every step, every generation and the test."""
         state, population, clock, logger = self.run_state, self.population, self.clock, self._logger
         banks, stop, shared = population.members.banks, self.stop_request, self.experience
+        if self._resumed and self.run_dir is not None:
+            self.run_dir.export_best(population, state.best)
+        if self._resumed and self._is_complete():
+            self._ended, self._complete = state.ended, True
+            logger.close()
+            return
         clock.start()
         try:
             # 1. Record the start and the fitness before training, or that the run was resumed.
@@ -180,7 +186,9 @@ class Trainer:
             self._begin()
             while not self.limits.finished():
                 if state.unplanned:  # stopped between an evaluation and its plan
-                    self._apply(self._plan())
+                    plan = self._plan()
+                    logger.event("plan", generation=plan.generation, plan=plan.to_json())
+                    self._apply(plan)
                 while self.limits.step_fits():
                     self._require_healthy()
                     self._set_progress()
@@ -263,21 +271,20 @@ class Trainer:
         """Record the start, with the untrained base's fitness and a checkpoint of the founders, or that it resumed."""
         state = self.run_state
         before, state.threads = state.threads, torch.get_num_threads()
-        if state.begun:
+        state.ended = state.tested = None
+        if self._resumed:
             if before != state.threads:
                 warn(
                     f"The run began with {pluralize(before, 'thread')} and goes on with {state.threads}, so results "
                     f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            threads = {"threads": state.threads} if before != state.threads else {}
-            if self.run_dir is not None and not self.run_dir.described:
-                self._record_run()
-            self._logger.event("resumed", generation=state.generation, step=state.step, **threads, **changed)
-            return
-        self._logger.save()
-        self._record_run()
-        if not self.fitness.uses_validation:  # the baseline is then the mean reward of the first learning step
+            facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
+            self._logger.event("resumed", **facts)
+        else:
+            self._record_run()
+            self._logger.save()
+        if state.begun or not self.fitness.uses_validation:  # without, the first step's mean reward is the baseline
             return
         self._set_progress()
         began, questions = self.clock.now(), self.limits.questions("validation")
@@ -318,7 +325,8 @@ class Trainer:
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
-            threads=self.run_state.threads,
+            lineage=population.lineage.to_json(),
+            **provenance(population),
         )
 
     def _record_step(
@@ -366,10 +374,13 @@ class Trainer:
         clock.tick()
         self._greedy_gap.update(measured)
         state.generation += 1
-        report = generation_report(population, state, measured, best=self._best_tracker.update(measured))
+        best = update_best(population, state, self.fitness, measured)
+        report = generation_report(population, state, measured, best=best)
         state.step_in_generation = 0
         state.unplanned = True
-        state.history.append(generation_record(population, state, measured))
+        state.history.append(
+            Generation.from_event(report.to_json(), slots=len(population), measure=self.fitness.selection_measure)
+        )
         # 2. Plan the next generation.
         try:
             plan = None if self.limits.finished() else self._plan()
@@ -441,7 +452,7 @@ class Trainer:
                 config=self.fitness,
                 stop=self.stop_request,
             )
-        report = self._best_tracker.choose_finalist(second, self._add_evaluation(tokens, began))
+        report = choose_finalist(self.run_state, self.fitness, second, self._add_evaluation(tokens, began))
         self._logger.event(report.event, **report.to_json())
         self._logger.save()
 
@@ -460,7 +471,7 @@ class Trainer:
                 stop=self.stop_request,
             )
         gain, standard_error = paired_difference(after, before)
-        self._tested = TestReport(
+        self.run_state.tested = report = TestReport(
             questions=len(after.scores),
             index=best.index,
             before=estimate(before),
@@ -470,21 +481,21 @@ class Trainer:
             measure=self.fitness.validation_measure,
             cost=self._add_evaluation(tokens, began),
         )
-        self._logger.event(self._tested.event, **self._tested.to_json())
-        return self._tested
+        self._logger.event(report.event, **report.to_json())
+        return report
 
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""
         self.clock.tick()
         self._ended, self._complete = f"{self.limits.ended()}{self.clock.overrun}", True
-        if self.clock.expired:
-            self._logger.save()
-            if not self.run_state.step:
-                warn(
-                    "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
-                    f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
-                )
-        self._logger.event("stopped", reason=self._ended)
+        self.run_state.ended = self._ended
+        self._logger.event("ended", reason=self._ended)
+        self._logger.save()
+        if self.clock.expired and not self.run_state.step:
+            warn(
+                "No learning step fitted into max_seconds. Raise max_seconds, or use fewer members (now "
+                f"{len(self.population)}) or a smaller samples_per_step (now {self.run_state.samples_per_step})."
+            )
 
     @property
     def result(self) -> Result:
@@ -502,9 +513,15 @@ class Trainer:
             reason=self._ended,
             complete=self._complete,
             timesteps=self.run_state.timesteps if self.population.plays else None,
-            test=self._tested,
+            test=self.run_state.tested,
             run_dir=None if self.shared_run_dir is None else self.shared_run_dir.path,
         )
+
+    def _is_complete(self) -> bool:
+        """Return True if the run has ended and was tested, so that nothing is left to do."""
+        state = self.run_state
+        tested = state.tested is not None or self.schedule.test_questions == 0
+        return state.ended is not None and tested and self.limits.finished()
 
     def _require_healthy(self) -> None:
         """Stop the run if all members have failed, as none is left to clone."""

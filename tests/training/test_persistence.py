@@ -1,0 +1,221 @@
+"""Kills at every write, damage at random bytes, and the cost of a generation: what a run directory guarantees."""
+
+import io
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from evogrpo import Tournament
+from evogrpo.randomness import generator
+from evogrpo.reporting.summary import summarise
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
+from evogrpo.storage.journal import JournalError, read_journal
+from evogrpo.training.load_run import JournalChangedError, open_run
+from tests.tiny_steps import cart_pole, resumed_step_run, step_run
+from tests.tiny_training import equal_states, events_of, final_states, finish
+
+SHORT = {"generations": 2, "steps_per_generation": 1, "size": 2}
+WAY = {"second_set": 2, "finalists": 2}
+OPERATIONS = (
+    (os, "write"),
+    (os, "fsync"),
+    (os, "mkdir"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "unlink"),
+    (os, "rmdir"),
+    (os, "ftruncate"),
+    (io, "open"),
+)
+
+
+def start(folder: Path):
+    return step_run(folder, env=cart_pole(validation_size=6), fitness=WAY, strategy=Tournament(z=0.0), **SHORT)
+
+
+def start_or_resume(folder: Path) -> None:
+    try:
+        run = resumed_step_run(folder, env=cart_pole(validation_size=6))
+    except CheckpointError:
+        run = start(folder)
+    finish(run)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of a run that was never killed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(start(folder))
+    return folder
+
+
+def check_equal(folder: Path, whole: Path) -> None:
+    assert events_of(folder) == events_of(whole)
+    assert equal_states(final_states(folder), final_states(whole))
+    assert equal_states(*(read_checkpoint(each / "best", kind="agent")[0] for each in (folder, whole)))
+
+
+def killed_at(operation: int, folder: Path) -> bool:
+    """Run in a forked process that ends before its n-th file operation; return True if it came to its end."""
+    if child := os.fork():
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, 9 << 8)
+        return status == 0
+    count = itertools.count(1)
+
+    def counted(function):
+        def call(*arguments, **options):
+            if next(count) == operation:
+                os._exit(9)
+            return function(*arguments, **options)
+
+        return call
+
+    try:
+        for module, name in OPERATIONS:
+            setattr(module, name, counted(getattr(module, name)))
+        torch.set_num_threads(1)
+        start_or_resume(folder)
+        os._exit(0)
+    finally:
+        os._exit(8)
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_any_file_operation_ends_as_if_never_killed(whole, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for operation in itertools.count(1):
+            folder = tmp_path / str(operation)
+            ended = killed_at(operation, folder)
+            if (folder / "journal.jsonl").exists():
+                read_journal(folder / "journal.jsonl")
+            start_or_resume(folder)
+            check_equal(folder, whole)
+            assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
+            shutil.rmtree(folder)
+            if ended:
+                break
+        assert operation > 100
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_run_killed_again_and_again_ends_as_if_never_killed(whole, tmp_path, number):
+    rng, folder = generator(number, "kills"), tmp_path / "run"
+    for _ in range(6):
+        if killed_at(int(rng.integers(1, 120)), folder):
+            break
+    start_or_resume(folder)
+    check_equal(folder, whole)
+
+
+def damaged(content: bytes, rng) -> list[bytes]:
+    """Return a file cut off, and with one bit changed, at a random byte."""
+    place = int(rng.integers(len(content)))
+    changed = bytearray(content)
+    changed[place] ^= 1 << int(rng.integers(8))
+    return [content[:place], bytes(changed)]
+
+
+def test_damage_at_any_byte_of_a_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    newest, earlier = generation_folder(folder, 2), generation_folder(folder, 1)
+    for path in sorted(newest.iterdir()):
+        content = path.read_bytes()
+        for number in range(10):
+            for bytes_ in damaged(content, generator(number, path.name)):
+                path.write_bytes(bytes_)
+                saved = open_run(folder)
+                assert saved.folder == earlier
+                assert str(newest) in str(saved.skipped[0])
+        start_or_resume(copy := Path(shutil.copytree(folder, tmp_path / path.name)))
+        check_equal(copy, whole)
+        path.write_bytes(content)
+
+
+def test_damage_at_any_byte_of_the_best_members_export_is_repaired(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    for path in sorted((folder / "best").iterdir()):
+        for number in range(10):
+            for bytes_ in damaged(path.read_bytes(), generator(number, path.name)):
+                path.write_bytes(bytes_)
+                start_or_resume(folder)
+                assert path.read_bytes() == (whole / "best" / path.name).read_bytes()
+
+
+def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
+    """Whatever fits the beginning of the journal is used; the rest is refused, and nothing is lost."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    journal = folder / "journal.jsonl"
+    content = journal.read_bytes()
+    ends = {number: read_checkpoint(generation_folder(folder, number))[1]["journal"]["bytes"] for number in (1, 2)}
+    outcomes = set()
+    for number in range(10):
+        for bytes_ in damaged(content, generator(number, "journal")):
+            journal.write_bytes(bytes_)
+            same = next((n for n, (a, b) in enumerate(zip(bytes_, content, strict=False)) if a != b), len(bytes_))
+            usable = [generation for generation, end in ends.items() if end <= same]
+            outcomes.add(len(usable))
+            if not usable:
+                with pytest.raises(JournalChangedError):
+                    open_run(folder, go_on=True)
+                assert journal.read_bytes() == bytes_
+                assert len(open_run(folder, members_only=True).restore()[0]) == SHORT["size"]
+                continue
+            assert open_run(folder).folder == generation_folder(folder, max(usable))
+            copy = Path(shutil.copytree(folder, tmp_path / f"{number} {len(bytes_)}"))
+            start_or_resume(copy)
+            check_equal(copy, whole)
+    assert outcomes >= {0, 1}
+
+
+def test_a_reader_may_open_the_journal_at_any_byte(whole, tmp_path):
+    content, events = (whole / "journal.jsonl").read_bytes(), read_journal(whole / "journal.jsonl")
+    rng = generator(0, "reader")
+    for size in [0, 1, len(content) - 1, *rng.integers(len(content), size=40).tolist()]:
+        (tmp_path / "journal.jsonl").write_bytes(content[:size])
+        found = read_journal(tmp_path / "journal.jsonl")
+        assert found == events[: len(found)]
+        assert len(found) == content[:size].count(b"\n")
+
+
+def test_killed_between_the_end_and_its_checkpoint_the_run_is_complete_and_tested_again(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(generation_folder(folder, 2))  # holds `tested` and `ended`
+    summary = summarise(read_journal(folder / "journal.jsonl"))
+    assert summary.test is not None
+    assert summary.stopped == "2 generations"
+    run = resumed_step_run(folder, env=cart_pole(validation_size=6))
+    assert run.run_state.tested is None
+    finish(run)
+    check_equal(folder, whole)
+
+
+def test_a_generation_costs_the_same_at_any_length(tmp_path):
+    """Bytes of the checkpoint and of the journal's events, by generation."""
+    run = step_run(tmp_path / "run", generations=24, steps_per_generation=1, test_questions=0)
+    sizes, journal = [], 0
+    for report in run.reports():
+        if hasattr(report, "plan"):
+            files = generation_folder(tmp_path / "run", report.generation).iterdir()
+            length = (tmp_path / "run" / "journal.jsonl").stat().st_size
+            sizes.append((sum(path.stat().st_size for path in files), length - journal))
+            journal = length
+    checkpoints, events = ([each[place] for each in sizes] for place in (0, 1))
+    for values in (checkpoints, events[1:]):  # the first also has the run event
+        assert max(values[-8:]) < 1.3 * max(values[2:10])
+
+
+def test_a_journal_that_is_no_journal_is_refused(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (folder / "journal.jsonl").unlink()
+    (folder / "journal.jsonl").symlink_to(whole / "journal.jsonl")
+    with pytest.raises((CheckpointError, JournalError)):
+        open_run(folder)
