@@ -80,9 +80,7 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     for file in tensor_names(manifest.kind, manifest.files):
         loaded = _read(folder / file, manifest.files[file])
         if repeated := sorted(tensors.keys() & loaded.keys()):
-            raise damaged_error(
-                folder / file, f"must hold no tensor of another file, but holds {', '.join(repeated[:5])}"
-            )
+            raise damaged_error(folder / file, f"repeats tensors of another file: {', '.join(repeated[:5])}")
         tensors.update(loaded)
     return tensors
 
@@ -92,18 +90,18 @@ def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     content = read_verified(path, entry)
     header = int.from_bytes(content[:8], "little")
     if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
-        raise damaged_error(path, f"must hold at most {MOST_TENSORS:,} tensors, by their names")
+        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise damaged_error(path, f"must be in the safetensors format ({error})") from error
+        raise damaged_error(path, f"is not in the safetensors format ({error})") from error
 
 
 def _storable(name: str, tensor: Tensor) -> Tensor:
     if not isinstance(name, str) or name == "__metadata__":
-        raise ValueError(f"safetensors cannot hold a tensor called {name!r}: choose another name")
+        raise ValueError(f"the name of a tensor must be text other than '__metadata__', got {name!r}.")
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ValueError(f"a checkpoint holds dense tensors, but {name!r} is not one: convert or leave it out")
+        raise ValueError(f"{name!r} must be a dense tensor. Convert it, or leave it out.")
     # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").clone(memory_format=torch.contiguous_format)
 
@@ -178,7 +176,7 @@ def check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: choose another place")
+        raise CheckpointError(f"{folder} is not a folder. Choose another path.")
     found = {entry.name for entry in folder.iterdir()}
     own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
     complete = False
@@ -190,15 +188,15 @@ def check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]
             complete = True
     except OtherVersionError as error:
         if not replace:
-            raise CheckpointError(f"{error}, or pass replace=True to lose it") from error
+            raise CheckpointError(f"{error} Or pass replace=True to replace it.") from error
     except CheckpointError:
         pass  # damaged: free to be replaced, as long as every file in it is one that a checkpoint wrote
     if complete:
-        raise CheckpointError(f"{folder} already holds a complete checkpoint: pass replace=True or name another folder")
-    if foreign := sorted(found - (own | written if replace else own)):
         raise CheckpointError(
-            f"{folder} holds {', '.join(foreign[:5])}, which no checkpoint wrote there: choose another folder"
+            f"{folder} already holds a complete checkpoint. Pass replace=True, or choose another folder."
         )
+    if foreign := sorted(found - (own | written if replace else own)):
+        raise CheckpointError(f"{folder} holds files of others: {', '.join(foreign[:5])}. Choose another folder.")
 
 
 def _previous(folder: Path) -> Path:
@@ -228,8 +226,8 @@ def write_checkpoint(
 
     Args:
         folder: Where the checkpoint goes; its parents are created.
-        tensors: Dense tensors of any dtype, shape and device. Each is asked for once, when it is written, so a mapping
-            that makes them when asked never has all of them in memory.
+        tensors: Dense tensors of any dtype, shape and device. Each is read once, when it is written, so a mapping
+            that makes them on access never has all of them in memory.
         record: Strict JSON: text keys, finite numbers.
         files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
         kind: What is saved, in one word; the reader must ask for the same kind.
@@ -245,7 +243,7 @@ def write_checkpoint(
     further = files or {}
     _check_names(kind, further)
     if file_bytes < 1:
-        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}: every tensor file holds something")
+        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}.")
     record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
     remove_leftovers(folder)
@@ -277,8 +275,7 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     Raises:
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
-    place = checkpoint_path(Path(folder).resolve())
-    manifest = _manifest_of_kind(place, kind)
+    place, manifest = _find(folder, kind)
     verify_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
     record = _record(place, manifest)
     return read_tensors(place, manifest), record
@@ -290,8 +287,7 @@ def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, An
     Raises:
         CheckpointError: If the manifest or the record is not as it was written.
     """
-    place = checkpoint_path(Path(folder).resolve())
-    return _record(place, _manifest_of_kind(place, kind))
+    return _record(*_find(folder, kind))
 
 
 def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
@@ -300,9 +296,9 @@ def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         record = load_json(content)
     except ValueError as error:
-        raise damaged_error(path, f"must be strict JSON ({error})") from error
+        raise damaged_error(path, f"is not strict JSON ({error})") from error
     if not isinstance(record, dict):
-        raise damaged_error(path, f"must hold a JSON object, not a {type(record).__name__}")
+        raise damaged_error(path, f"holds no JSON object, but a {type(record).__name__}")
     return record
 
 
@@ -319,21 +315,21 @@ def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manife
     Raises:
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
-    place = checkpoint_path(Path(folder).resolve())
-    manifest = _manifest_of_kind(place, kind)
+    place, manifest = _find(folder, kind)
     verify_files(place, manifest)
     return manifest
 
 
-def _manifest_of_kind(place: Path, kind: str) -> Manifest:
-    record_name(kind)  # refuses what is no kind
+def _find(folder: Path | str, kind: str) -> tuple[Path, Manifest]:
+    """Return the folder and the manifest of a checkpoint of this kind."""
+    place = checkpoint_path(Path(folder).resolve())
     manifest = read_manifest(place)
     if manifest.kind != kind:
         raise CheckpointError(
-            f"{place / MANIFEST_NAME} describes a checkpoint of kind {manifest.kind!r}, but {kind!r} is needed here: "
-            f"name a checkpoint of a {kind}"
+            f"{place / MANIFEST_NAME} must be of a checkpoint of kind {kind!r}, got kind {manifest.kind!r}. Give the "
+            "folder of the right kind."
         )
-    return manifest
+    return place, manifest
 
 
 def _check_names(kind: str, further: Iterable[str]) -> None:
@@ -342,8 +338,8 @@ def _check_names(kind: str, further: Iterable[str]) -> None:
     for name in further:
         if not is_safe_name(name) or name == record or tensor_names(kind, [name]):
             raise ValueError(
-                f"{name!r} cannot be a further file of a {kind} checkpoint: use letters, digits, '.', '_' and '-', "
-                f"and none of {tensor_name(kind)}, {tensor_name(kind, 1)} and so on, {record} and {MANIFEST_NAME}"
+                f"{name!r} cannot name a further file of a checkpoint of kind {kind!r}. Use letters, digits, '.', '_' "
+                f"and '-', and none of {tensor_name(kind)}, {tensor_name(kind, 1)}, {record} and {MANIFEST_NAME}."
             )
 
 
@@ -371,27 +367,17 @@ class LatestCheckpoint:
 def generation_folder(run_dir: Path | str, generation: int) -> Path:
     """Return the checkpoint folder of one generation, at least 0; it need not exist."""
     if generation < 0:
-        raise ValueError(f"a generation is numbered from 0, got {generation}")
+        raise ValueError(f"generation must be at least 0, got {generation}.")
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
-def latest_checkpoint(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
-    """Find the newest generation with a complete, unchanged checkpoint.
-
-    Args:
-        run_dir: The folder of the run.
-        check: Called with the folder and the number of each; raises CheckpointError for one that cannot be used.
-
-    Returns:
-        That generation, and what is wrong with the newer ones.
-    """
+def latest_checkpoint(run_dir: Path | str) -> LatestCheckpoint:
+    """Find the newest generation with a complete, unchanged checkpoint."""
     skipped = []
     for generation in stored_generations(run_dir):
         folder = generation_folder(run_dir, generation)
         try:
             verify_checkpoint(folder)
-            if check is not None:
-                check(folder, generation)
         except CheckpointError as error:
             skipped.append(error)
         else:
@@ -418,10 +404,10 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
         ValueError: If `keep` is below 1, or `written` has no checkpoint.
     """
     if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}: a run without a checkpoint cannot be resumed")
+        raise ValueError(f"keep must be at least 1, got {keep}.")
     older = [generation for generation in stored_generations(run_dir) if generation <= written]
     if written not in older:
-        raise ValueError(f"generation {written} has no checkpoint in {run_dir}: write it before old ones are removed")
+        raise ValueError(f"generation {written} has no checkpoint in {run_dir}. Write it before old ones are removed.")
     removed = older[keep:]
     for generation in removed:
         remove_checkpoint(checkpoint_path(generation_folder(run_dir, generation)))

@@ -212,14 +212,14 @@ def test_a_record_that_is_not_strict_json_is_refused_by_place(tmp_path, record, 
     ],
 )
 def test_further_files_have_plain_names(tmp_path, name):
-    with pytest.raises(ValueError, match="cannot be a further file"):
+    with pytest.raises(ValueError, match="further file"):
         write_checkpoint(tmp_path / "c", {}, {}, files={name: b""})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["", "manifest", "../x", "a b", "A"])
 def test_a_kind_is_a_plain_word(tmp_path, kind):
-    with pytest.raises(ValueError, match="kind of checkpoint"):
+    with pytest.raises(ValueError, match="kind of a checkpoint"):
         write_checkpoint(tmp_path / "c", {}, {}, kind=kind)
 
 
@@ -230,7 +230,7 @@ def test_sparse_tensors_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", ["__metadata__", 1])
 def test_names_that_safetensors_does_not_have_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="choose another name"):
+    with pytest.raises(ValueError, match="name of a tensor"):
         write_checkpoint(tmp_path / "c", {name: torch.zeros(1)}, {})
 
 
@@ -242,7 +242,7 @@ def test_a_file_holds_something(tmp_path):
 
 def test_a_manifest_that_could_not_be_read_is_not_written():
     entry = FileEntry(size=1, sha256="0" * 64)
-    with pytest.raises(ValueError, match="9000 files is not readable"):
+    with pytest.raises(ValueError, match="9000 files"):
         dump_manifest(Manifest(kind="population", files={f"{number:04d}{'x' * 90}": entry for number in range(9000)}))
 
 
@@ -301,7 +301,7 @@ def test_a_folder_with_anything_else_in_it_is_never_touched(tmp_path, replace):
 def test_a_users_own_adapter_folder_is_not_taken_for_a_damaged_checkpoint(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "adapter_config.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="no checkpoint wrote"):
+    with pytest.raises(CheckpointError, match="files of others"):
         write_checkpoint(tmp_path / "mine", {}, {}, files=FILES)
 
 
@@ -312,12 +312,10 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     assert (tmp_path / "c").read_text() == "notes"
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"), [(VERSION + 1, "upgrade evogrpo"), (VERSION - 1, "version that wrote it")]
-)
-def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version, advice):
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1])
+def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version):
     rewrite_manifest(folder, version=version)
-    with pytest.raises(CheckpointError, match=f"{advice}, or pass replace=True"):
+    with pytest.raises(CheckpointError, match="replace=True"):
         write_checkpoint(folder, {}, {})
 
 

@@ -44,7 +44,7 @@ def refused(folder, *words):
 def test_a_truncated_file_is_refused(folder, name, part):
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
-    refused(folder, name, "use another one or a copy")
+    refused(folder, name, "damaged")
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
@@ -92,13 +92,13 @@ def test_swapped_files_are_refused(folder, tmp_path):
 def test_links_are_not_followed(folder, tmp_path, name):
     (folder / name).rename(tmp_path / "target")
     (folder / name).symlink_to(tmp_path / "target")
-    refused(folder, name, "must be a plain file, not a link")
+    refused(folder, name, "plain file")
 
 
 def test_a_pipe_in_place_of_a_file_does_not_hang(folder):
     (folder / "population.json").unlink()
     os.mkfifo(folder / "population.json")
-    refused(folder, "population.json", "must be a plain file")
+    refused(folder, "population.json", "plain file")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/../b", "a\\b", "x\0", "", "manifest.json"])
@@ -110,12 +110,12 @@ def test_names_that_leave_the_folder_are_refused_before_any_file_is_opened(folde
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99])
-def test_a_newer_version_says_upgrade(folder, version):
+def test_a_newer_version_is_refused(folder, version):
     rewrite_manifest(folder, version=version)
-    refused(folder, f"version {version}", "upgrade evogrpo")
+    refused(folder, f"version {version}")
 
 
-def test_an_older_version_says_what_it_lacks(folder):
+def test_an_older_version_is_refused(folder):
     rewrite_manifest(folder, version=VERSION - 1)
     refused(folder, f"version {VERSION - 1}")
 
@@ -123,19 +123,19 @@ def test_an_older_version_says_what_it_lacks(folder):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"version": 0}, "at least 1"),
-        ({"version": "1"}, "whole-number"),
-        ({"version": True}, "whole-number"),
-        ({"version": None}, "whole-number"),
+        ({"version": 0}, "version"),
+        ({"version": "1"}, "version"),
+        ({"version": True}, "version"),
+        ({"version": None}, "version"),
         ({"format": "other"}, "evogrpo-checkpoint"),
         ({"kind": "../x"}, "kind"),
         ({"kind": ["population"]}, "kind"),
-        ({"files": {}}, "must list population.safetensors"),
+        ({"files": {}}, "population.json"),
         ({"files": {"population.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
         ({"files": {"population-00001.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
-        ({"files": []}, "files by name"),
+        ({"files": []}, "files"),
         ({"extra": 1}, "exactly"),
-        ({"files": {"population.safetensors": None, "population.json": None}}, "size"),
+        ({"files": {"population.safetensors": None, "population.json": None}}, "manifest"),
         ({"files": {"population.safetensors": {"size": -1}, "population.json": {}}}, "size"),
         ({"files": {"population.safetensors": {"size": 1, "sha256": "../x"}, "population.json": {}}}, "SHA-256"),
     ],
@@ -219,7 +219,7 @@ def test_a_missing_tensor_file_is_refused(shards, name):
 def test_a_truncated_tensor_file_is_refused(shards, name, part):
     content = (shards / name).read_bytes()
     (shards / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
-    refused(shards, name, "use another one or a copy")
+    refused(shards, name, "damaged")
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -250,12 +250,12 @@ def test_a_tensor_file_of_another_generation_is_refused(shards, tmp_path):
 )
 def test_a_tensor_file_that_is_not_in_the_manifest_is_refused(shards, name):
     (shards / name).write_bytes((shards / SHARDS[0]).read_bytes())
-    refused(shards, name, "must be listed in the manifest")
+    refused(shards, name, "not listed")
 
 
 def test_a_numbered_tensor_file_beside_the_only_one_is_refused(folder):
     (folder / SHARDS[0]).write_bytes(b"")
-    refused(folder, SHARDS[0], "must be listed in the manifest")
+    refused(folder, SHARDS[0], "not listed")
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -266,7 +266,7 @@ def test_a_gap_in_the_manifest_is_refused(shards, lost):
 
 def test_a_tensor_file_lost_from_the_end_of_the_manifest_is_refused(shards):
     unlist(shards, SHARDS[3])
-    refused(shards, SHARDS[3], "must be listed in the manifest")
+    refused(shards, SHARDS[3], "not listed")
 
 
 @pytest.mark.parametrize(
@@ -287,20 +287,20 @@ def test_other_files_are_not_taken_for_tensor_files(shards, name):
 def test_a_tensor_that_occurs_twice_is_refused(shards, place):
     forge(shards, SHARDS[place], (shards / SHARDS[0]).read_bytes())
     verify_checkpoint(shards)  # the hashes do match
-    with pytest.raises(CheckpointError, match=rf"{SHARDS[place]} must hold no tensor .* holds 0\.adapter"):
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[place]} repeats tensors .*0\.adapter"):
         read_checkpoint(shards)
 
 
 def test_a_forged_tensor_file_among_several_is_still_only_parsed_strictly(shards):
     forge(shards, SHARDS[2], b"PK\x03\x04 a zip, as torch.save writes")
-    with pytest.raises(CheckpointError, match=rf"{SHARDS[2]} must be in the safetensors format"):
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[2]} is not in the safetensors format"):
         read_checkpoint(shards)
 
 
 def test_another_kind_of_checkpoint_is_refused(tmp_path):
     write_checkpoint(tmp_path / "best", TENSORS, RECORD, kind="agent")
     assert read_checkpoint(tmp_path / "best", kind="agent")[1] == RECORD
-    refused(tmp_path / "best", "kind 'agent'", "'population' is needed")
+    refused(tmp_path / "best", "kind 'agent'", "kind 'population'")
 
 
 def test_files_that_someone_added_are_ignored(folder):
