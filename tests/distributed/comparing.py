@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.testing.policy_banks import assert_states_agree
-from evogrpo.training.load_run import open_run
 from tests.tiny_training import events_of, final_states, without_run_id
 
 LARGEST_LR = 3e-2
@@ -31,8 +31,8 @@ def assert_same(one: Path, other: Path) -> None:
     assert states.keys() == others.keys()
     for slot, state in states.items():
         assert_states_agree(others[slot], state, lr=LARGEST_LR)
-    records = [open_run(folder).best for folder in (one, other)]
-    assert_alike(*(without_run_id(record[1]) if record else None for record in records), where="best")
+    records = [read_checkpoint(folder / "best", kind="agent")[1] for folder in (one, other)]
+    assert_alike(*map(without_run_id, records), where="best")
 
 
 def assert_alike(one: object, other: object, *, where: str) -> None:
