@@ -1,8 +1,9 @@
 """Checkpoints of agents and populations: saving, validation and loading."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,7 +71,7 @@ def save_agent(
     members = agent.members
     record = {"shared": _members_record(members), "member": _member_record(agent), "note": dict(note or {})}
     files = members.files(agent.slot, include_base=include_base)
-    tensors = {**agent.state(), **_named(members.shared_tensors())}
+    tensors = {**agent.state(), **_shared_by_name(members)}
     write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
 
 
@@ -91,14 +92,14 @@ def load_agent(
         stored = record["shared"]["kind"]
         if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
-                f"{path} holds an agent of kind {stored!r}, not a {kind.__name__}. Load it with "
+                f"{path} must hold a {kind.__name__}, got an agent of kind {stored!r}. Load it with "
                 f"{AGENT_CLASSES[stored]}.load."
             )
         folder = checkpoint_path(Path(path))
         network = _as_saved(actor_network, tensors, path)
         members = _open(record["shared"], 1, folder, network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
-        _restore(agent, record["member"], learnt(tensors))
+        _restore(agent, record["member"], split_shared(tensors)[1])
     return agent
 
 
@@ -111,20 +112,18 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         if stored != members.kind:
             made_by = AGENT_CLASSES[stored] if stored in POLICY_SETS else "its own class"
             raise CheckpointError(
-                f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}. Load it with "
-                f"{made_by}.load."
+                f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
         members.check_record(record["shared"], path)
-        own, saved = (
-            _named(members.shared_tensors()),
-            {name: tensors[name] for name in tensors if name.startswith(CONSTANT)},
-        )
-        if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
+        shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
+        if shared.keys() != stored_shared.keys() or any(
+            not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()
+        ):
             raise CheckpointError(
                 f"{path} holds an agent whose module had other weights or buffers, or that started from another "
                 f"adapter. Load it with {type(agent).__name__}.load."
             )
-        _restore(agent, record["member"], learnt(tensors))
+        _restore(agent, record["member"], split_shared(tensors)[1])
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -139,7 +138,13 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
         "next_index": population.next_index,
         "kept": population.kept.to_json(),
     }
-    return _MemberTensors(population.members, population.kept), record
+    banks = population.members.banks
+    states = {
+        f"{slot}.{key}": partial(banks.state_tensor, slot, key)
+        for slot in range(banks.size)
+        for key in banks.state_keys
+    }
+    return _LazyTensors(states, {**_shared_by_name(population.members), **dict(population.kept.tensors())}), record
 
 
 def restore_population(
@@ -182,37 +187,34 @@ def restore_population(
                 agent.parent, agent.born, agent.back_to = None, 0, None
             agents.append(agent)
         population = Population(agents, members, lineage=lineage)
-        population.next_index = _next_index(record["next_index"], population)
+        # Members and lineage must agree, and the next index must be unused.
+        indices = [agent.index for agent in agents]
+        born = {birth.index for birth in population.lineage.births}
+        if len(set(indices)) < len(indices) or not set(indices) <= born:
+            raise ValueError(f"Members must have distinct indices that are in the lineage, got {indices}.")
+        population.next_index = whole_between("next_index", record["next_index"], max(born, default=-1) + 1)
         population.kept = KeptStates.restored(record["kept"], tensors, population.members.banks)
     return population
 
 
-def _next_index(value: object, population: Population) -> int:
-    """Validate the next index: members and lineage must agree, and it must be unused."""
-    living = [agent.index for agent in population.agents]
-    born = {birth.index for birth in population.lineage.births}
-    if len(set(living)) < len(living) or not set(living) <= born:
-        raise ValueError(f"Members must have distinct indices that are in the lineage, got {living}.")
-    return whole_between("next_index", value, max(born, default=-1) + 1)
+def split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a checkpoint that all members share, see `PolicySet.shared_tensors`, and all others."""
+    shared, others = {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith(CONSTANT):
+            shared[name.removeprefix(CONSTANT)] = tensor
+        else:
+            others[name] = tensor
+    return shared, others
 
 
-def learnt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint without the shared ones."""
-    return {name: value for name, value in tensors.items() if not name.startswith(CONSTANT)}
-
-
-def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{CONSTANT}{name}": value for name, value in constants.items()}
-
-
-def _shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the shared tensors of a checkpoint; see `PolicySet.shared_tensors`."""
-    return {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
+def _shared_by_name(members: PolicySet) -> dict[str, Tensor]:
+    return {f"{CONSTANT}{name}": tensor for name, tensor in members.shared_tensors().items()}
 
 
 def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
     """Return a copy of the user's module with its weights and buffers from the checkpoint."""
-    state = _shared(tensors)
+    state, _ = split_shared(tensors)
     if not state or not isinstance(network, nn.Module) or isinstance(network, PreTrainedModel):
         return network
     network = deepcopy(network)
@@ -244,7 +246,7 @@ def _open(
             size,
             folder,
             hp_config,
-            constants=_shared(tensors),
+            constants=split_shared(tensors)[0],
             actor_network=actor_network,
             device=device,
             accelerator=accelerator,
@@ -279,24 +281,18 @@ def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Te
         setattr(agent, name, value)
 
 
-class _MemberTensors(Mapping[str, Tensor]):
-    """Train states of members by `{slot}.{name}`, copied on access; shared tensors and kept states without a copy."""
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name: those that are copied on access, then all others."""
 
-    def __init__(self, members: PolicySet, kept: KeptStates) -> None:
-        self._banks, self._shared = members.banks, {**_named(members.shared_tensors()), **dict(kept.tensors())}
-        self._places = {
-            f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.state_keys
-        }
+    def __init__(self, copied: Mapping[str, Callable[[], Tensor]], others: Mapping[str, Tensor]) -> None:
+        self._copied, self._others = copied, others
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._shared:
-            return self._shared[name]
-        slot, part = self._places[name]
-        return self._banks.state_tensor(slot, part)
+        return self._copied[name]() if name in self._copied else self._others[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._places
-        yield from self._shared
+        yield from self._copied
+        yield from self._others
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._shared)
+        return len(self._copied) + len(self._others)

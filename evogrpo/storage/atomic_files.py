@@ -124,28 +124,28 @@ def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_ov
     """
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not existing.is_dir():
-        raise ValueError(f"{existing} is no folder{_for(folder, existing, what)}: choose another {what}")
+        raise ValueError(f"{existing} is not a folder. Choose another {what} than {folder}.")
     try:
         if existing == folder:
-            found = sorted(path.name for path in folder.iterdir() if not (_hidden(path) or path.name in left_over))
-            if found:
+            names = sorted(path.name for path in folder.iterdir() if not (_hidden(path) or path.name in left_over))
+            if names:
+                listed = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
                 raise ValueError(
-                    f"a new {what} must be empty, but {folder} holds {', '.join(found[:3])}"
-                    f"{' and more' if len(found) > 3 else ''}: empty it, or choose another"
+                    f"{folder} must be empty for a new {what}, but holds {listed}. Empty it, or choose another."
                 )
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
             file.flush()
             free = shutil.disk_usage(existing).free
     except OSError as error:
+        reason = error.strerror or error
         raise ValueError(
-            f"{existing} cannot be written into{_for(folder, existing, what)} ({error.strerror or error}): choose "
-            f"another {what}"
+            f"{existing} cannot be written into ({reason}). Choose another {what} than {folder}."
         ) from error
     if free < room:
         raise ValueError(
-            f"a {what} needs at least {room / 1e6:.0f} MB to begin with, but where {folder} is only "
-            f"{free / 1e6:.0f} MB are free: make room, or choose another"
+            f"A {what} needs at least {room / 1e6:.0f} MB, but {folder} has {free / 1e6:.0f} MB free. Free some space, "
+            "or choose another."
         )
 
 
@@ -156,7 +156,3 @@ def has_only_hidden_files(folder: Path) -> bool:
 
 def _hidden(path: Path) -> bool:
     return path.name.startswith(".")
-
-
-def _for(folder: Path, existing: Path, what: str) -> str:
-    return "" if existing == folder else f", and the {what} {folder} would be in it"

@@ -50,7 +50,7 @@ class DirectoryLock:
         earlier = _held_by_this_process(path)
         if earlier is None:
             self._descriptor = _locked(path, folder)
-        else:  # not opened again: such locks are a process's, and closing any descriptor of the file releases them
+        else:  # not opened again: closing any descriptor of the file would release the lock of this process
             self._descriptor = earlier._pass_on()
         self._pid = os.getpid()
         self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -134,11 +134,11 @@ def _locked(path: Path, folder: Path) -> int:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise ValueError(
-                f"{folder} is in use by {holder}: wait until it has ended, stop it, or name another run directory"
+                f"{folder} is in use by {holder}. Wait until it ends, stop it, or choose another run directory."
             ) from None
         warn(
-            f"this file system cannot lock files ({error.strerror}): make sure that only one process writes into "
-            f"{folder}",
+            f"Files cannot be locked on this file system ({error.strerror}). Make sure that only one process writes "
+            f"into {folder}.",
             rank_zero_only=False,
         )
         return descriptor

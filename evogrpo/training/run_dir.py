@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from evogrpo.algorithms.checkpointing import learnt, population_state, save_agent
+from evogrpo.algorithms.checkpointing import population_state, save_agent, split_shared
 from evogrpo.algorithms.multi_agent import own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.evolution.fitness import FitnessConfig
@@ -200,7 +200,7 @@ class RunDir:
             note["second"] = best.second.to_json()
         try:
             tensors, record = read_checkpoint(self.path / BEST, kind="agent")
-            exported = learnt(tensors) if record["note"] == note else {}
+            exported = split_shared(tensors)[1] if record["note"] == note else {}
         except (CheckpointError, KeyError):
             exported = {}
         if exported.keys() != best.state.keys() or any(

@@ -27,7 +27,8 @@ def events_of(run_dir: Path) -> list:
 
 def _timeless(value):
     if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if key not in ("time", "seconds", "step_time")}
+        times = ("time", "seconds", "step_time", "phases", "waiting", "evaluation")
+        return {key: _timeless(item) for key, item in value.items() if key not in times}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 

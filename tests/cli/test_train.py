@@ -172,7 +172,11 @@ def test_a_run_that_needs_too_much_memory_is_refused(project, workdir, capsys):
 def test_folders_that_are_not_empty_are_refused(project, workdir, capsys, options):
     Path("taken").mkdir()
     Path("taken/notes").touch()
-    for run_dir, rule in (("taken", "must be empty"), ("taken/notes", "no folder"), ("taken/notes/run", "no folder")):
+    for run_dir, rule in (
+        ("taken", "must be empty"),
+        ("taken/notes", "not a folder"),
+        ("taken/notes/run", "not a folder"),
+    ):
         assert main(["train", str(project / "tiny.yaml"), "--run-dir", run_dir, *options]) == 2
         assert rule in capsys.readouterr().err
     assert [path.name for path in workdir.rglob("*")] == ["taken", "notes"]

@@ -124,7 +124,7 @@ def test_automatic_sizes_are_equal_on_all_ranks(tmp_path: Path) -> None:
         tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
     )
     assert "members, each a network" in leader
-    assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "stopped"
+    assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "ended"
 
 
 def test_a_dry_run_shows_the_memory_of_a_sharded_base(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One writer per folder: others are refused until it has ended, however it ends."""
+"""One writer per folder: others are refused until it has ended."""
 
 import os
 import signal
@@ -17,23 +17,23 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 @pytest.fixture
 def holder(tmp_path):
-    """Return another process that has claimed the folder."""
+    """Return another process that has locked the folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD + "print('claimed', flush=True); sys.stdin.read()", str(tmp_path)],
+        [sys.executable, "-c", HOLD + "print('locked', flush=True); sys.stdin.read()", str(tmp_path)],
         env=ENVIRONMENT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "claimed\n"
+    assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()
     process.communicate()
 
 
-def test_a_folder_that_another_process_writes_into_is_refused_until_that_is_gone(tmp_path, holder):
-    with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on '.+': wait until it has ended"):
+def test_a_folder_locked_by_another_process_is_refused_until_it_ends(tmp_path, holder):
+    with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on '.+'"):
         DirectoryLock(tmp_path)
     holder.send_signal(signal.SIGSTOP)  # one that sleeps will wake up
     with pytest.raises(ValueError, match=f"process {holder.pid}"):
@@ -43,14 +43,14 @@ def test_a_folder_that_another_process_writes_into_is_refused_until_that_is_gone
     DirectoryLock(tmp_path).check()
 
 
-def test_what_a_lock_file_says_is_not_believed(tmp_path, holder):
+def test_the_content_of_a_lock_file_is_not_trusted(tmp_path, holder):
     for said in ("", "[1, 2]", '{"pid": "x"}', "\x1b[31m" * 1000):
         (tmp_path / LOCK).write_text(said)
-        with pytest.raises(ValueError, match=f"{tmp_path.name} is in use by another process: "):
+        with pytest.raises(ValueError, match=f"{tmp_path.name} is in use by another process"):
             DirectoryLock(tmp_path)
 
 
-def test_within_a_process_the_right_passes_on(tmp_path):
+def test_a_second_lock_of_a_process_takes_over(tmp_path):
     first = DirectoryLock(tmp_path)
     second = DirectoryLock(tmp_path)
     assert first.lost
@@ -65,7 +65,7 @@ def test_within_a_process_the_right_passes_on(tmp_path):
 
 
 @pytest.mark.parametrize("let_go", ["release", "drop"])
-def test_what_is_let_go_of_is_free(tmp_path, let_go):
+def test_a_released_lock_is_free(tmp_path, let_go):
     lock = DirectoryLock(tmp_path)
     if let_go == "release":
         lock.release()
@@ -76,7 +76,7 @@ def test_what_is_let_go_of_is_free(tmp_path, let_go):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_lies_in_the_place_of_the_lock_is_not_followed_or_taken_for_one(tmp_path, kind):
+def test_a_link_pipe_or_folder_in_place_of_the_lock_is_refused(tmp_path, kind):
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "precious").write_text("kept")
@@ -91,7 +91,7 @@ def test_what_lies_in_the_place_of_the_lock_is_not_followed_or_taken_for_one(tmp
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_a_claim_is_withdrawn_without_a_trace_unless_something_was_written(tmp_path):
+def test_withdrawing_a_lock_removes_its_file_unless_something_was_written(tmp_path):
     DirectoryLock(tmp_path).withdraw()
     assert list(tmp_path.iterdir()) == []
     lock = DirectoryLock(tmp_path)
@@ -101,7 +101,7 @@ def test_a_claim_is_withdrawn_without_a_trace_unless_something_was_written(tmp_p
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [LOCK, "file"]
 
 
-def test_a_sweep_removes_what_killed_writes_left_and_nothing_else(tmp_path):
+def test_only_files_of_killed_writes_are_removed(tmp_path):
     kept = ["step-000001.jsonl", ".step-1.temporary", "notes.temporary", ".hidden"]
     for name in (*kept, ".step-000002.jsonl.4711.temporary", ".config.yaml.1.temporary"):
         (tmp_path / name).write_text("")

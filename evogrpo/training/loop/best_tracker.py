@@ -10,7 +10,7 @@ from evogrpo.evolution.history import KeptState
 from evogrpo.reporting.results import Finalist, FinalistsReport
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
-from evogrpo.training.loop.run_records import estimate
+from evogrpo.training.loop.run_logger import estimate
 from evogrpo.training.loop.run_state import Best, RunState
 
 

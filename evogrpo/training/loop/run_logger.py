@@ -1,14 +1,28 @@
-"""Run logger: writes events, scalars, completions and checkpoints of a run."""
+"""Run logger: reports that the trainer yields and the journal stores, and the files of a run."""
 
+import math
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
+import torch
+
+import evogrpo
+from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.population import Population
-from evogrpo.evolution.fitness import FitnessConfig
+from evogrpo.algorithms.rollout.requests import RolloutBatch
+from evogrpo.data import LearnReport
+from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.evolution.lineage import Birth
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import Example, StepReport
+from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
+from evogrpo.reporting.results import BestMember, Result
+from evogrpo.reporting.step_records import Estimate, EvaluationCost, Example, MemberStep, StepReport
+from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
@@ -85,3 +99,237 @@ class RunLogger:
             self.event("stopped", reason=stopped)
         if self.run_dir is not None:
             self.run_dir.save(self._population, self._run_state, self._strategy, *self._records)
+
+
+def provenance(population: Population) -> dict[str, Any]:
+    """Return the facts about software and hardware that results depend on; commit is None for an installed package."""
+    root, commit = Path(evogrpo.__file__).parents[1], None
+    if (root / ".git").exists():
+        with suppress(OSError, SubprocessError):
+            words = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            commit = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    device = torch.device(population.agents[0].device)
+    return {
+        "version": evogrpo.__version__,
+        "commit": commit,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "ranks": population.processes.size,
+    }
+
+
+def step_report(
+    population: Population,
+    run_state: RunState,
+    collected: RolloutBatch,
+    learned: Mapping[int, LearnReport],
+    phases: Mapping[str, float],
+    waiting: Sequence[float],
+    completions: int,
+) -> tuple[StepReport, Sequence[Example]]:
+    """Count a learning step in the run state; return its report and its completions table.
+
+    Args:
+        population: The members.
+        run_state: State of the run before the step; updated.
+        collected: The training batch.
+        learned: Reports of the learning step, by slot.
+        phases: Seconds by phase; see `StepReport`.
+        waiting: Seconds that each rank waited.
+        completions: Number of completions in the table.
+    """
+    # 1. Pick completions to show, the first one of each member among them.
+    step, generation, seconds = run_state.step, run_state.generation + 1, sum(phases.values())
+    indices = {slot: population.agents[slot].index for slot in learned}
+    table = _select_examples(collected, indices, learned, step=step, most=completions)
+    first: dict[int, Example] = {}
+    for example in table:
+        first.setdefault(example.index, example)
+    run_state.examples = tuple(first.values())
+    # 2. Count tokens, time and rewards. JSON has no infinity or NaN, so such metrics become None.
+    tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
+    metrics: dict[int, dict[str, float | None]] = {}
+    for slot, report in learned.items():
+        values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        metrics[slot] = {**collected.scores.metrics, **finite}
+    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
+    run_state.add_step(seconds, tokens, metrics, timesteps=collected.tokens, earned=earned)
+    # 3. The report, with each member's cost: see `learning.metrics.NAMES`.
+    total = max(1, sum(tokens.values()))
+    reports = {}
+    for slot, report in learned.items():
+        cost = {"num_tokens": run_state.slot_tokens[slot], "step_time": seconds * tokens[slot] / total}
+        reports[slot] = MemberStep(
+            index=indices[slot],
+            metrics={**metrics[slot], **cost},
+            samples=len(report.advantages) if report.samples is None else report.samples,
+            failed=report.failed,
+        )
+    return StepReport(
+        step=step,
+        generation=generation,
+        learned=reports,
+        seconds=seconds,
+        phases=phases,
+        waiting=tuple(waiting),
+        tokens=sum(tokens.values()),
+        examples=run_state.examples,
+    ), table
+
+
+def _select_examples(
+    collected: RolloutBatch, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, most: int
+) -> tuple[Example, ...]:
+    """Return the first completions of each member in a learning step, equally many of each.
+
+    Args:
+        collected: The training batch.
+        indices: Member index by slot.
+        learned: Reports of the learning step, by slot.
+        step: Number of the step.
+        most: Total number; every member gets at least one.
+
+    Returns:
+        Examples in slot order; those of a member in the order they were sampled, so groups stay together.
+    """
+    if not collected.questions:
+        return ()  # not a task in words
+    share, rest = divmod(max(most, len(indices)), len(indices))
+    slots = collected.member_ids.tolist()
+    prompt_ids = collected.start_ids.tolist()
+    examples = []
+    for number, (slot, index) in enumerate(indices.items()):
+        own = [row for row, owner in enumerate(slots) if owner == slot]
+        for place, row in enumerate(own[: share + (number < rest)]):
+            examples.append(
+                Example(
+                    prompt=collected.questions[prompt_ids[row]],
+                    completion=collected.scores.completions[row],
+                    reward=_number(collected.scores.rewards[row]),
+                    index=index,
+                    step=step,
+                    rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
+                    advantage=_number(learned[slot].advantages[place]),
+                    truncated=bool(collected.truncated[row]),
+                    columns={name: _plain(values[row]) for name, values in collected.scores.columns.items()},
+                )
+            )
+    return tuple(examples)
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    """Convert a value that a reward function logged to a number, a text or None."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def generation_report(
+    population: Population, run_state: RunState, measured: Mapping[int, Measured], *, best: int
+) -> GenerationReport:
+    """Return the report of a generation that was just evaluated, without its plan.
+
+    Args:
+        population: The members.
+        run_state: State of the run.
+        measured: Fitness of the members, by slot.
+        best: Slot of the best member.
+    """
+    births = {birth.index: birth for birth in population.lineage.births}
+    members = tuple(
+        _member_report(agent, births[agent.index], run_state, measured.get(agent.slot, Measured()))
+        for agent in population.agents
+        if not agent.retired
+    )
+    return GenerationReport(
+        generation=run_state.generation,
+        step=run_state.step,
+        members=members,
+        best=next(member for member in members if member.slot == best),
+        plan=None,
+        seconds=run_state.seconds,
+        tokens=run_state.tokens,
+        examples=run_state.examples,
+        timesteps=run_state.timesteps if population.plays else None,
+        questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
+        evaluation=run_state.evaluation,
+        best_ever=None if run_state.best is None else run_state.best.key,
+        samples_per_step=run_state.samples_per_step,
+        steps_per_generation=run_state.steps_per_generation,
+    )
+
+
+def _member_report(agent: Agent, birth: Birth, run_state: RunState, measured: Measured) -> MemberReport:
+    """Return the report of one member at the end of a generation."""
+    return MemberReport(
+        generation=run_state.generation,
+        slot=agent.slot,
+        index=agent.index,
+        parent=agent.parent,
+        born=agent.born,
+        hyperparameters=agent.hyperparameters,
+        fitness=None if agent.fitness is None else agent.fitness.mean,
+        standard_error=None if agent.fitness is None else agent.fitness.standard_error,
+        failed=agent.failed,
+        tokens=run_state.member_tokens[agent.slot],
+        seconds=run_state.member_seconds[agent.slot],
+        changes=birth.changes,
+        reason=birth.reason,
+        back_to=agent.back_to,
+        metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
+        measured={name: estimate(fitness) for name, fitness in measured.by.items()},
+        questions=measured.questions,
+        evaluation=measured.cost,
+        scores=measured.by,
+    )
+
+
+def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
+    """Return the report of the fitness before training."""
+    return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
+
+
+def estimate(fitness: Fitness) -> Estimate:
+    """Return mean and standard error of a fitness."""
+    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
+
+
+def make_result(
+    run_state: RunState,
+    *,
+    reason: str,
+    complete: bool,
+    timesteps: int | None,
+    test: TestReport | None,
+    run_dir: Path | None,
+) -> Result:
+    """Return the result of a run; see `evogrpo.reporting.results.Result`."""
+    best = run_state.best
+    return Result(
+        reason=reason,
+        complete=complete,
+        generations=run_state.generation,
+        steps=run_state.step,
+        timesteps=timesteps,
+        tokens=run_state.tokens,
+        seconds=run_state.seconds,
+        evaluation=run_state.evaluation,
+        baseline=None if run_state.baseline is None else estimate(run_state.baseline),
+        best=None
+        if best is None
+        else BestMember(
+            index=best.index,
+            generation=best.generation,
+            fitness=estimate(best.fitness),
+            second=None if best.second is None else estimate(best.second),
+            hyperparameters=best.member.hyperparameters,
+        ),
+        test=test,
+        run_dir=run_dir,
+    )

@@ -32,8 +32,8 @@ from evogrpo.training.loop.evaluation import (
     measure,
 )
 from evogrpo.training.loop.limits import Clock, Limits
-from evogrpo.training.loop.run_logger import RunLogger
-from evogrpo.training.loop.run_records import (
+from evogrpo.training.loop.run_logger import (
+    RunLogger,
     baseline_report,
     estimate,
     generation_report,
