@@ -97,9 +97,11 @@ class RunDir:
         Raises:
             ValueError: If it holds a run or cannot be used; see `evogrpo.storage.atomic_files.check_new_folder`.
         """
-        journal, left_over = self.path / JOURNAL, list[str]()
+        journal, first, left_over = self.path / JOURNAL, b'{"event": "run", ', list[str]()
         with suppress(OSError):  # killed between its first event and its first checkpoint
-            left_over += [JOURNAL] if journal.read_bytes().count(b"\n") <= 1 else []
+            content = journal.read_bytes()
+            if content.count(b"\n") <= 1 and content[: len(first)] == first[: len(content)]:
+                left_over.append(JOURNAL)
         if (journal.exists() and not left_over) or latest_checkpoint(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "

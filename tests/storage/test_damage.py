@@ -136,7 +136,7 @@ def test_an_older_version_is_refused(folder):
         ({"files": []}, "files"),
         ({"extra": 1}, "exactly"),
         ({"files": {"population.safetensors": None, "population.json": None}}, "manifest"),
-        ({"files": {"population.safetensors": {"size": -1}, "population.json": {}}}, "size"),
+        ({"files": {"population.safetensors": {"size": -1, "sha256": "0" * 64}, "population.json": {}}}, "size"),
         ({"files": {"population.safetensors": {"size": 1, "sha256": "../x"}, "population.json": {}}}, "SHA-256"),
     ],
 )

@@ -171,9 +171,10 @@ def test_a_journal_without_a_checkpoint_is_begun_again(finished, tmp_path):
     list(run_in(folder))
     assert [event["event"] for event in read_journal(folder / "journal.jsonl")].count("run") == 1
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "journal.jsonl").write_bytes(b"".join(lines[:2]))
-    with pytest.raises(ValueError, match="already holds a run"):
-        run_in(tmp_path / "other")
+    for content in (b"".join(lines[:2]), b"my own file"):
+        (tmp_path / "other" / "journal.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match="already holds a run"):
+            run_in(tmp_path / "other")
 
 
 def test_a_run_records_what_its_results_depend_on(finished):
