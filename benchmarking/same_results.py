@@ -87,6 +87,26 @@ PENDULUM = (
 )
 
 
+TEAM = (
+    *CLI,
+    "train",
+    "--parallel-env",
+    "mpe2.simple_tag_v3",
+    "task.policies=prefix",
+    "task.credit=agent",
+    "task.score=agent_0",
+    "agent.evolve_network={min_units: 16, max_units: 96, probability: 0.9}",
+    "agent.normalise_observations=true",
+    "population.size=3",
+    "strategy={name: tournament, z: 0, mutation: {probability: 1.0}}",
+    "schedule.generations=2",
+    "schedule.steps_per_generation=2",
+    "schedule.samples_per_step=16",
+    "task.validation_size=12",
+    "task.test_size=12",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run of a recording.
@@ -118,6 +138,7 @@ RUNS: Mapping[str, Run] = {
     "cartpole-stopped": Run(words=(*CARTPOLE, "schedule.generations=1", "--run-dir", "RUN_DIR")),
     "cartpole-resumed": Run(words=(*CLI, "resume", "RUN_DIR", "--generations", "3"), of="cartpole-stopped"),
     "pendulum": Run(words=(*PENDULUM, "--run-dir", "RUN_DIR")),
+    "team": Run(words=(*TEAM, "--run-dir", "RUN_DIR")),
     "spread": Run(words=("spread.py", "RUN_DIR", "2")),
     "spread-further": Run(words=("spread.py", "RUN_DIR", "3"), of="spread"),
 }

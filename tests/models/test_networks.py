@@ -9,8 +9,7 @@ from torch import nn
 from evogrpo.data import map_tensors
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.bank import StackedBank
-from evogrpo.models.networks.layers import orthogonal
-from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, ObservationEncoder, join, split
+from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, ObservationEncoder, join, orthogonal, split
 from evogrpo.randomness import generator
 from tests.tiny_networks import MIXED, VECTOR, Branching, observe, stacked, tensors
 

@@ -21,8 +21,7 @@ from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS
 from evogrpo.models.devices import check_allocation
 from evogrpo.models.networks.architecture import NetworkConfig, Parameters, json_bytes, morph
 from evogrpo.models.networks.distributions import Distribution
-from evogrpo.models.networks.layers import FloatArray
-from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network, Shapes, join, split
+from evogrpo.models.networks.networks import DefaultNetwork, FloatArray, ModuleNetwork, Network, Shapes, join, split
 
 IntArray = NDArray[np.int64]
 
