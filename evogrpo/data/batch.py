@@ -122,7 +122,7 @@ class Batch:
             if known is None or name in _WITHOUT_TIME:
                 fields[name] = None if known is None else torch.cat(parts)
                 continue
-            fill = torch.nan if name == "step_rewards" else 0
+            fill = torch.nan if name == "step_rewards" else 0  # NaN = no reward was given
             fields[name] = torch.cat([padded(part, width, fill) for part in parts])
         inputs = self.inputs.concatenate(other.inputs, width)
         return replace(self, exact=self.exact and other.exact, inputs=inputs, **fields)

@@ -58,7 +58,7 @@ NAMES: Mapping[str, str] = {
 
 def reward_metrics(batch: Batch) -> dict[str, float]:
     """Return reward metrics of one member's samples."""
-    rewards, applies = batch.rewards, ~batch.rewards.isnan()
+    rewards, applies = batch.rewards, ~batch.rewards.isnan()  # NaN = no reward applies
     group, count = consecutive_ids(batch.group_ids)
     statistics = group_statistics(rewards, applies, group, count)
     spread = statistics.std[statistics.amount > 1]
@@ -95,6 +95,8 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
         sums: `action_loss.MEASURES`, summed over the actions that had a forward pass.
         counted: Number of actions in these steps, including those without a forward pass.
     """
+    # Means over no actions are NaN, and missing from the report. Clip ratios count actions without a forward pass too:
+    # their advantage is 0, so nothing of them is clipped.
     ran, every = sums["actions"] or math.nan, max(counted, 1.0)
     return {
         "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),

@@ -154,6 +154,7 @@ def measure_fitness(
         raise ValueError(f"The {split} split is empty, so nothing can be evaluated on it.")
     scores, tokens = np.full((len(slots), count), np.nan), dict.fromkeys(slots, 0)
     evaluated = np.zeros(scores.shape, dtype=np.bool_)
+    # The error of the whole race is divided among all looks and all pairs with the leader (Bonferroni).
     error = config.race_error / max(1, looks(count)) / max(1, len(slots) - 1)
     running = list(range(len(slots)))
     # 1. Evaluate in rounds; members that are clearly behind leave the race.

@@ -91,7 +91,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, kee
     by_token, every = q.view(kv, n, -1, t, d), list[Tensor]()
     for at in range(0, t - BLOCK + 1, BLOCK):
         end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last block takes the rest
-        seen = k.shape[2] - t + end
+        seen = k.shape[2] - t + end  # keys up to the last query of the block: later ones are masked anyway
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :seen]
         out: Tensor = _Attention.apply(part, k[:, :, :seen], v[:, :, :seen], end - at, added, None, None, keep)
@@ -103,6 +103,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> T
     """Compute attention with torch's kernels, which store no scores."""
     kv, n, wide, d = q.shape
     rep = wide // t
+    # `[kv, n, rep * t, d]` -> `[n, kv * rep, t, d]`, torch's layout; queries are scaled already, so scale=1 below.
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
     k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
     added = q.new_zeros(1) if bias is None else bias

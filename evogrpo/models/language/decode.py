@@ -210,7 +210,7 @@ class _DecodeState:
         largest = scaled.amax(1)
         if not options.whole:
             scaled = truncate_logits(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-        # 3. Draw.
+        # 3. Draw. The inverse CDF is taken at u times the sum, so the weights need no normalisation.
         weights = scaled.sub_(largest[:, None]).exp_()
         drawn = sample_inverse_cdf(weights, uniforms)
         drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end

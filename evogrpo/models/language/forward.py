@@ -250,7 +250,7 @@ class ForwardPasses:
         spare: list[Tensor] = []
         open_: dict[int, Tensor] = {}
         try:
-            # 2. Members without rows have a zero gradient.
+            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
             for slot in slots:
                 if slot not in last:
                     yield slot, self.weights.new_gradient(), 0.0

@@ -133,7 +133,7 @@ def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) 
     for target in targets:
         shape = (target.rank, target.width_in)
         if config.init_lora_weights == "gaussian":
-            values = rng.standard_normal(shape, dtype=np.float32) / target.rank
+            values = rng.standard_normal(shape, dtype=np.float32) / target.rank  # standard deviation 1 / r, as PEFT
         else:
             bound = 1.0 / math.sqrt(target.width_in)  # kaiming_uniform_ with a = sqrt(5)
             values = rng.uniform(-bound, bound, shape).astype(np.float32)
