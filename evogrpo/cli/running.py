@@ -49,7 +49,7 @@ def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
         raise ValueError("--resume-if-exists needs the run directory: add --run-dir DIR.")
     may_resume = not args.dry_run and (args.resume_if_exists or was_restarted())
     # Rank 0 looks for a checkpoint, because other hosts may not see the folder.
-    if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir).folder is not None):
+    if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
         reason = "" if args.resume_if_exists else "Restarted by the launcher: "
         console.print(f"{reason}{'r' if reason else 'R'}esuming the run in {requested_dir}", soft_wrap=True)
         resume_args: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
             _show_resume(console, run_dir, "resume" if isinstance(error, ProcessError) else "after the fix")
         return FAILED
     except Exception as error:
-        if latest_checkpoint(run_dir).folder is None:
+        if latest_checkpoint(run_dir) is None:
             say_error(f"This run has no checkpoint yet. Fix the error, remove {run_dir} and start again.")
         elif isinstance(error, OSError):  # e.g. a full disk: the data has not changed
             _show_resume(console, run_dir)
@@ -182,7 +182,7 @@ def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Nam
 
 def _show_resume(console: Console, run_dir: Path, when: str = "resume") -> None:
     """Print the command that resumes the run, if it has a checkpoint."""
-    if latest_checkpoint(run_dir).folder is not None:
+    if latest_checkpoint(run_dir) is not None:
         show_command(console, when, command("resume", run_dir))
 
 

@@ -5,7 +5,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -349,21 +349,6 @@ CHECKPOINTS = "checkpoints"
 _GENERATION_FOLDER = re.compile(r"\.?generation-(\d{4,})(?:\.previous)?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatestCheckpoint:
-    """The newest generation of a run that can be resumed.
-
-    Attributes:
-        generation: Its number, or None if the run has no whole checkpoint.
-        folder: Its folder, or None.
-        skipped: Errors of the newer generations, newest first.
-    """
-
-    generation: int | None
-    folder: Path | None
-    skipped: tuple[CheckpointError, ...]
-
-
 def generation_folder(run_dir: Path | str, generation: int) -> Path:
     """Return the checkpoint folder of one generation, at least 0; it need not exist."""
     if generation < 0:
@@ -371,18 +356,13 @@ def generation_folder(run_dir: Path | str, generation: int) -> Path:
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
-def latest_checkpoint(run_dir: Path | str) -> LatestCheckpoint:
-    """Find the newest generation with a complete, unchanged checkpoint."""
-    skipped = []
+def latest_checkpoint(run_dir: Path | str) -> int | None:
+    """Return the newest generation with a complete, unchanged checkpoint; None if there is none."""
     for generation in stored_generations(run_dir):
-        folder = generation_folder(run_dir, generation)
-        try:
-            verify_checkpoint(folder)
-        except CheckpointError as error:
-            skipped.append(error)
-        else:
-            return LatestCheckpoint(generation=generation, folder=folder, skipped=tuple(skipped))
-    return LatestCheckpoint(generation=None, folder=None, skipped=tuple(skipped))
+        with suppress(CheckpointError):
+            verify_checkpoint(generation_folder(run_dir, generation))
+            return generation
+    return None
 
 
 def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:

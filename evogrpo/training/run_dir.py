@@ -102,7 +102,7 @@ class RunDir:
             content = journal.read_bytes()
             if content.count(b"\n") <= 1 and content[: len(first)] == first[: len(content)]:
                 left_over.append(JOURNAL)
-        if (journal.exists() and not left_over) or latest_checkpoint(self.path).folder is not None:
+        if (journal.exists() and not left_over) or latest_checkpoint(self.path) is not None:
             raise ValueError(
                 f"{self.path} already holds a run. Continue it (`evogrpo resume` or evogrpo.resume in Python), or "
                 "choose another run directory."
@@ -175,22 +175,17 @@ class RunDir:
             "config": self._config,
         }
         everything = ChainMap(dict(progress.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
-        number = checkpoint_number(progress.generation, progress.step_in_generation)
+        number = progress.generation + (1 if progress.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         try:
             write_checkpoint(folder, everything, record, replace=True)
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror or error}; {self._left()}", str(folder)) from error
+            left = latest_checkpoint(self.path)
+            note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
+            raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
         self._saved = journal.size
         prune(self.path, number, keep=self.logging.keep_checkpoints)
         self.export_best(population, progress.best)
-
-    def _left(self) -> str:
-        """Return a note on the newest checkpoint that is complete."""
-        left = latest_checkpoint(self.path).generation
-        if left is None:
-            return "nothing of this run was saved yet"
-        return f"the run can be resumed from generation {left} once this is fixed"
 
     def export_best(self, population: Population, best: Best | None) -> None:
         """Write the best member to `best/`, a PEFT folder and agent checkpoint in one, unless it is there already."""
@@ -242,8 +237,3 @@ class RunDir:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
-
-
-def checkpoint_number(generation: int, step_in_generation: int) -> int:
-    """Return the number of the checkpoint at this point of a run."""
-    return generation + (1 if step_in_generation else 0)
