@@ -272,6 +272,7 @@ def test_a_program_stopped_by_sigint_ends_by_sigint(tmp_path):
         text=True,
     )
     assert process.stdout.readline() == "generation\n"
+    time.sleep(0.05)  # until the loop is back in the run
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT, errors
