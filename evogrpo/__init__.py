@@ -49,7 +49,7 @@ _MODULES = {
     "reporting.data_frames": ("read_run",),
     "reporting.lineage": ("best_hyperparameters",),
     "reporting.report": ("report",),
-    "training.callback": ("Callback",),
+    "training.loop.trainer": ("Callback",),
     "training.eval_callback": ("EvalCallback",),
     "training.evolve": ("evolve", "resume"),
     "training.replay": ("replay",),
@@ -86,9 +86,9 @@ if TYPE_CHECKING:
     from evogrpo.reporting.data_frames import read_run
     from evogrpo.reporting.lineage import best_hyperparameters
     from evogrpo.reporting.report import report
-    from evogrpo.training.callback import Callback
     from evogrpo.training.eval_callback import EvalCallback
     from evogrpo.training.evolve import evolve, resume
+    from evogrpo.training.loop.trainer import Callback
     from evogrpo.training.replay import replay
     from evogrpo.training.train import train
     from evogrpo.training.video import record_video

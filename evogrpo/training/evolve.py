@@ -15,7 +15,6 @@ from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.training.callback import Callback
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
@@ -24,7 +23,7 @@ from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory, kept_size
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.run import Run
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES

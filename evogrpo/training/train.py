@@ -13,7 +13,6 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import reference_to
-from evogrpo.training.callback import Callback
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.reading import parse_config
@@ -25,7 +24,7 @@ from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start
 from evogrpo.training.loop.run import AfterGeneration, Run
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.presets import merge_sections, packaged_values, without_packaged_limits
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule

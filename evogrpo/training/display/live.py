@@ -20,10 +20,9 @@ from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.reporting.results import Result, Terms, evaluated, processed, second_set_lines, terms_of, verdict
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.text import count_text, duration_text, score_text
-from evogrpo.training.callback import Callback
 from evogrpo.training.display.console import HangingIndent, VisibleConsole
 from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text
-from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.loop.trainer import Callback, Trainer
 
 
 class TimeEstimate:

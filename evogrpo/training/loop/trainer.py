@@ -21,7 +21,6 @@ from evogrpo.reporting.records import GenerationReport, Report, TestReport
 from evogrpo.reporting.results import Result
 from evogrpo.reporting.step_records import Estimate, EvaluationCost, StepReport
 from evogrpo.text import pluralize
-from evogrpo.training.callback import Callback
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.best_tracker import choose_finalist, second_set, update_best
 from evogrpo.training.loop.evaluation import (
@@ -54,6 +53,28 @@ class AllFailedError(RuntimeError):
 
 class StrategyError(RuntimeError):
     """A strategy raised an error, or its plan cannot be applied."""
+
+
+class Callback:
+    """Hooks of a run: subclass it, override what you need, and pass it to `evolve(callbacks=[...])`.
+
+    With several ranks, hooks are called on rank 0 only. An error in a hook ends the run, which can be resumed.
+    """
+
+    def on_run_start(self, trainer: "Trainer") -> None:
+        """Called when the run begins or is resumed; `trainer.stop()` ends it at any time."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Called after every learning step, once it is in the journal."""
+
+    def on_generation(self, report: GenerationReport) -> None:
+        """Called after every generation, once it is saved and its plan is applied."""
+
+    def on_test(self, report: TestReport) -> None:
+        """Called after the test."""
+
+    def on_run_end(self, result: Result) -> None:
+        """Called when the run is complete or was stopped, once everything is saved; not after an error."""
 
 
 class Trainer:
