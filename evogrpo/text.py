@@ -58,11 +58,9 @@ def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | N
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
-def origin_text(parent: int | None, back_to: int | None) -> str:
-    """Describe the origin of a member's train state: `founder`, `clone of #3` or `back to #3 as it was in ...`."""
-    if parent is None:
-        return "founder"
-    return f"clone of #{parent}" if back_to is None else f"back to #{parent} as it was in generation {back_to}"
+def origin_text(parent: int | None) -> str:
+    """Describe the origin of a member's train state: `founder` or `clone of #3`."""
+    return "founder" if parent is None else f"clone of #{parent}"
 
 
 def pluralize(number: int, what: str, plural: str = "s") -> str:

@@ -40,7 +40,7 @@ def begin(folder: Path, seed: int) -> Any:
         seed=seed,
         hp_config=HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log")),
     )
-    strategy = Tournament(z=0.0, backtrack=True)
+    strategy = Tournament(z=0.0)
     return evolve(population, env, strategy=strategy, run_dir=folder, generations=GENERATIONS, **QUICK)
 
 

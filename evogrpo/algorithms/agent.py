@@ -22,7 +22,6 @@ from evogrpo.randomness import generator
 
 _COPIED = (
     "parent",
-    "back_to",
     "born",
     "hyperparameters",
     "fitness",
@@ -68,7 +67,7 @@ class Agent:
 
     # Slots prevent misspelt attributes; a subclass without __slots__ accepts any name.
     __slots__ = (
-        *("members", "slot", "index", "parent", "back_to", "born", "fitness", "failed", "retired", "training", "steps"),
+        *("members", "slot", "index", "parent", "born", "fitness", "failed", "retired", "training", "steps"),
         *("_hyperparameters", "_hooks", "_predictions", "_evaluated", "__weakref__"),
     )
 
@@ -101,7 +100,6 @@ class Agent:
         self.slot = slot
         self.index = index
         self.parent: int | None = None
-        self.back_to: int | None = None
         self.born = 0
         self.hyperparameters = hyperparameters
         self.fitness: Fitness | None = None
@@ -148,7 +146,6 @@ class Agent:
             parent=self.parent,
             born=self.born,
             hyperparameters=self.hyperparameters,
-            back_to=self.back_to,
         )
 
     def learner(self, step: int | None = None) -> Learner:

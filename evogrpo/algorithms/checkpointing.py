@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.population import KeptStates, Population
+from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
@@ -41,7 +41,6 @@ class _Counters:
     index: int
     parent: int | None
     born: int
-    back_to: int | None
     failed: str | None
     retired: bool
     training: bool
@@ -136,7 +135,6 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
         "shared": _members_record(population.members),
         "members": [_member_record(agent) for agent in population.agents],
         "next_index": population.next_index,
-        "kept": population.kept.to_json(),
     }
     banks = population.members.banks
     states = {
@@ -144,7 +142,7 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
         for slot in range(banks.size)
         for key in banks.state_keys
     }
-    return _LazyTensors(states, {**_shared_by_name(population.members), **dict(population.kept.tensors())}), record
+    return _LazyTensors(states, _shared_by_name(population.members)), record
 
 
 def restore_population(
@@ -184,7 +182,7 @@ def restore_population(
             }
             _restore(agent, member, own)
             if lineage is None:
-                agent.parent, agent.born, agent.back_to = None, 0, None
+                agent.parent, agent.born = None, 0
             agents.append(agent)
         population = Population(agents, members, lineage=lineage)
         # Members and lineage must agree, and the next index must be unused.
@@ -193,7 +191,6 @@ def restore_population(
         if len(set(indices)) < len(indices) or not set(indices) <= born:
             raise ValueError(f"Members must have distinct indices that are in the lineage, got {indices}.")
         population.next_index = whole_between("next_index", record["next_index"], max(born, default=-1) + 1)
-        population.kept = KeptStates.restored(record["kept"], tensors, population.members.banks)
     return population
 
 

@@ -89,7 +89,7 @@ class AgileRLAgent(Agent):
         }
         if input_args_only:
             return arguments
-        state = ("slot", "parent", "back_to", "born", "fitness", "failed", "retired", "training", "steps")
+        state = ("slot", "parent", "born", "fitness", "failed", "retired", "training", "steps")
         return {**arguments, **{name: getattr(agent, name) for name in state}}
 
     def register_network_group(self, group: NetworkGroup) -> None:

@@ -4,13 +4,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.collect import check_groups, collect
 from evogrpo.algorithms.rollout.evaluation import FitnessResult, common_scores, evaluate_questions, measure_fitness
@@ -20,7 +19,7 @@ from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
-from evogrpo.evolution.history import Generation, History, KeptState, KeptStateKey
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
@@ -31,91 +30,6 @@ from evogrpo.randomness import generator
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
-
-State = Mapping[str, Tensor]
-
-
-class KeptStates:
-    """Train states that plans may return to, by member index and generation, in the order in which they were kept.
-
-    They are stored in CPU memory and in every checkpoint of the population.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[KeptStateKey, tuple[KeptState, State]] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    @property
-    def seen(self) -> tuple[KeptState, ...]:
-        """Records of the kept states, for strategies."""
-        return tuple(kept for kept, _ in self._states.values())
-
-    def keep(self, kept: KeptState, state: State) -> None:
-        """Keep a state; tensors on the CPU are not copied."""
-        self._states[kept.key] = kept, {name: tensor.cpu() for name, tensor in state.items()}
-
-    def drop(self, keys: Sequence[KeptStateKey]) -> None:
-        """Drop states.
-
-        Raises:
-            ValueError: If one is not kept; none is dropped then.
-        """
-        for key in keys:
-            self.state(key)
-        for key in keys:
-            del self._states[key]
-
-    def state(self, key: KeptStateKey) -> State:
-        """Return a state.
-
-        Raises:
-            ValueError: If it is not kept.
-        """
-        if key not in self._states:
-            raise ValueError(
-                f"The state of member {key[0]} after generation {key[1]} is not kept. Kept: {list(self._states)}."
-            )
-        return self._states[key][1]
-
-    # ---- checkpoints
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors with their names in a checkpoint."""
-        for key, (_, state) in self._states.items():
-            yield from ((f"{_prefix(key)}{part}", tensor) for part, tensor in state.items())
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the records as plain JSON values, without tensors."""
-        return [kept.to_json() for kept in self.seen]
-
-    @classmethod
-    def restored(cls, record: list[Mapping[str, Any]], tensors: State, banks: Banks) -> Self:
-        """Build from the result of `to_json` and the tensors of a checkpoint.
-
-        Args:
-            record: Result of `to_json`.
-            tensors: All tensors of the checkpoint, by name.
-            banks: Banks that validate the states; unchanged afterwards.
-
-        Raises:
-            KeyError: If a tensor is missing.
-            ValueError: If a state does not fit the banks.
-        """
-        states = cls()
-        for kept in map(KeptState.from_json, record):
-            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.state_keys})
-        if states:
-            held = banks.state(0)
-            for key in states._states:
-                banks.load_state(0, states.state(key))
-            banks.load_state(0, held)
-        return states
-
-
-def _prefix(key: KeptStateKey) -> str:
-    return f"kept of {key[0]} after {key[1]}."
 
 
 class Population(Sequence[Any]):
@@ -128,10 +42,9 @@ class Population(Sequence[Any]):
         members: Policies of all members.
         lineage: All births so far.
         next_index: First unused index.
-        kept: Earlier train states that plans may return to.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "kept", "lineage", "members", "next_index")
+    __slots__ = ("__weakref__", "_handed_out", "agents", "lineage", "members", "next_index")
 
     def __init__(
         self,
@@ -146,7 +59,6 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.from_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self.kept = KeptStates()
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
@@ -430,9 +342,7 @@ class Population(Sequence[Any]):
 
     def history(self, generations: Sequence[Generation]) -> History:
         """Return the history that strategies plan from."""
-        return History(
-            space=self.space, next_index=self.next_index, generations=tuple(generations), kept_states=self.kept.seen
-        )
+        return History(space=self.space, next_index=self.next_index, generations=tuple(generations))
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
         """Return a strategy's plan for the next generation; if architectures evolve, children may get new ones.
@@ -466,24 +376,18 @@ class Population(Sequence[Any]):
         """Apply a plan: copy train states, retire members, and set up children.
 
         Raises:
-            ValueError: If the plan has another number of slots, repeats an index, keeps the state of a member without
-                fitness, or returns to a state that is not kept.
+            ValueError: If the plan has another number of slots, or repeats an index.
         """
         if len(plan.parents) != len(self):
             raise ValueError(f"The plan has {len(plan.parents)} slots, the population {len(self)}.")
-        lineage = self.lineage.with_children(plan.children, generation=plan.generation)
-        went_back = self._keep_and_drop(plan)
+        self.lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         self.members.banks.inherit(plan.parents)
-        for slot, state in went_back.items():
-            self.members.banks.load_state(slot, state)
-        self.lineage = lineage
         for slot in plan.vacant:
             agent = self.agents[slot]
             agent.fitness, agent.failed, agent.retired = None, None, True
         for child in plan.children:
             agent = self.agents[child.slot]
             agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
-            agent.back_to = child.back_to
             agent.hyperparameters = child.hyperparameters
             agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
             if child.architecture is not None:
@@ -492,25 +396,6 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
-
-    def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
-        """Keep and drop states; return the kept states that children start from, by slot."""
-        kept = {}
-        for slot in plan.keep:
-            agent = self.agents[slot]
-            if agent.fitness is None:
-                raise ValueError(f"The plan keeps the state of slot {slot}, but its member has no fitness.")
-            kept[slot] = KeptState(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
-        going_back = ((child.slot, child.parent, child.back_to) for child in plan.children)
-        states = {
-            slot: self.kept.state((parent, generation))
-            for slot, parent, generation in going_back
-            if parent is not None and generation is not None
-        }
-        self.kept.drop(plan.drop)
-        for slot, each in kept.items():
-            self.kept.keep(each, self.members.banks.state(slot))
-        return states
 
 
 def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:

@@ -46,8 +46,7 @@ def _ancestor_text(ancestor: Ancestor, summary: RunSummary) -> Text:
         origin = f"founder with {values}"
     else:
         changes = changes_text(ancestor.changes)
-        origin = origin_text(ancestor.parent, ancestor.back_to)
-        origin += f" with {changes}" if changes else ", unchanged"
+        origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
     result = ancestor.result
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))

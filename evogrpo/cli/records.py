@@ -118,8 +118,7 @@ def _member_text(birth: Birth, tree: LineageTree, evolving: Sequence[str], *, wi
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
         origin = f"founder{f' with {values}' if values else ''}"
     else:
-        state = f"#{birth.parent}" if birth.back_to is None else f"#{birth.parent} as after generation {birth.back_to}"
-        origin = f"clone of {state}: {changes_text(birth.changes) or 'unchanged'}"
+        origin = f"clone of #{birth.parent}: {changes_text(birth.changes) or 'unchanged'}"
     is_best = tree.winner is not None and tree.winner.index == birth.index
     lifetime = _lifetime_text(tree.winner if is_best else None, reports)
     return Text.assemble(

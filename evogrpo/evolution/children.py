@@ -180,7 +180,6 @@ def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
     Founders have none, and neither have unchanged hyperparameters.
     """
     records = {record.index: record for generation in history.generations for record in generation.members}
-    records |= {kept_state.member.index: kept_state.member for kept_state in history.kept_states}
     parent = None if member.parent is None else records.get(member.parent)
     if parent is None:
         return {}

@@ -103,16 +103,6 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     return _mean_and_standard_error(differences)
 
 
-def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
-    """Return a's mean minus b's and its standard error: paired if they have common questions, else unpaired.
-
-    States of different generations may have no questions in common.
-    """
-    if len(a.by_key.keys() & b.by_key.keys()) >= 2:
-        return paired_difference(a, b)
-    return a.mean - b.mean, math.hypot(a.standard_error, b.standard_error)
-
-
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and its standard error, exactly 0 for equal values."""
     count = len(values)

@@ -10,40 +10,6 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
 
-KeptStateKey = tuple[int, int]
-"""Key of a kept state: index of its member, and generation after which it was kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptState:
-    """A kept train state, as strategies see it.
-
-    Attributes:
-        member: Its member, with the hyperparameters of that time.
-        generation: Generation after whose evaluation it was kept.
-        fitness: Fitness at that time.
-    """
-
-    member: MemberRecord
-    generation: int
-    fitness: Fitness
-
-    @property
-    def key(self) -> KeptStateKey:
-        """Key of this state."""
-        return self.member.index, self.generation
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        fitness = self.fitness.to_json()
-        return {"member": self.member.to_json(), "generation": self.generation, "fitness": fitness}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        made = {"member": MemberRecord.from_json(values["member"]), "fitness": Fitness.from_json(values["fitness"])}
-        return cls(**declared_fields(cls, {**values, **made}))
-
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRecord:
@@ -184,17 +150,14 @@ class History:
         space: The search space.
         next_index: First unused index; children take this one and those after it.
         generations: All generations, the one to plan from last.
-        kept_states: Kept states, the oldest first; children of a plan may start from them. At most one per slot.
 
     Raises:
-        ValueError: If there is no generation, generations do not follow each other or contradict `next_index`, or a
-            state is kept twice.
+        ValueError: If there is no generation, or generations do not follow each other or contradict `next_index`.
     """
 
     space: HyperparameterConfig
     next_index: int
     generations: tuple[Generation, ...]
-    kept_states: tuple[KeptState, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -208,9 +171,6 @@ class History:
         indices = [member.index for member in self.last.members]
         if any(index >= self.next_index for index in indices):
             raise ValueError(f"next_index must exceed every index in use, got {self.next_index} with {indices}.")
-        keys = [kept.key for kept in self.kept_states]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"kept_states must not repeat, got members and generations {keys}.")
 
     @property
     def last(self) -> Generation:
@@ -221,20 +181,3 @@ class History:
     def capacity(self) -> int:
         """Number of slots of the bank, including empty ones."""
         return len(self.last.slots)
-
-    def find_kept_state(self, key: KeptStateKey) -> KeptState:
-        """Return a kept state.
-
-        Raises:
-            ValueError: If no such state is kept.
-        """
-        for kept in self.kept_states:
-            if kept.key == key:
-                return kept
-        states = ", ".join(
-            f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept_states)
-        )
-        raise ValueError(
-            f"No state of #{key[0]} after generation {key[1]} is kept. Kept: {states or 'none'}. Keep it in an earlier "
-            "plan."
-        )

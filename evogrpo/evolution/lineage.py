@@ -37,8 +37,6 @@ class MemberRecord:
         parent: Index of its parent; None for a founder.
         born: Generation whose plan created it.
         hyperparameters: Its hyperparameters.
-        back_to: Generation of the kept state of its parent that it started from; None if it started from its parent's
-            current state or is a founder.
     """
 
     slot: int
@@ -46,7 +44,6 @@ class MemberRecord:
     parent: int | None
     born: int
     hyperparameters: Hyperparameters
-    back_to: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -71,10 +68,6 @@ class Child:
         changes: Differences from its parent's hyperparameters, by name: (old, new).
         reason: Reason for the birth, as text.
         architecture: Its network architecture as plain JSON values; None = its parent's.
-        back_to: Generation of the kept state of its parent that it takes; None = the current state.
-
-    Raises:
-        ValueError: If `back_to` is set and `parent` is not.
     """
 
     slot: int
@@ -84,14 +77,9 @@ class Child:
     changes: Changes = field(default_factory=dict)
     reason: str = ""
     architecture: Mapping[str, Any] | None = None
-    back_to: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.back_to is not None and self.parent is None:
-            raise ValueError(f"back_to={self.back_to} needs a parent: a founder starts from a new state")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; `architecture` and `back_to` only if set."""
+        """Return the fields as plain JSON values; `architecture` only if set."""
         values: dict[str, Any] = {
             "slot": self.slot,
             "index": self.index,
@@ -100,8 +88,6 @@ class Child:
             "changes": {name: list(change) for name, change in self.changes.items()},
             "reason": self.reason,
         }
-        if self.back_to is not None:
-            values["back_to"] = self.back_to
         return values if self.architecture is None else {**values, "architecture": dict(self.architecture)}
 
     @classmethod

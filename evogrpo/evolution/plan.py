@@ -11,7 +11,7 @@ from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import check_group_size, feasible_group_sizes
 from evogrpo.evolution.children import Proposal, TakenPoints
-from evogrpo.evolution.history import History, KeptStateKey
+from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import Child, MemberRecord
 from evogrpo.evolution.mutation import changes_between
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
@@ -23,14 +23,13 @@ class Plan:
     """The next member of every slot, and the budget of the next generations.
 
     A slot whose parent is the slot itself and that has no child keeps its member. A slot with a child takes the train
-    state of its parent slot. If the parent is None, it takes a kept state (`Child.back_to`), or a new state if the
-    child is a founder. A slot with neither parent nor child is empty: its member is retired, or the slot stays empty
-    until a later plan fills it.
+    state of its parent slot, or a new state if the parent is None: the child is a founder. A slot with neither parent
+    nor child is empty: its member is retired, or the slot stays empty until a later plan fills it.
 
     Attributes:
         generation: Generation whose fitness it was made from.
-        parents: For each slot, the slot whose train state it takes, its own if unchanged; None for a kept or a new
-            state and for an empty slot. The argument of `bank.inherit`.
+        parents: For each slot, the slot whose train state it takes, its own if unchanged; None for a founder and for
+            an empty slot. The argument of `bank.inherit`.
         children: One birth for every slot that gets another member.
         reasons: Reason for each slot, as text.
         elite: Slot of the best member at this evaluation.
@@ -38,8 +37,6 @@ class Plan:
         steps_per_generation: Learning steps per generation from now on; None = unchanged.
         samples: Samples of each slot per learning step until the next plan, in whole groups. Their sum is at most
             `samples_per_step` times the number of members. None = `samples_per_step` each.
-        keep: Slots whose train state, as evaluated in this generation, is kept.
-        drop: Keys of kept states that are deleted after children have started from them.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -53,18 +50,16 @@ class Plan:
     samples_per_step: int | None = None
     steps_per_generation: int | None = None
     samples: tuple[int, ...] | None = None
-    keep: tuple[int, ...] = ()
-    drop: tuple[KeptStateKey, ...] = ()
 
     def __post_init__(self) -> None:
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
             raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots")
-        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born, *self.keep)):
+        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born)):
             raise ValueError(
-                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite}, "
-                f"children in {list(born)} and keep {self.keep}"
+                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite} and "
+                f"children in {list(born)}"
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
@@ -73,18 +68,9 @@ class Plan:
         unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
         if unborn:
             raise ValueError(f"a slot that takes another slot's state needs a child, missing in {unborn}")
-        mixed = [
-            slot
-            for slot, child in born.items()
-            if (child.parent is None or child.back_to is not None) != (self.parents[slot] is None)
-        ]
+        mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
         if mixed:
-            raise ValueError(
-                "a child with a parent must take its state through either `parents` or `back_to`, got none or both "
-                f"in {mixed}"
-            )
-        if len(set(self.keep)) < len(self.keep) or len(set(self.drop)) < len(self.drop):
-            raise ValueError(f"keep and drop must not repeat a state, got keep {self.keep} and drop {self.drop}")
+            raise ValueError(f"parents must be None for founders and for no other child, got another value in {mixed}")
         if len(self.vacant) == len(slots):
             raise ValueError("a plan must keep at least one member, got one that retires all members")
         if self.samples_per_step is not None:
@@ -120,8 +106,6 @@ class Plan:
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
         samples: tuple[int, ...] | None = None,
-        keep: Sequence[int] = (),
-        drop: Sequence[KeptStateKey] = (),
     ) -> Self:
         """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
@@ -131,7 +115,7 @@ class Plan:
 
         Args:
             history: History to plan from.
-            choices: One per slot, with its reason. A slot gets a child if its parent is another slot or a kept state.
+            choices: One per slot, with its reason. A slot gets a child if its parent is another slot.
             hyperparameters: Hyperparameters of children, or proposals for them, by slot. A child without an entry has
                 its parent's. An entry for a slot that keeps its state makes a child of its member. An entry for a slot
                 without a parent makes a founder.
@@ -139,20 +123,19 @@ class Plan:
             samples_per_step: See the attribute.
             steps_per_generation: See the attribute.
             samples: See the attribute.
-            keep: See the attribute.
-            drop: See the attribute.
 
         Raises:
             ValueError: If there are proposals and no generator.
         """
         given = hyperparameters or {}
-        own, exhausted = _draw_children(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
+        parents = [None if choice.parent is None else history.last.member(choice.parent) for choice in choices]
+        samples_next = samples_per_step or history.last.samples_per_step
+        own, exhausted = _draw_children(history, choices, parents, given, rng, samples_next)
         reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
         children: list[Child] = []
-        for slot, choice in enumerate(choices):
-            if choice.parent in (slot, None) and choice.kept_state is None and slot not in own:
+        for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
+            if choice.parent in (slot, None) and slot not in own:
                 continue
-            parent = parent_of(history, choice)
             values = own[slot] if slot in own or parent is None else parent.hyperparameters
             children.append(
                 Child(
@@ -162,7 +145,6 @@ class Plan:
                     hyperparameters=values,
                     changes=changes_between(values if parent is None else parent.hyperparameters, values),
                     reason=reasons[slot],
-                    back_to=None if choice.kept_state is None else choice.kept_state[1],
                 )
             )
         return cls(
@@ -174,8 +156,6 @@ class Plan:
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
             samples=samples,
-            keep=tuple(keep),
-            drop=tuple(drop),
         )
 
     @property
@@ -189,9 +169,8 @@ class Plan:
 
         Raises:
             ValueError: If it has another number of slots or is for another generation; if a slot keeps or copies a
-                failed or missing member; if a child has a wrong index or parent; if a state to keep belongs to no
-                healthy member, a kept state is unknown, or more states are kept than there are slots; if a member's
-                group size does not divide its samples; or if the samples exceed the budget.
+                failed or missing member; if a child has a wrong index or parent; if a member's group size does not
+                divide its samples; or if the samples exceed the budget.
         """
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
@@ -208,7 +187,6 @@ class Plan:
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}")
-        self._check_kept(history, healthy)
         samples = self.samples_per_step or last.samples_per_step
         history.space.for_samples_per_step(samples)
         born = {child.slot: child for child in self.children}
@@ -235,50 +213,32 @@ class Plan:
                     f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}"
                 )
 
-    def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
-        """Check the kept states that the plan uses, keeps and drops."""
-        for child in self.children:
-            if child.parent is not None and child.back_to is not None:
-                history.find_kept_state((child.parent, child.back_to))
-        for key in self.drop:
-            history.find_kept_state(key)
-        if not set(self.keep) <= set(healthy):
-            raise ValueError(f"keep must be slots of healthy members, {healthy}, got {self.keep}. Remove the others.")
-        count = len(history.kept_states) - len(self.drop) + len(self.keep)
-        if count > history.capacity:
-            raise ValueError(f"at most {history.capacity} states can be kept, one per slot, got {count}. Drop some.")
-
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; budgets and kept states only if they change."""
-        names = ("samples_per_step", "steps_per_generation", "samples", "keep", "drop")
-        changed = {name: plain for name in names if (plain := _plain(getattr(self, name))) not in (None, [])}
+        """Return the fields as plain JSON values; budgets only if they change."""
+        budgets = {
+            "samples_per_step": self.samples_per_step,
+            "steps_per_generation": self.steps_per_generation,
+            "samples": None if self.samples is None else list(self.samples),
+        }
         return {
             "generation": self.generation,
             "parents": list(self.parents),
             "children": [child.to_json() for child in self.children],
             "reasons": list(self.reasons),
             "elite": self.elite,
-            **changed,
+            **{name: value for name, value in budgets.items() if value is not None},
         }
-
-
-def parent_of(history: History, choice: Choice) -> MemberRecord | None:
-    """Return the member whose train state a slot takes, as of that state; None for a founder or an empty slot."""
-    if choice.kept_state is not None:
-        return history.find_kept_state(choice.kept_state).member
-    return None if choice.parent is None else history.last.member(choice.parent)
 
 
 def _draw_children(
     history: History,
     choices: Sequence[Choice],
+    parents: Sequence[MemberRecord | None],
     children: Mapping[int, Hyperparameters | Proposal],
     rng: np.random.Generator | None,
     samples_per_step: int,
 ) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
     """Return the hyperparameters of children by slot, and notes for reasons if the space has no free point left."""
-    last = history.last
-    parents = [parent_of(history, choice) for choice in choices]
     hyperparameters = {slot: value for slot, value in children.items() if isinstance(value, Hyperparameters)}
     draws = {slot: value for slot, value in children.items() if not isinstance(value, Hyperparameters)}
     if draws and rng is None:
@@ -294,16 +254,12 @@ def _draw_children(
             taken.add(parent.index, parent.hyperparameters)
             if choices[slot].parent == slot:
                 taken.add(parent.parent, parent.hyperparameters)
-    exhausted, stream = {}, streams(rng)
-    for slot in sorted(draws, key=lambda slot: last.indices[slot]):
-        parent, identity = parents[slot], last.indices[slot]
+    exhausted, stream, indices = {}, streams(rng), history.last.indices
+    for slot in sorted(draws, key=lambda slot: indices[slot]):
+        parent, identity = parents[slot], indices[slot]
         purpose = "birth in an empty slot" if identity < 0 else "birth"
         attempts = partial(stream, purpose, abs(identity))
         hyperparameters[slot], found = taken.draw(None if parent is None else parent.index, draws[slot], attempts)
         if not found:
             exhausted[slot] = "; the same as another member, because no other point of the space is left"
     return hyperparameters, exhausted
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value

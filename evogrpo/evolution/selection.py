@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.history import Generation, History, KeptStateKey
+from evogrpo.evolution.history import Generation, History
 from evogrpo.randomness import streams
 
 
@@ -18,12 +18,10 @@ class Choice:
     Attributes:
         parent: Slot whose train state it takes; its own slot to keep its member; None otherwise.
         reason: Reason as text.
-        kept_state: Key of the kept state that it takes instead; then `parent` is None.
     """
 
     parent: int | None
     reason: str
-    kept_state: KeptStateKey | None = None
 
 
 def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:

@@ -157,12 +157,8 @@ def samples_by_rank(plan: Plan, history: History) -> Plan:
 
 def _state_fitness(plan: Plan, history: History) -> list[float]:
     """Return the fitness of the state that each slot takes; -inf for a new one."""
-    last_fitness = history.last.fitness
-    fitness = [-math.inf if parent is None else _mean(last_fitness[parent]) for parent in plan.parents]
-    for child in plan.children:
-        if child.parent is not None and child.back_to is not None:
-            fitness[child.slot] = history.find_kept_state((child.parent, child.back_to)).fitness.mean
-    return fitness
+    last = history.last.fitness
+    return [-math.inf if parent is None else _mean(last[parent]) for parent in plan.parents]
 
 
 def _mean(fitness: Fitness | None) -> float:

@@ -57,10 +57,6 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "parent": (WHOLE, "index of its parent; missing for a founder"),
         "founder": (WHOLE, "index of its first ancestor"),
         "born": (WHOLE, "generation whose plan gave birth to it; 0 for the first founders"),
-        "back_to": (
-            WHOLE,
-            "generation of the kept parent state that it started from, if any",
-        ),
         "slot": (WHOLE, "slot of the member"),
         "last": (WHOLE, "its last generation; missing if it finished none"),
         "best_fitness": (REAL, "its highest fitness, in reward units"),
@@ -202,7 +198,7 @@ def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, 
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
         member_reports = reports.get(birth.index, [])
         yield {
-            **{name: getattr(birth, name) for name in ("parent", "born", "back_to", "slot", "reason")},
+            **{name: getattr(birth, name) for name in ("parent", "born", "slot", "reason")},
             "member": birth.index,
             "founder": founders[birth.index],
             "last": max((member.generation for member in member_reports), default=None),

@@ -75,11 +75,10 @@ def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberRep
         parents: All reports of its parent, in order.
 
     Returns:
-        The parent's last report before the member's birth, or that of `first.back_to`; None if there is none. It is of
-        an earlier generation even if the journal is corrupt, so following origins terminates.
+        The parent's last report before the member's first; None if there is none. It is of an earlier generation even
+        if the journal is corrupt, so following origins terminates.
     """
-    latest = first.generation - 1 if first.back_to is None else min(first.back_to, first.generation - 1)
-    return next((report for report in reversed(parents) if report.generation <= latest), None)
+    return next((report for report in reversed(parents) if report.generation < first.generation), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,6 @@ class Ancestor:
         changes: (old, new) of every hyperparameter that changed at its birth, by name.
         reason: Reason of its birth.
         result: Its last report on the path: the one that its child started from.
-        back_to: The generation of the kept parent state that it started from; None = the parent's state at its birth.
     """
 
     index: int
@@ -235,7 +233,6 @@ class Ancestor:
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
     result: MemberReport
-    back_to: int | None = None
 
 
 def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
@@ -293,7 +290,6 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancesto
                 changes=first.changes,
                 reason=first.reason,
                 result=reports[-1],
-                back_to=first.back_to,
             )
         )
     return tuple(chain)
@@ -320,15 +316,14 @@ def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
     for event in latest_generations(events):
         report = GenerationReport.from_json(event)
         for member in report.members:
-            names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason", "back_to")
+            names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason")
             yield Birth(**{name: getattr(member, name) for name in names})
         plan = event.get("plan")
         if isinstance(plan, Mapping) and "children" in plan:
             where = f"a child of the plan of generation {report.generation}"
             for child in JournalFields(plan, where).objects("children", where):
-                reason, back_to = child.text("reason"), child.whole_or_none("back_to")
-                changes = child.changes("changes")
-                yield _birth(child, born=report.generation, changes=changes, reason=reason, back_to=back_to)
+                reason, changes = child.text("reason"), child.changes("changes")
+                yield _birth(child, born=report.generation, changes=changes, reason=reason)
 
 
 def _birth(fields: JournalFields, **others: Any) -> Birth:

@@ -215,9 +215,7 @@ def _next_reason(decision: Decision, slot: int) -> str:
 
 
 def _parent_text(member: Ancestor | MemberReport) -> str:
-    if member.parent is None:
-        return "founder"
-    return f"#{member.parent}" if member.back_to is None else f"#{member.parent} of generation {member.back_to}"
+    return "founder" if member.parent is None else f"#{member.parent}"
 
 
 def _span_text(first: int, last: int) -> str:

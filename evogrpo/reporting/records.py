@@ -69,7 +69,6 @@ class MemberReport:
         seconds: Its share of the generation's time, by tokens.
         changes: (old, new) of every hyperparameter that changed at its birth, by name.
         reason: Reason of its birth.
-        back_to: The generation of the kept parent state that it started from; None = the parent's state at its birth.
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
         measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts" for training
             rewards. One of them is `fitness`; empty if it failed.
@@ -91,7 +90,6 @@ class MemberReport:
     seconds: float
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
-    back_to: int | None
     metrics: Mapping[str, float | None]
     measured: Mapping[str, Estimate]
     questions: int
@@ -130,7 +128,6 @@ class MemberReport:
             seconds=fields.number("seconds"),
             changes=fields.changes("changes"),
             reason=fields.text("reason"),
-            back_to=fields.whole_or_none("back_to"),
             metrics=fields.inner("metrics").numbers(),
             measured=Estimate.read_each(fields, "measured"),
             questions=fields.whole("questions"),

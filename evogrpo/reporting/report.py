@@ -205,7 +205,7 @@ def _member(history: MemberHistory, names: Sequence[str], run: FigureData) -> di
         "values": [_json_value(getattr(first.hyperparameters, name)) for name in names],
         "changes": printable(changes_text(first.changes)),
         "reason": printable(shorten(first.reason, 300)),
-        "source": origin_text(first.parent, first.back_to),
+        "source": origin_text(first.parent),
         "failed": {
             str(result.generation): printable(shorten(result.failed, 300))
             for result in history.results

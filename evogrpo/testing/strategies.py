@@ -17,7 +17,6 @@ from evogrpo.evolution import (
     Fitness,
     Generation,
     History,
-    KeptState,
     Lineage,
     MemberRecord,
     Plan,
@@ -82,14 +81,11 @@ class SimulatedPopulation:
         self.next_index = 100
         self.samples_per_step, self.steps_per_generation = SAMPLES_PER_STEP, STEPS_PER_GENERATION
         self.generations: tuple[Generation, ...] = ()
-        self.kept: tuple[KeptState, ...] = ()
 
     @property
     def history(self) -> History:
         """History of all generations so far."""
-        return History(
-            space=self.space, next_index=self.next_index, generations=self.generations, kept_states=self.kept
-        )
+        return History(space=self.space, next_index=self.next_index, generations=self.generations)
 
     def evaluate(self) -> History:
         """Add a generation with a fitness for each member, and return the history."""
@@ -119,7 +115,6 @@ class SimulatedPopulation:
 
     def apply(self, plan: Plan) -> None:
         """Apply a plan: create children and empty slots."""
-        self.kept = next_kept_states(self.history, plan)
         self.lineage = self.lineage.with_children(plan.children, generation=plan.generation)
         self.members = [
             member if parent is not None else None for parent, member in zip(plan.parents, self.members, strict=True)
@@ -131,30 +126,14 @@ class SimulatedPopulation:
                 parent=child.parent,
                 born=plan.generation,
                 hyperparameters=child.hyperparameters,
-                back_to=child.back_to,
             )
             self.next_index = max(self.next_index, child.index + 1)
         self.samples_per_step = plan.samples_per_step or self.samples_per_step
         self.steps_per_generation = plan.steps_per_generation or self.steps_per_generation
 
 
-def next_kept_states(history: History, plan: Plan) -> tuple[KeptState, ...]:
-    """Return the kept states after a plan has been applied."""
-    new = (history.last.slots[slot] for slot in plan.keep)
-    return (
-        *(kept for kept in history.kept_states if kept.key not in plan.drop),
-        *(
-            KeptState(member=record.member, generation=plan.generation, fitness=record.fitness)
-            for record in new
-            if record.member is not None and record.fitness is not None
-        ),
-    )
-
-
 def source_of(history: History, plan: Plan, child: Child) -> MemberRecord | None:
     """Return the member whose train state a child copies; None for a new member."""
-    if child.back_to is not None:
-        return history.find_kept_state((child.parent or 0, child.back_to)).member
     source = plan.parents[child.slot]
     return None if source is None else history.last.member(source)
 
@@ -285,12 +264,8 @@ class StrategyTestCase(ABC):
             best = history.last.fitness[plan.elite]
             assert best is not None
             assert best.mean == max(healthy)
-            elite_child = next((child for child in plan.children if child.slot == plan.elite), None)
-            if elite_child is not None and elite_child.back_to is not None:
-                earned = history.find_kept_state((elite_child.parent or 0, elite_child.back_to)).fitness
-                assert earned.mean > best.mean  # the best member returned to a better state of its own
-            else:
-                assert (plan.parents[plan.elite] == plan.elite and elite_child is None) == self.keeps_elite
+            replaced = plan.elite in {child.slot for child in plan.children}
+            assert (plan.parents[plan.elite] == plan.elite and not replaced) == self.keeps_elite
 
     def test_group_sizes_divide_the_samples_and_values_stay_in_the_space(self) -> None:
         for history, plan in self.simulated():

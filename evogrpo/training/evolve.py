@@ -20,7 +20,7 @@ from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.forecast import check_memory, kept_size
+from evogrpo.training.forecast import check_memory
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Callback, Trainer
@@ -100,7 +100,7 @@ def evolve(
     planned, shared = Schedule(**schedule), shared_experience(experience)
     measured = FitnessConfig.of(fitness)
     chosen = Tournament() if strategy is None else chosen_strategy(strategy)
-    _check_memory(population, env, planned, chosen, shared, allowed=skip_memory_check)
+    _check_memory(population, env, planned, shared, allowed=skip_memory_check)
     if isinstance(env, SupportsPreflight):
         env.preflight()
     run = Trainer(
@@ -162,7 +162,7 @@ def resume(
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, chosen, saved.experience, allowed=skip_memory_check)
+    _check_memory(population, env, schedule, saved.experience, allowed=skip_memory_check)
     run = Trainer(
         population,
         env,
@@ -184,7 +184,6 @@ def _check_memory(
     population: Population,
     env: GroupEnvironment,
     schedule: Schedule,
-    strategy: Strategy,
     experience: SharedExperience | None,
     *,
     allowed: bool,
@@ -197,7 +196,7 @@ def _check_memory(
     if need is not None:
         banks = population.members.banks
         state = sum(banks.state_tensor(0, name).nbytes for name in banks.state_keys)
-        check_memory(need.with_kept(kept_size(strategy, len(population), state)), allowed=allowed)
+        check_memory(need.with_copies(len(population) * state), allowed=allowed)
 
 
 def _shown(run: Trainer, console: Console | None) -> Run:

@@ -8,7 +8,6 @@ from typing import Self
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
-from evogrpo.evolution.strategies import Strategy
 from evogrpo.models.devices import device_memory
 from evogrpo.text import count_text, pluralize
 from evogrpo.training.configuration.sections import AnyConfig
@@ -121,20 +120,9 @@ class Need:
         """Bytes of all processes on the device."""
         return self.processes * self.size
 
-    def with_kept(self, size: int) -> Self:
-        """Return the memory with copies of train states of so many bytes, in CPU memory."""
+    def with_copies(self, size: int) -> Self:
+        """Return the memory with the copies of train states before a learning step, which are in CPU memory."""
         return self if self.device != "cpu" else replace(self, size=self.size + size)
-
-
-def kept_size(strategy: Strategy, members: int, state: int) -> int:
-    """Return the bytes of copied train states: those before a learning step, and those that a strategy may keep.
-
-    Args:
-        strategy: Keeps at most one state per member if its attribute `backtrack` is True.
-        members: Number of members.
-        state: Bytes of one train state.
-    """
-    return members * state * (2 if getattr(strategy, "backtrack", False) is True else 1)
 
 
 def sharing(device: str) -> int:

@@ -131,7 +131,7 @@ class StoredRun:
             if run_state.members != len(population):
                 raise ValueError(f"its {len(population)} members are not the {run_state.members} that it counts")
             run_state.history = list(self.run_state.history)
-            run_state.load_tensors(progress, self.tensors, population.members.banks)
+            run_state.load_tensors(self.tensors, population.members.banks)
         return population, run_state
 
 

@@ -95,7 +95,6 @@ def test_inspect_attributes_returns_constructor_arguments_and_state(agent):
     everything = GRPO.inspect_attributes(agent)
     assert set(everything) - set(arguments) == {
         "slot",
-        "back_to",
         "parent",
         "born",
         "fitness",

@@ -56,10 +56,10 @@ def agents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return run directories whose checkpoints hold kept states, finalists and births."""
+    """Return run directories whose checkpoints hold finalists and births."""
     folders = {name: tmp_path_factory.mktemp(name) / "run" for name in ("networks", "language")}
     way = {"fitness": {"second_set": 4, "finalists": 2}, "env": cart_pole(validation_size=10), "generations": 2}
-    finish(step_run(folders["networks"], strategy=Tournament(z=0.0, backtrack=True), **way))
+    finish(step_run(folders["networks"], strategy=Tournament(z=0.0), **way))
     finish(tiny_run(folders["language"], generations=2))
     return folders
 
@@ -134,11 +134,11 @@ def test_commands_report_forged_records(runs, tmp_path, capsys):
 
 
 def test_invalid_tensors_raise(runs, tmp_path):
-    """Of members, kept states and finalists."""
+    """Of members and finalists."""
     given = {"env": cart_pole(validation_size=10), "progress": False}
     tensors = load_file(generation_folder(runs["networks"], 2) / "population.safetensors")
     firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
-    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:", "finalist:", "kept"]
+    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "best:", "finalist"]
     wrong = {
         "halved": lambda t: t[: len(t) // 2].clone(),
         "double": lambda t: t.double(),

@@ -32,7 +32,7 @@ from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tin
 def networks(folder: Path) -> Trainer:
     """Small networks whose architectures evolve, with a second set for finalists."""
     fitness = FitnessConfig(second_set=2, finalists=2)
-    return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0, backtrack=True))
+    return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0))
 
 
 def halving(folder: Path) -> Trainer:

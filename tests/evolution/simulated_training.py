@@ -19,11 +19,9 @@ import numpy as np
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import (
-    Child,
     Fitness,
     Generation,
     History,
-    KeptState,
     MemberRecord,
     Plan,
     SlotRecord,
@@ -31,7 +29,6 @@ from evogrpo.evolution import (
     spread_founders,
 )
 from evogrpo.randomness import generator
-from evogrpo.testing.strategies import next_kept_states
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
 SAMPLES = 64
@@ -102,8 +99,6 @@ class Simulation:
         self.next_index = len(founders)
         self.skill = dict.fromkeys(range(len(founders)), 0.0)
         self.generations: tuple[Generation, ...] = ()
-        self.kept: tuple[KeptState, ...] = ()
-        self.kept_skill: dict[tuple[int, int], float] = {}
         self.samples, self.steps = SAMPLES, 4
         self.plans: list[Plan] = []
 
@@ -141,9 +136,7 @@ class Simulation:
     @property
     def history(self) -> History:
         """History for the strategy."""
-        return History(
-            space=self.space, next_index=self.next_index, generations=self.generations, kept_states=self.kept
-        )
+        return History(space=self.space, next_index=self.next_index, generations=self.generations)
 
     def score(self, index: int) -> float:
         """Return a member's score without noise."""
@@ -164,12 +157,8 @@ class Simulation:
 
     def apply(self, plan: Plan) -> None:
         """Apply a plan."""
-        history = self.history
-        plan.check(history)
+        plan.check(self.history)
         self.plans.append(plan)
-        for slot in plan.keep:
-            index = history.last.member(slot).index
-            self.kept_skill[index, plan.generation] = self.skill[index]
         self.members = [
             None if parent is None else member for parent, member in zip(plan.parents, self.members, strict=True)
         ]
@@ -180,18 +169,11 @@ class Simulation:
                 parent=child.parent,
                 born=plan.generation,
                 hyperparameters=child.hyperparameters,
-                back_to=child.back_to,
             )
-            self.skill[child.index] = self._inherited(child)
+            self.skill[child.index] = 0.0 if child.parent is None else self.skill[child.parent]
             self.next_index = child.index + 1
-        self.kept = next_kept_states(history, plan)
         self.samples = plan.samples_per_step or self.samples
         self.steps = plan.steps_per_generation or self.steps
-
-    def _inherited(self, child: Child) -> float:
-        if child.parent is None:
-            return 0.0
-        return self.skill[child.parent] if child.back_to is None else self.kept_skill[child.parent, child.back_to]
 
     @property
     def elite(self) -> MemberRecord:

@@ -16,11 +16,6 @@ class TestMultiFrequency(StrategyTestCase):
         return MultiFrequency(intervals=(1, 3))
 
 
-class TestMultiFrequencyThatGoesBack(StrategyTestCase):
-    def make_strategy(self):
-        return MultiFrequency(intervals=(1, 2, 5), backtrack=True)
-
-
 def ranked(life, order):
     """Return a history whose newest generation ranks these slots, the best first."""
     history = life.evaluate()
@@ -117,7 +112,6 @@ def test_sub_populations_follow_from_member_indices(size, groups):
         ({"intervals": [1, 1]}, "intervals must"),
         ({"intervals": [0, 1]}, "each of intervals must"),
         ({"mutation": None}, "mutation must be"),
-        ({"backtrack": "no"}, "backtrack must be True or False"),
     ],
 )
 def test_invalid_settings_are_refused(settings, rule):

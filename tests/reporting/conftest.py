@@ -122,7 +122,7 @@ def write_fake_run(
                     {**{name: member[name] for name in member if name != "skill"},
                      "fitness": None if failed else mean, "standard_error": None if failed else error,
                      "failed": "loss became NaN in step 12" if failed else None, "tokens": 51_200,
-                     "seconds": 21.5, "metrics": {}, "back_to": None, "questions": 128, "evaluation": COST,
+                     "seconds": 21.5, "metrics": {}, "questions": 128, "evaluation": COST,
                      "measured": {} if failed else {"greedy": {"fitness": mean, "standard_error": error}}}
                 )  # fmt: skip
             healthy = [result for result in results if result["fitness"] is not None]

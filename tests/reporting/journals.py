@@ -22,7 +22,6 @@ def member(slot, index, parent=None, fitness=0.5, **others):
         "seconds": 1.5,
         "changes": {},
         "reason": "kept",
-        "back_to": None,
         "metrics": {},
         "measured": {} if fitness is None else {"greedy": {"fitness": fitness, "standard_error": 0.1}},
         "questions": 64,

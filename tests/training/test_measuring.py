@@ -10,7 +10,6 @@ from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.rollout.evaluation import evaluate_questions, measure_fitness
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.evolution import Fitness, FitnessConfig
-from evogrpo.evolution.history import KeptState
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import FinalistsReport
@@ -20,7 +19,7 @@ from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.best_tracker import winner
 from evogrpo.training.loop.evaluation import candidates
-from evogrpo.training.loop.run_state import best_agent
+from evogrpo.training.loop.run_state import Best, best_agent
 from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
@@ -396,19 +395,19 @@ def test_finalists_are_evaluated_on_a_second_set_and_the_best_is_saved(way, tmp_
     assert summary.finalists == report
     told = best_member(summary.generations)
     assert (told.index, told.generation) == (report.index, report.generation)
-    stored = open_run(tmp_path / "run")
-    _, progress = stored.restore()
+    saved = open_run(tmp_path / "run")
+    _, progress = saved.restore()
     assert progress.best.second == run.run_state.best.second
-    assert progress.finalists.seen == run.run_state.finalists.seen
-    for key in (each.key for each in progress.finalists.seen):
-        assert equal_states(progress.finalists.state(key), run.run_state.finalists.state(key))
+    for stored, before in zip(progress.finalists, run.run_state.finalists, strict=True):
+        assert stored.to_json() == before.to_json()
+        assert equal_states(stored.state, before.state)
 
 
 def test_a_lucky_finalist_does_not_stay_the_best():
     lucky, good = Fitness.from_scores([1.0, 1.0, 1.0, 1.0]), Fitness.from_scores([0.9, 0.9, 0.9, 0.9])
     birth = step_population(1).agents[0].record()
     finalists = [
-        KeptState(member=birth, generation=number, fitness=each) for number, each in enumerate((lucky, good), 1)
+        Best(member=birth, generation=number, fitness=each, state={}) for number, each in enumerate((lucky, good), 1)
     ]
     second = [Fitness.from_scores([0.2] * 8), Fitness.from_scores([0.8] * 8)]
     assert winner(finalists, second, pooled=True) == winner(finalists, second, pooled=False) == 1

@@ -6,15 +6,13 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, Tournament, evolve
+from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
-from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.forecast import Need, bytes_text, check_memory, kept_size, state_size
+from evogrpo.training.forecast import Need, bytes_text, check_memory, state_size
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
+from evogrpo.training.task_types.registry import TASK_TYPES
 from tests.tiny_training import tiny_env, tiny_population
-from tests.training import test_task_types
 
 GIGABYTE = 10**9
 
@@ -113,25 +111,11 @@ def test_language_models_are_checked_in_python(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_kept_states_count():
-    """As many as members, each of weights and two moments: 12 bytes a parameter."""
-    plain = Tournament()
-    assert kept_size(plain, 8, state_size(1000)) == 8 * 12_000
-    assert kept_size(replace(plain, backtrack=True), 8, state_size(1000)) == 2 * 8 * 12_000
+def test_copies_of_train_states_count():
+    assert state_size(1000) == 12_000  # weights and two moments, in float32
     need = Need(size=10, device="cpu", savings="")
-    assert need.with_kept(5).size == 15
-    assert replace(need, device="cuda").with_kept(5).size == 10  # they are in the CPU's memory
-
-
-@pytest.mark.parametrize("case", [test_task_types.TestLanguage, test_task_types.TestNetworks, test_task_types.TestTeam])
-def test_forecasts_count_kept_states(case, tmp_path):
-    values = case().values(tmp_path)
-    needs = []
-    for backtrack in (False, True):
-        config = parse_config(values | {"strategy": {"name": "tournament", "backtrack": backtrack}})
-        needs.append(task_type_of(config.task).prepare(config).forecast().need.size)
-    assert needs[1] > needs[0]
-    assert (needs[1] - needs[0]) % (2 * 12) == 0  # two members, 12 bytes a parameter
+    assert need.with_copies(5).size == 15
+    assert replace(need, device="cuda").with_copies(5).size == 10  # they are in the CPU's memory
 
 
 @pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2), ({"learn_from": "leader"}, 1)])

@@ -15,7 +15,6 @@ from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.replay import HyperparameterSchedule
 from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving
-from tests.strategies.returning import Returning
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import events_of, finish, tiny_run
 
@@ -215,36 +214,6 @@ def test_later_training_of_an_ancestor_is_excluded():
     found = best_schedule([RUN, one, two, three])
     assert found.member.index == 2
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
-
-
-def test_a_restored_state_follows_its_own_schedule():
-    events = [
-        RUN,
-        generation(1, member(0, 0, fitness=0.5, **at(1e-3)), member(1, 1, **at(1e-4)), step=2),
-        generation(2, member(0, 0, fitness=0.4, **at(1e-3)), member(1, 1, **at(1e-4)), step=5),
-        generation(3, member(0, 0, fitness=0.3, **at(1e-3)), member(1, 1, **at(1e-4)), step=9),
-        generation(4, member(0, 2, 0, 0.9, back_to=1, **at(5e-4)), member(1, 1, **at(1e-4)), best=2, step=14),
-    ]
-    found = best_schedule(events)
-    assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (2,)), (5e-4, (5,))]
-
-
-def test_a_run_with_backtracking_is_replayed(tmp_path):
-    finish(step_run(tmp_path / "run", size=2, strategy=Returning(), options=SPREAD, generations=5))
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    ends = [0, *(event["step"] for event in latest_generations(events))]
-    winner = best_schedule(events).member
-    lived = [each for event in latest_generations(events) for each in event["members"] if each["index"] == winner.index]
-    steps, generation_, first = 0, winner.generation, lived[0]
-    while first is not None:
-        born = first["born"]
-        steps += ends[generation_] - ends[born]
-        parent, generation_ = first["parent"], first.get("back_to") or born
-        first = next(
-            (each for event in latest_generations(events) for each in event["members"] if each["index"] == parent), None
-        )
-    assert sum(stage.steps for stage in HyperparameterSchedule.read(tmp_path / "run").stages) == steps
-    assert any(each.get("back_to") for event in latest_generations(events) for each in event["members"])
 
 
 def test_samples_per_member_are_part_of_the_schedule():

@@ -12,7 +12,7 @@ from tests.tiny_training import equal_states, events_of, final_states, finish
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Tournament(z=0.0, backtrack=True),
+        lambda: Tournament(z=0.0),
         lambda: MultiFrequency(intervals=(1, 2)),
         SuccessiveHalving,
         lambda: Narrowing(every=1, z=0.0),

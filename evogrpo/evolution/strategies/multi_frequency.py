@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from evogrpo.config.checks import flag, names_unknown, whole_between
+from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution.backtracking import apply_backtracking
 from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan, parent_of
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
@@ -40,8 +39,6 @@ class MultiFrequency(Stateless):
     Attributes:
         intervals: Generations between selections, in ascending order, usually starting with 1.
         mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, or your own callable.
-        backtrack: Return collapsed members to the best earlier state of their lineage; see
-            `evogrpo.evolution.backtracking`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -53,7 +50,6 @@ class MultiFrequency(Stateless):
 
     intervals: Sequence[int] = (1, 4)
     mutation: Perturbation = field(default_factory=Mutation)
-    backtrack: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.intervals, str) or not isinstance(self.intervals, Sequence) or not self.intervals:
@@ -63,7 +59,6 @@ class MultiFrequency(Stateless):
             raise ValueError(f"intervals must be in ascending order, got {list(intervals)}")
         object.__setattr__(self, "intervals", intervals)
         check_perturbation(self.mutation)
-        flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Evolve the sub-populations whose interval has ended; failed members are always replaced."""
@@ -80,17 +75,14 @@ class MultiFrequency(Stateless):
                     choices[slot] = selected[slot]
             if ready[position]:
                 hosts |= self._migrants(history, groups, position, choices)
-        states = apply_backtracking(history, choices, allowed=self.backtrack)
         draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(states.choices):
-            parent = parent_of(history, choice)
-            if parent is None or choice.parent == slot:
-                continue
-            draws[slot] = proposals(self.mutation, history, parent, space)
-            if slot in hosts and choice.kept_state is None:
+        for slot, choice in enumerate(choices):
+            if slot in hosts:
                 host = hosts[slot]
                 draws[slot] = _unless_taken(host.hyperparameters, proposals(self.mutation, history, host, space))
-        return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
+            elif choice.parent is not None and choice.parent != slot:
+                draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
+        return Plan.from_choices(history, choices, draws, rng=rng)
 
     def _groups(self, history: History) -> list[list[int]]:
         """Return the slots of each sub-population."""

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
-from evogrpo.evolution.backtracking import apply_backtracking
 from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan, parent_of
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, best_slot, has_stagnated, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 
@@ -29,8 +28,6 @@ class Tournament(Stateless):
         z: Standard errors of the paired difference that a challenger must lead by; 0 accepts any lead.
         mutation: Maps the hyperparameters of a parent to those of a child: a `Mutation`, your own callable (see
             `evogrpo.evolution.Perturbation`), or None for exact clones, as in `SelectionOnly`.
-        backtrack: Return collapsed members, the best included, to the best earlier state of their lineage; see
-            `evogrpo.evolution.backtracking`.
         explore_when_stuck: Mutate all but the best in place if no member improved.
 
     Raises:
@@ -41,7 +38,6 @@ class Tournament(Stateless):
     elitism: bool = True
     z: float = 1.0
     mutation: Perturbation | None = field(default_factory=Mutation)
-    backtrack: bool = False
     explore_when_stuck: bool = True
 
     def __post_init__(self) -> None:
@@ -49,7 +45,7 @@ class Tournament(Stateless):
         object.__setattr__(self, "z", finite_number("z", self.z))
         if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
-        for name in ("elitism", "backtrack", "explore_when_stuck"):
+        for name in ("elitism", "explore_when_stuck"):
             flag(name, getattr(self, name))
         if self.mutation is not None:
             check_perturbation(self.mutation)
@@ -73,11 +69,9 @@ class Tournament(Stateless):
             for slot in last.ranked[1:]:
                 if choices[slot].parent == slot:
                     choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
-        states = apply_backtracking(history, choices, allowed=self.backtrack)
         draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(states.choices):
-            parent = parent_of(history, choice)
+        for slot, choice in enumerate(choices):
             is_new = choice.parent != slot or choice.reason.startswith("mutated")
-            if self.mutation is not None and parent is not None and is_new:
-                draws[slot] = proposals(self.mutation, history, parent, space)
-        return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
+            if self.mutation is not None and choice.parent is not None and is_new:
+                draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
+        return Plan.from_choices(history, choices, draws, rng=rng)

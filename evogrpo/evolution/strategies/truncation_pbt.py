@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evogrpo.config.checks import finite_number, flag, names_unknown
+from evogrpo.config.checks import finite_number, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution.backtracking import apply_backtracking
 from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import checked_share, mutate, neighbour, other_choice, uniform_value
-from evogrpo.evolution.plan import Plan, parent_of
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
@@ -33,8 +32,6 @@ class TruncationPBT(Stateless):
         factors: Two factors for numbers, chosen with equal probability: one above 1, one between 0 and 1. The `factor`
             of an `RLParameter` takes precedence.
         mutation: Replaces resampling and factors: a `Mutation`, or your own callable.
-        backtrack: Return collapsed members to the best earlier state of their lineage; see
-            `evogrpo.evolution.backtracking`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -48,7 +45,6 @@ class TruncationPBT(Stateless):
     resample: float = 0.25
     factors: Sequence[float] = (1.2, 0.8)
     mutation: Perturbation | None = None
-    backtrack: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
@@ -65,19 +61,17 @@ class TruncationPBT(Stateless):
         object.__setattr__(self, "factors", factors)
         if self.mutation is not None:
             check_perturbation(self.mutation)
-        flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        states = apply_backtracking(history, truncation_selection(last, self.quantile, rng), allowed=self.backtrack)
+        choices = truncation_selection(last, self.quantile, rng)
         draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(states.choices):
-            parent = parent_of(history, choice)
-            if parent is not None and choice.parent != slot:
-                draws[slot] = proposals(self.mutation or self._explore, history, parent, space)
-        return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
+        for slot, choice in enumerate(choices):
+            if choice.parent is not None and choice.parent != slot:
+                draws[slot] = proposals(self.mutation or self._explore, history, last.member(choice.parent), space)
+        return Plan.from_choices(history, choices, draws, rng=rng)
 
     def _explore(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator

@@ -127,8 +127,7 @@ function drawLife(chart, node, px, y, first, later) {
   const best = node.until !== null ? "best" : "", lives = end(node) === run.last;
   rowOf.set(node.i, y);
   const source = node.above !== null && [px(node.from[1]), rowOf.get(node.above)];
-  const back = source && source[0] < from; // it started from an earlier kept state
-  if (source && (first || back)) path(chart, member, [source, [source[0], y], [from, y]], best);
+  if (source && first) path(chart, member, [source, [source[0], y], [from, y]], best);
   path(chart, member, [[from, y], [to, y]], best);
   if (!lives && node.heir === null) path(chart, member, [[to, y - 4], [to, y + 4]]);
   later.push(() => {

@@ -192,9 +192,8 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
         notes.append(("★" if short else "★ best so far") if kept else "best" if short else "best of this generation")
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
-        brief = "new" if member.back_to is None else "back"
         # The lines on selection below the table also show the changes.
-        notes.append(brief if short else f"{origin_text(member.parent, member.back_to)}{f': {moves}' if moves else ''}")
+        notes.append("new" if short else f"{origin_text(member.parent)}{f': {moves}' if moves else ''}")
     if member.metrics.get(EQUAL_GROUPS) == 1.0:
         notes.append("equal" if short else "rewards equal in all groups")
     return Text((" " if short else " · ").join(notes))
@@ -229,9 +228,7 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         lines.append(Text(f"selection: {counts} samples per step from here on, slot by slot", "cyan"))
     for child in plan.children:
         gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
-        article = "" if child.back_to is not None else "a "
-        origin = f"{article}{origin_text(child.parent, child.back_to)}"
-        line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", {origin}")
+        line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", a {origin_text(child.parent)}")
         changes = changes_text(child.changes)
         same = "" if child.parent is None else ", unchanged"
         lines.append(line.append(f" with {changes}" if changes else same))

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from evogrpo.algorithms.population import Population
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, ahead
-from evogrpo.evolution.history import KeptState
 from evogrpo.reporting.results import Finalist, FinalistsReport
 from evogrpo.reporting.step_records import EvaluationCost
 from evogrpo.training.loop.evaluation import Measured
@@ -20,7 +20,7 @@ def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
     return tuple(range(size - config.second_set, size))
 
 
-def winner(finalists: Sequence[KeptState], second: Sequence[Fitness], *, pooled: bool) -> int:
+def winner(finalists: Sequence[Best], second: Sequence[Fitness], *, pooled: bool) -> int:
     """Return the position of the best finalist.
 
     Args:
@@ -53,16 +53,19 @@ def update_best(
     by = config.validation_measure if config.uses_validation else config.selection_measure
     fitness = {slot: each.by[by] for slot, each in measured.items() if by in each.by}
     slot = min(fitness, key=lambda slot: (-fitness[slot].mean, slot))
-    kept = KeptState(member=population.agents[slot].record(), generation=run_state.generation, fitness=fitness[slot])
-    state = population.members.banks.state(slot)
-    if run_state.best is None or ahead(kept.fitness, run_state.best.fitness):
-        run_state.best = Best(**vars(kept), state=state)
+    best = Best(
+        member=population.agents[slot].record(),
+        generation=run_state.generation,
+        fitness=fitness[slot],
+        state=population.members.banks.snapshot([slot])[slot],
+    )
+    if run_state.best is None or ahead(best.fitness, run_state.best.fitness):
+        run_state.best = best
     if config.second_set:
         finalists = run_state.finalists
-        finalists.keep(kept, state)
+        finalists.append(best)
         if len(finalists) > config.finalists:
-            worst = min(finalists.seen, key=lambda each: (each.fitness.mean, -each.generation))
-            finalists.drop([worst.key])
+            finalists.remove(min(finalists, key=lambda each: (each.fitness.mean, -each.generation)))
     return slot
 
 
@@ -77,18 +80,17 @@ def choose_finalist(
         second: Fitness of the finalists on the second set.
         cost: Cost of that evaluation.
     """
-    finalists = run_state.finalists.seen
+    finalists = run_state.finalists
     place = winner(finalists, second, pooled=config.uses_validation)
-    best = finalists[place]
-    run_state.best = Best(**vars(best), state=run_state.finalists.state(best.key), second=second[place])
+    run_state.best = best = replace(finalists[place], second=second[place])
     run_state.finalists_generation = run_state.generation
     return FinalistsReport(
         questions=len(second[place].scores),
-        index=best.member.index,
+        index=best.index,
         generation=best.generation,
         finalists=tuple(
             Finalist(
-                index=each.member.index,
+                index=each.index,
                 generation=each.generation,
                 chosen=estimate(each.fitness),
                 second=estimate(again),

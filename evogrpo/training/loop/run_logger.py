@@ -259,7 +259,7 @@ def generation_report(
         timesteps=run_state.timesteps if population.plays else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         evaluation=run_state.evaluation,
-        best_ever=None if run_state.best is None else run_state.best.key,
+        best_ever=None if run_state.best is None else (run_state.best.index, run_state.best.generation),
         samples_per_step=run_state.samples_per_step,
         steps_per_generation=run_state.steps_per_generation,
     )
@@ -281,7 +281,6 @@ def _member_report(agent: Agent, birth: Birth, run_state: RunState, measured: Me
         seconds=run_state.member_seconds[agent.slot],
         changes=birth.changes,
         reason=birth.reason,
-        back_to=agent.back_to,
         metrics={name: total / count for name, (total, count) in run_state.metrics[agent.slot].items()},
         measured={name: estimate(fitness) for name, fitness in measured.by.items()},
         questions=measured.questions,

@@ -7,27 +7,31 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.algorithms.policies.banks import Banks
-from evogrpo.algorithms.population import KeptStates, Population
+from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_STEPS, declared_fields, whole_between
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation, KeptState
+from evogrpo.evolution.history import Generation
+from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.reporting.records import TestReport
 from evogrpo.reporting.step_records import EvaluationCost, Example
 
-FINALISTS, BEST = "finalist: ", "best: "
-"""Prefixes of tensors in a checkpoint."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Best(KeptState):
-    """Best member so far, as it was when it earned its fitness.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Best:
+    """Best member of a generation or of the run, as it was when it earned its fitness.
 
     Attributes:
-        state: Its train state.
+        member: The member, with its hyperparameters at that time.
+        generation: Generation whose evaluation gave the fitness.
+        fitness: Its fitness.
+        state: Its train state, in CPU memory.
         second: Its fitness on the second set; None before the finalists were evaluated.
     """
 
+    member: MemberRecord
+    generation: int
+    fitness: Fitness
     state: Mapping[str, Tensor]
     second: Fitness | None = None
 
@@ -36,12 +40,32 @@ class Best(KeptState):
         """Index of the member."""
         return self.member.index
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values, without the train state."""
+        return {
+            "member": self.member.to_json(),
+            "generation": self.generation,
+            "fitness": self.fitness.to_json(),
+            "second": None if self.second is None else self.second.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned, with an empty train state."""
+        built = {
+            "member": MemberRecord.from_json(values["member"]),
+            "fitness": Fitness.from_json(values["fitness"]),
+            "state": {},
+            "second": None if values["second"] is None else Fitness.from_json(values["second"]),
+        }
+        return cls(**declared_fields(cls, {**values, **built}))
+
 
 def best_agent(population: Population, best: Best) -> Any:
     """Return the best member as an agent of its own, with the train state that earned its fitness."""
     member = best.member
     agent = population.agents[0].copy_with_state(best.state, index=member.index)
-    agent.parent, agent.born, agent.back_to = member.parent, member.born, member.back_to
+    agent.parent, agent.born = member.parent, member.born
     agent.hyperparameters, agent.fitness = member.hyperparameters, best.fitness
     agent.failed, agent.retired, agent.steps = None, False, 0
     return agent
@@ -109,7 +133,7 @@ class RunState:
     evaluation_tokens: int = 0
     evaluation_seconds: float = 0.0
     rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
-    finalists: KeptStates = field(default_factory=KeptStates)
+    finalists: list[Best] = field(default_factory=list)
     finalists_generation: int = 0
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
@@ -192,43 +216,36 @@ class RunState:
         """Return plain JSON values, without tensors and without the history, which is in the journal."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
-        values["finalists"] = self.finalists.to_json()
+        values["finalists"] = [each.to_json() for each in self.finalists]
         values["examples"] = [example.to_json() for example in self.examples]
         for name in ("baseline", "best", "tested"):
             values[name] = None if values[name] is None else values[name].to_json()
-        second = None if self.best is None else self.best.second
-        return {**values, "second": None if second is None else second.to_json()}
+        return values
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the finalists and of the best member, with their names in a checkpoint."""
-        best = KeptStates()
-        if self.best is not None:
-            best.keep(self.best, self.best.state)
-        for prefix, states in ((FINALISTS, self.finalists), (BEST, best)):
-            yield from ((f"{prefix}{name}", tensor) for name, tensor in states.tensors())
+        for prefix, best in self._prefixed():
+            yield from ((f"{prefix}{part}", tensor) for part, tensor in best.state.items())
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from what `to_json` returned; `load_tensors` and the history complete it."""
-        plain = {name: value for name, value in values.items() if name not in ("finalists", "second")}
+        plain = dict(values)
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
         plain["rollouts"] = [[(step, place, score) for step, place, score in slot] for slot in plain["rollouts"]]
         plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
         plain["tested"] = None if plain["tested"] is None else TestReport.from_json(plain["tested"])
-        if plain["best"] is not None:
-            second = values["second"]
-            kept, second = KeptState.from_json(plain["best"]), None if second is None else Fitness.from_json(second)
-            plain["best"] = Best(**vars(kept), state={}, second=second)
+        plain["finalists"] = [Best.from_json(each) for each in plain["finalists"]]
+        plain["best"] = None if plain["best"] is None else Best.from_json(plain["best"])
         run_state = cls(**declared_fields(cls, plain))
         run_state.check_stored()
         return run_state
 
-    def load_tensors(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], banks: Banks) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor], banks: Banks) -> None:
         """Load what `tensors` yielded.
 
         Args:
-            values: What `to_json` returned.
             tensors: All tensors of the checkpoint, by name.
             banks: Banks that validate the states; unchanged afterwards.
 
@@ -236,14 +253,21 @@ class RunState:
             KeyError: If a tensor is missing.
             ValueError: If a state does not fit the banks.
         """
-
-        def states(prefix: str, records: list[Mapping[str, Any]]) -> KeptStates:
-            named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            return KeptStates.restored(records, named, banks)
-
-        self.finalists = states(FINALISTS, values["finalists"])
+        held, loaded = banks.state(0), []
+        for prefix, best in self._prefixed():
+            state = {part: tensors[f"{prefix}{part}"] for part in banks.state_keys}
+            banks.load_state(0, state)
+            loaded.append(replace(best, state=state))
+        banks.load_state(0, held)
         if self.best is not None:
-            self.best = replace(self.best, state=states(BEST, [values["best"]]).state(self.best.key))
+            self.best = loaded.pop()
+        self.finalists = loaded
+
+    def _prefixed(self) -> Iterator[tuple[str, Best]]:
+        """Yield the finalists and then the best member, with the prefixes of their tensors in a checkpoint."""
+        yield from ((f"finalist {place}: ", each) for place, each in enumerate(self.finalists))
+        if self.best is not None:
+            yield "best: ", self.best
 
     def check_stored(self) -> None:
         """Raise ValueError for counts that are impossible or do not match the number of slots."""

@@ -466,7 +466,7 @@ class Trainer:
         self._set_progress()
         with self.stop_request.interruptible():
             second, tokens = self.population.earned_by(
-                [finalists.state(each.key) for each in finalists.seen],
+                [each.state for each in finalists],
                 self.env,
                 "validation",
                 questions=second_set(self.env, self.fitness),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -26,7 +26,6 @@ from evogrpo.training.forecast import (
     Rounds,
     bytes_text,
     gigabytes,
-    kept_size,
     possible,
     samples_row,
     sharing,
@@ -47,14 +46,14 @@ class Memory:
         members: Adapters and AdamW moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: KV cache, with the copy made when it grows.
-        kept: Copies of train states, in CPU memory.
+        copies: Copies of train states before a learning step, in CPU memory.
     """
 
     base: int
     members: int
     learning: int
     sampling: int
-    kept: int = 0
+    copies: int
 
     @property
     def total(self) -> int:
@@ -100,7 +99,7 @@ class LanguageForecast:
     def need(self) -> Need:
         """Peak memory."""
         memory = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
-        return memory.with_kept(self.memory.kept)
+        return memory.with_copies(self.memory.copies)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the rows of the plan."""
@@ -170,20 +169,17 @@ def make_forecast(
         tokens=None if rounds.learning_steps is None else rounds.learning_steps * per_step,
         parameters=sum(parameter.numel() for parameter in outline.parameters()),
         adapter_parameters=adapter,
-        memory=replace(
-            peak_memory(
-                outline,
-                agent=config.agent,
-                members=config.population.size,
-                samples=samples,
-                validation=rounds.validation,
-                adapter=adapter,
-                longest=longest,
-                precision=precision,
-                base=held_bytes(outline, config.precision, precision, parts),
-                device=device,
-            ),
-            kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
+        memory=peak_memory(
+            outline,
+            agent=config.agent,
+            members=config.population.size,
+            samples=samples,
+            validation=rounds.validation,
+            adapter=adapter,
+            longest=longest,
+            precision=precision,
+            base=held_bytes(outline, config.precision, precision, parts),
+            device=device,
         ),
         device=device,
         processes=sharing(device),
@@ -273,6 +269,7 @@ def peak_memory(
         learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
         + members * adapter * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
+        copies=members * state_size(adapter),
     )
 
 
@@ -286,12 +283,12 @@ def _micro_batch_text(tokens: int | None, device: str) -> str:
 
 def _memory_row(memory: Memory, size: int) -> str:
     """Describe the estimated peak memory and its parts."""
-    kept_states = f", and {gigabytes(memory.kept)} of copies of train states in CPU memory" if memory.kept else ""
     return (
         f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
         f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
         f"{gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
-        f"{gigabytes(memory.sampling)} (KV cache){kept_states}; without Python and its libraries"
+        f"{gigabytes(memory.sampling)} (KV cache), and {gigabytes(memory.copies)} of copies of train states in CPU "
+        f"memory; without Python and its libraries"
     )
 
 

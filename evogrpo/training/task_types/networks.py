@@ -33,7 +33,6 @@ from evogrpo.training.forecast import (
     Need,
     Rounds,
     gigabytes,
-    kept_size,
     limited,
     possible,
     samples_row,
@@ -235,7 +234,7 @@ class PreparedNetworks:
                 for policy, spec in self.mapping.specs.items()
             },
             parameters=self.parameters,
-            need=need.with_kept(kept_size(config.strategy, members, state_size(self.parameters))),
+            need=need.with_copies(members * state_size(self.parameters)),
         )
 
     def population(self) -> Population:
