@@ -41,6 +41,7 @@ from evogrpo.algorithms.rollout.requests import (
     RolloutBatch,
     SamplingRequest,
 )
+from evogrpo.config.checks import whole_between
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
 from evogrpo.distributed import Processes
@@ -485,5 +486,5 @@ class LanguagePolicySet:
             device=choose_device(accelerator, device),
             autocast=autocast_context(accelerator),
         )
-        members.bank.micro_batch_tokens = record["micro_batch_tokens"]
+        members.bank.micro_batch_tokens = whole_between("micro_batch_tokens", record["micro_batch_tokens"], 1)
         return members
