@@ -194,9 +194,7 @@ def _check_memory(
     population.check(env)
     need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
     if need is not None:
-        banks = population.members.banks
-        state = sum(banks.state_tensor(0, name).nbytes for name in banks.state_keys)
-        check_memory(need.with_copies(len(population) * state), allowed=allowed)
+        check_memory(need, allowed=allowed)
 
 
 def _shown(run: Trainer, console: Console | None) -> Run:

@@ -2,8 +2,7 @@
 
 import socket
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment
@@ -120,10 +119,6 @@ class Need:
         """Bytes of all processes on the device."""
         return self.processes * self.size
 
-    def with_copies(self, size: int) -> Self:
-        """Return the memory with the copies of train states before a learning step, which are in CPU memory."""
-        return self if self.device != "cpu" else replace(self, size=self.size + size)
-
 
 def sharing(device: str) -> int:
     """Return the largest number of processes that share one device's memory. A collective.
@@ -133,11 +128,6 @@ def sharing(device: str) -> int:
     """
     place = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
     return max(Counter(processes().all_gather(place)).values())
-
-
-def state_size(parameters: int) -> int:
-    """Return the bytes of a member's weights and of AdamW's two moments, in float32."""
-    return 3 * 4 * parameters
 
 
 def check_memory(need: Need, *, allowed: bool = False, remedy: str = "skip_memory_check=True") -> str:

@@ -1,7 +1,5 @@
 """Memory estimates and limits."""
 
-from dataclasses import replace
-
 import gymnasium
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
-from evogrpo.training.forecast import Need, bytes_text, check_memory, state_size
+from evogrpo.training.forecast import Need, bytes_text, check_memory
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES
 from tests.tiny_training import tiny_env, tiny_population
@@ -109,13 +107,6 @@ def test_language_models_are_checked_in_python(tmp_path):
     with pytest.raises(ValueError, match=r"agent\.micro_batch_tokens"):
         evolve(population, tiny_env(), generations=1, samples_per_step=8, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_copies_of_train_states_count():
-    assert state_size(1000) == 12_000  # weights and two moments, in float32
-    need = Need(size=10, device="cpu", savings="")
-    assert need.with_copies(5).size == 15
-    assert replace(need, device="cuda").with_copies(5).size == 10  # they are in the CPU's memory
 
 
 @pytest.mark.parametrize(("experience", "others"), [("own", 0), ("shared", 2), ({"learn_from": "leader"}, 1)])

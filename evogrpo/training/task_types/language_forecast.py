@@ -29,7 +29,6 @@ from evogrpo.training.forecast import (
     possible,
     samples_row,
     sharing,
-    state_size,
 )
 
 FLOAT = 4  # bytes of a float32
@@ -43,17 +42,16 @@ class Memory:
 
     Attributes:
         base: Weights of the frozen base model on one rank.
-        members: Adapters and AdamW moments of all members, one gradient and the common first adapter.
+        members: Adapters and AdamW moments of all members, their copies before a learning step, one gradient and the
+            common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: KV cache, with the copy made when it grows.
-        copies: Copies of train states before a learning step, in CPU memory.
     """
 
     base: int
     members: int
     learning: int
     sampling: int
-    copies: int
 
     @property
     def total(self) -> int:
@@ -98,8 +96,7 @@ class LanguageForecast:
     @property
     def need(self) -> Need:
         """Peak memory."""
-        memory = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
-        return memory.with_copies(self.memory.copies)
+        return Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the rows of the plan."""
@@ -265,11 +262,10 @@ def peak_memory(
     cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
     return Memory(
         base=base,
-        members=(3 * members + 2) * adapter * FLOAT,
+        members=(2 * 3 * members + 2) * adapter * FLOAT,
         learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
         + members * adapter * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
-        copies=members * state_size(adapter),
     )
 
 
@@ -285,10 +281,9 @@ def _memory_row(memory: Memory, size: int) -> str:
     """Describe the estimated peak memory and its parts."""
     return (
         f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
-        f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
+        f"{gigabytes(memory.members)} ({size} × adapter and two moments, twice, float32) + the larger of learning "
         f"{gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
-        f"{gigabytes(memory.sampling)} (KV cache), and {gigabytes(memory.copies)} of copies of train states in CPU "
-        f"memory; without Python and its libraries"
+        f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries"
     )
 
 

@@ -38,7 +38,6 @@ from evogrpo.training.forecast import (
     samples_row,
     sharing,
     sizes_text,
-    state_size,
 )
 from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
@@ -84,9 +83,9 @@ def network_memory(
     )
     shared = others * members * samples * longest * len(observation_spaces) * SHARED_ACTION_BYTES
     episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
-    # Weights, a gradient, two moments, and the copy of the best.
+    # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
     return Need(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 5 * 4 * members * parameters + shared,
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
         device="cpu",
         savings=SAVINGS,
         processes=sharing("cpu"),
@@ -234,7 +233,7 @@ class PreparedNetworks:
                 for policy, spec in self.mapping.specs.items()
             },
             parameters=self.parameters,
-            need=need.with_copies(members * state_size(self.parameters)),
+            need=need,
         )
 
     def population(self) -> Population:
