@@ -52,7 +52,7 @@ class Generation:
         slots: One for each slot of the bank.
 
     Raises:
-        ValueError: If a member is not at its own slot.
+        ValueError: If a member's slot differs from its position in `slots`.
     """
 
     number: int
@@ -61,9 +61,10 @@ class Generation:
     slots: tuple[SlotRecord, ...]
 
     def __post_init__(self) -> None:
-        slots = {place: record.member.slot for place, record in enumerate(self.slots) if record.member is not None}
-        if any(place != slot for place, slot in slots.items()):
-            raise ValueError(f"Each member must be at its own slot, got slots {list(slots.values())} at {list(slots)}.")
+        for place, record in enumerate(self.slots):
+            if record.member is not None and record.member.slot != place:
+                slot = record.member.slot
+                raise ValueError(f"slots[{place}] must hold the member of slot {place}, got the member of slot {slot}.")
 
     @property
     def members(self) -> tuple[MemberRecord, ...]:

@@ -52,7 +52,7 @@ def policy_loss(
         `[n, t]` losses; 0 where the mask is False.
 
     Raises:
-        ValueError: If `loss_type` is unknown, or `dual_clip` or `delta` is given and it has no clipped ratio.
+        ValueError: If `loss_type` is unknown, or `dual_clip` or `delta` is given for a loss type that does not use it.
 
     Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO
     (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta (arXiv:2505.07291).
@@ -68,7 +68,8 @@ def policy_loss(
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
         return torch.where(mask, losses, 0.0)
     if dual_clip is not None or delta is not None:
-        raise ValueError(f"dual_clip and delta need a loss with a clipped ratio, got loss_type={loss_type!r}.")
+        bounded = ", ".join(name for name, properties in LOSS_TYPES.items() if properties.bounded)
+        raise ValueError(f"dual_clip and delta require loss_type to be one of {bounded}, got {loss_type!r}.")
     if loss_type == "cispo":
         factor = _exp(log_ratios.detach()).clamp(max=1.0 + clip_high)
         if cispo_clip_low:

@@ -129,7 +129,9 @@ class StoredRun:
         with checkpoint_errors(self.folder):
             run_state = RunState.from_json(progress)
             if run_state.members != len(population):
-                raise ValueError(f"its {len(population)} members are not the {run_state.members} that it counts")
+                raise ValueError(
+                    f"it must hold {run_state.members} members, got {len(population)}. Restore it from a copy."
+                )
             run_state.history = list(self.run_state.history)
             run_state.load_tensors(self.tensors, population.members.banks)
         return population, run_state
@@ -238,7 +240,8 @@ def _replay(events: Sequence[Mapping[str, Any]], run_state: RunState, measure: s
             births += [{**child, "born": event["generation"]} for child in event["plan"]["children"]]
     numbers = [each.number for each in run_state.history]
     if numbers != list(range(1, run_state.generation + 1)):
-        raise ValueError(f"the journal must hold generations 1 to {run_state.generation}, got {numbers}")
+        expected = f"generations 1 to {run_state.generation}"
+        raise ValueError(f"{JOURNAL} must hold {expected}, got {numbers}. Restore the run directory from a copy.")
     return Lineage.from_json(births)
 
 
