@@ -173,7 +173,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
     roll.check_unsupported(UNSUPPORTED)
     roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
-    # 2. Translate those that depend on each other.
+    # 2. Translate the keys that depend on each other; `translated` adds those with a target in `KEYS`.
     masked, prompts, group = (roll[name] for name in ("difficulty_mask", *_SAMPLES))
     if (prompts is None) != (group is None):
         roll.refused.append(f"ROLL keys {' and '.join(_SAMPLES)} must be given together, got {prompts} and {group}")
@@ -185,6 +185,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
     objective = {
         "advantage_eps": 1e-6,
         "loss_type": "gspo" if roll["importance_sampling"] == "seq" else "grpo",
+        # ROLL bounds the loss of negative advantages at this multiple, which has no key of its own.
         "dual_clip": 1 + 2 * roll["pg_clip"] if roll["dual_clip_loss"] else None,
         "min_group_reward": roll["difficulty_low_threshold"] if masked else None,
         "max_group_reward": roll["difficulty_high_threshold"] if masked else None,

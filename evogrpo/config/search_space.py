@@ -379,6 +379,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         moved: dict[str, Any] = {}
         for name, parameter in self.items():
             value = getattr(record, name)
+            # Names have no closest value, so a default outside the choices stays.
             if value is None or (is_categorical(name) and name not in chosen):
                 continue
             closest = parameter.closest(value)

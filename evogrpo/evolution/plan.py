@@ -74,7 +74,7 @@ class Plan:
         if len(self.vacant) == len(slots):
             raise ValueError("a plan must keep at least one member, got one that retires all members")
         if self.samples_per_step is not None:
-            feasible_group_sizes(self.samples_per_step)
+            feasible_group_sizes(self.samples_per_step)  # raises for an invalid number
         if (
             self.steps_per_generation is not None
             and whole_number("steps_per_generation", self.steps_per_generation) < 1
@@ -170,7 +170,8 @@ class Plan:
         Raises:
             ValueError: If it has another number of slots or is for another generation; if a slot keeps or copies a
                 failed or missing member; if a child has a wrong index or parent; if a member's group size does not
-                divide its samples; or if the samples exceed the budget.
+                divide its samples, or the search space has no group size that does; or if the samples exceed the
+                budget.
         """
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
@@ -188,7 +189,7 @@ class Plan:
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}")
         samples = self.samples_per_step or last.samples_per_step
-        history.space.for_samples_per_step(samples)
+        history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
         budget = samples * (len(self.parents) - len(self.vacant))
         if self.samples is not None and sum(self.samples) > budget:
@@ -196,6 +197,7 @@ class Plan:
                 f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
                 f"{sum(self.samples)}: {self.samples}"
             )
+        # A slot's next member is its child, or the member that it keeps; empty slots have neither.
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
             occupant = born.get(slot, copied)

@@ -45,11 +45,12 @@ class FigureData:
 
     @property
     def fitness_edge(self) -> float | None:
-        """Lower limit of the fitness axis, or None for no limit."""
+        """Lower limit of the fitness axis that crops the results of collapsed members, or None for no limit."""
         scores = [
             result.fitness for history in self.histories for result in history.results if result.fitness is not None
         ]
         start = self.summary.start
+        # Without the fitness of the untrained base, low results may be where members started, not a collapse.
         return None if start is None else lower_edge(scores, start.mean)
 
     @property
@@ -105,10 +106,11 @@ def lower_edge(values: Sequence[float], start: float | None = None) -> float | N
         The smallest value that is not far below; None if no value is.
     """
     ordered = sorted(values)
-    if len(ordered) <= 10:
+    if len(ordered) <= 10:  # too few for quantiles
         return None
     low_quantile, high_quantile = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
     base = low_quantile if start is None else min(low_quantile, start)
+    # "Far below" is three times the usual spread below the start; without a spread there is no scale.
     limit = base - 3 * (high_quantile - base)
     return next(value for value in ordered if value >= limit) if high_quantile > base and ordered[0] < limit else None
 

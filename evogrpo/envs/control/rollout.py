@@ -120,7 +120,15 @@ def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Columns:
-    """Values of one policy, recorded step by step and scattered to arrays `[n, t, ...]` at the end."""
+    """Values of one policy, recorded step by step and scattered to arrays `[n, t, ...]` at the end.
+
+    The methods that return arrays take their `shape` (n, t) and the flat position `row * t + step` of every recorded
+    value in them, `cells`. They remove the column.
+
+    Attributes:
+        entries: For each recorded step, `[m]` entry of each value; see `EpisodeRecorder`.
+        t: For each recorded step, `[m]` step of each value in its episode.
+    """
 
     def __init__(self) -> None:
         self.entries: list[NDArray[np.int64]] = []
@@ -128,6 +136,7 @@ class _Columns:
         self._columns: dict[str, list[Any]] = {}
 
     def add(self, name: str, values: NDArray[Any] | None) -> None:
+        """Append the values `[m, ...]` of one step to a column."""
         self._columns.setdefault(name, []).append(values)
 
     def array(self, name: str, shape: tuple[int, int], cells: NDArray[np.int64], fill: float = 0) -> NDArray[Any]:
@@ -143,9 +152,11 @@ class _Columns:
         return array.reshape(*shape, *array.shape[1:])
 
     def leaves(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Return the leaves of the observations."""
         return [self.array(name, shape, cells) for name in [*self._columns] if name.startswith("leaf ")]
 
     def masks(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Return the action masks; None if no step has one. In steps without a mask, all actions are legal."""
         masks = self._columns["masks"]
         known = next((mask for mask in masks if mask is not None), None)
         if known is None:
@@ -178,6 +189,7 @@ class EpisodeRecorder:
         self._lengths = np.zeros(len(groups), dtype=np.int64)
 
     def _entries(self, rows: NDArray[np.int64], agents: Sequence[str]) -> NDArray[np.int64]:
+        """Return the entries of agents in episodes `rows`; new agents get the next number. No agents = a single one."""
         if not agents:
             return rows
         numbers = [self._agents.setdefault(agent, len(self._agents)) for agent in agents]
@@ -234,6 +246,14 @@ class EpisodeRecorder:
     def _episodes(
         self, policy: str, agents: Sequence[str], earned: NDArray[np.float64], totals: NDArray[np.float64]
     ) -> PolicyEpisodes:
+        """Return the episodes of one policy.
+
+        Args:
+            policy: The policy.
+            agents: Names of all agents, by number.
+            earned: `[agents * n, steps]` rewards of each entry.
+            totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a single agent.
+        """
         columns, n = self._columns.pop(policy), len(self._groups)
         entries, t = np.concatenate(columns.entries), np.concatenate(columns.t)
         # 1. One row per episode and agent that acts in the episode's group: by episode, then in the order of agents.

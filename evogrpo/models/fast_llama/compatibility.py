@@ -8,8 +8,10 @@ from evogrpo.models.fast_llama.decode import DecodeStep
 from evogrpo.models.fast_llama.forward import AttentionBias, FastLlama, Heads
 from evogrpo.models.fast_llama.weight_layout import Layer
 
-PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
+PROMPTS, PROMPT_WIDTH = ((3, 1, 2, 4), (5, 1, 6)), 4
+"""Token ids of two prompts, and the length that they are padded to."""
 FOLLOWING, CONTINUED, RUNS = ((2, 1, 3), (3, 4, 1), (1, 2, 5)), (0, 0, 1), (2, 1)
+"""Token ids of three rows on top of these prompts, the prompt of each row, and the number of rows of each prompt."""
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
 """Tolerated error of a layer's update, in norm: relative to the update, and to the rounded residual stream."""
 
@@ -32,10 +34,10 @@ def matches_model(passes: FastLlama) -> bool:
     if any(not _near(passes.final_norm(state[-1]), end, state[-1]) for state, end in zip(states, ends, strict=True)):
         return False
     # 2. Split into padded prompts and rows; compare the layers.
-    mask = torch.tensor([[place >= WIDEST - len(prompt) for place in range(WIDEST)] for prompt in PROMPTS])
+    mask = torch.tensor([[place >= PROMPT_WIDTH - len(prompt) for place in range(PROMPT_WIDTH)] for prompt in PROMPTS])
     first = [states[CONTINUED.index(number)] for number in range(len(PROMPTS))]
     prompts = [
-        nn.functional.pad(state[:, : len(prompt)], (0, 0, WIDEST - len(prompt), 0))
+        nn.functional.pad(state[:, : len(prompt)], (0, 0, PROMPT_WIDTH - len(prompt), 0))
         for state, prompt in zip(first, PROMPTS, strict=True)
     ]
     rows = torch.stack([state[:, -len(FOLLOWING[0]) :] for state in states], 1)
@@ -43,7 +45,7 @@ def matches_model(passes: FastLlama) -> bool:
 
 
 def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
-    """Compare all layers, in the full pass and in decoding.
+    """Return True if all layers give the model's results, in the full pass and in decoding.
 
     Args:
         passes: fast_llama.
@@ -51,34 +53,40 @@ def _layers_agree(passes: FastLlama, prompts: Tensor, mask: Tensor, rows: Tensor
         mask: `[m, P]` booleans: True for real tokens.
         rows: `[l + 1, n, t, h]` the same for rows on top of the prompts.
     """
+    # 1. Masks, biases and rotary embeddings of the prompts, and of the rows on top of them.
     t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
     whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
-    biases = AttentionBias(passes.layout, mask, 0, WIDEST), AttentionBias(passes.layout, whole, WIDEST, t)
-    rotations = passes.rotations(mask, WIDEST), passes.rotations(whole, t)
-    kept: list[Tensor] = []
+    prompt_bias = AttentionBias(passes.layout, mask, 0, PROMPT_WIDTH)
+    row_bias = AttentionBias(passes.layout, whole, PROMPT_WIDTH, t)
+    prompt_rotations, row_rotations = passes.rotations(mask, PROMPT_WIDTH), passes.rotations(whole, t)
+    prompt_states: list[Tensor] = []  # keys and values of the prompts in the current layer
 
-    def read(number: int, layer: Layer, heads: Heads) -> Tensor:
-        kept[:] = heads[1:]
-        return attention(*heads, WIDEST, biases[0].whole[layer.window], None, None)
+    def attend_prompts(number: int, layer: Layer, heads: Heads) -> Tensor:
+        prompt_states[:] = heads[1:]
+        return attention(*heads, PROMPT_WIDTH, prompt_bias.whole[layer.window], None, None)
 
-    def follow(number: int, layer: Layer, heads: Heads) -> Tensor:
-        shared = SharedPrompts(kept[0], kept[1], continued, RUNS)
-        return attention(*heads, t, biases[1].own[layer.window], shared, biases[1].prompts[layer.window])
+    def attend_rows(number: int, layer: Layer, heads: Heads) -> Tensor:
+        shared = SharedPrompts(prompt_states[0], prompt_states[1], continued, RUNS)
+        return attention(*heads, t, row_bias.own[layer.window], shared, row_bias.prompts[layer.window])
 
     for number in range(len(passes.layout.layers)):
-        passes.layer(number, prompts[number].flatten(0, 1), rotations[:1], None, read)
-        got = passes.layer(number, rows[number].flatten(0, 1), rotations[1:], None, follow)
+        # 2. Keys and values of the prompts. Their output is not compared: wrong keys or values show in the rows.
+        passes.layer(number, prompts[number].flatten(0, 1), [prompt_rotations], None, attend_prompts)
+        # 3. The rows in one pass, and token by token.
         before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
-        decoded = _decoded(passes, number, SharedPrompts(kept[0], kept[1], continued, RUNS), whole, rows[number])
-        for made in (got - before, decoded - before.float()):
-            if not _near(made, after - before, after):
+        full = passes.layer(number, before, [row_rotations], None, attend_rows)
+        shared = SharedPrompts(prompt_states[0], prompt_states[1], continued, RUNS)
+        decoded = _decoded(passes, number, shared, whole, rows[number])
+        # 4. Compare what the layer adds to the residual stream; decoding keeps it in float32.
+        for update in (full - before, decoded - before.float()):
+            if not _near(update, after - before, after):
                 return False
     return True
 
 
 def _decoded(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tensor, rows: Tensor) -> Tensor:
     """Return the output of one layer `[n * t, h]` for rows `[n, t, h]` that are decoded token by token."""
-    columns, past, made = DecodeStep(passes, None), prompts.keys.shape[2], list[Tensor]()
+    step, past, outputs = DecodeStep(passes, None), prompts.keys.shape[2], list[Tensor]()
     keys, values = [], []
 
     def attend(_: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,25 +99,26 @@ def _decoded(passes: FastLlama, number: int, prompts: SharedPrompts, mask: Tenso
 
     for at, tokens in enumerate(rows.unbind(1)):
         hidden = tokens.float().T.contiguous()
-        columns.layer(number, hidden, columns.rotations(mask[:, :past].sum(1) + at), attend)
-        made.append(hidden.T)
-    return torch.stack(made, 1).flatten(0, 1)
+        step.layer(number, hidden, step.rotations(mask[:, :past].sum(1) + at), attend)  # changes `hidden`
+        outputs.append(hidden.T)
+    return torch.stack(outputs, 1).flatten(0, 1)
 
 
-def _near(got: Tensor, expected: Tensor, rounded_with: Tensor) -> bool:
-    part, rounding = TOLERANCES[expected.dtype]
-    off, size, beside = (float(x.float().norm()) for x in (got - expected, expected, rounded_with))
-    return off <= part * size + rounding * beside
+def _near(got: Tensor, expected: Tensor, residual: Tensor) -> bool:
+    """Return True if a layer's update is within `TOLERANCES`; `residual` is the residual stream that it is added to."""
+    relative, rounding = TOLERANCES[expected.dtype]
+    error, size, residual_size = (float(x.float().norm()) for x in (got - expected, expected, residual))
+    return error <= relative * size + rounding * residual_size
 
 
 def _recorded(decoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input of each layer and the output of the last `[l + 1, t, h]`, and the final hidden states."""
-    read: list[Tensor] = []
-    made: list[Tensor] = []
+    inputs: list[Tensor] = []
+    last_output: list[Tensor] = []
 
     def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        read.append(args[0][0])
-        made[:] = [output[0]]
+        inputs.append(args[0][0])
+        last_output[:] = [output[0]]
 
     layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]  # of the classes that are known
     handles = [layer.register_forward_hook(record) for layer in layers]
@@ -118,4 +127,4 @@ def _recorded(decoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack([*read, *made]), end
+    return torch.stack([*inputs, *last_output]), end

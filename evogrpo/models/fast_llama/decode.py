@@ -195,54 +195,56 @@ class FastDecoding:
     ) -> None:
         self._passes, self._make_hook, self._slots = passes, make_hook, slots
         self._windows = {layer.window for layer in passes.layout.layers}
-        self._first = prefix.last_hidden[rows]
+        self._last_hidden = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
-        self._past, self._length, self._most = prefix.mask.shape[1], 0, room
+        self._past, self._length, self._max_length = prefix.mask.shape[1], 0, room
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.layout.heads[0], passes.layout.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
         self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `AttentionBias`
-        self._continue(rows)
+        self._set_prompts(rows)
 
-    def _continue(self, rows: Tensor) -> None:
+    def _set_prompts(self, rows: Tensor) -> None:
         """Set the prompt of each row, and drop prompts without rows."""
+        # 1. Keys and values of the prompts in use, in the order of the rows.
         order, runs = prompt_runs(rows, self._prompts[0][0].shape[1])
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
         self._shared = [prompt_key_values(SharedPrompts(*prompts, self._rows, runs)) for prompts in self._prompts]
-        self._columns = DecodeStep(self._passes, self._make_hook(self._slots))
+        # 2. Adapters and positions depend on the rows. Padding does not count as a position.
+        self._step = DecodeStep(self._passes, self._make_hook(self._slots))
         self._positions = self._mask.sum(1)
-        self._look()
+        self._set_bias()
 
-    def _look(self) -> None:
+    def _set_bias(self) -> None:
         """Set the bias `[n, 1, P + room]` that masks padding and unfilled positions."""
         room = self._own[0][0].shape[2]
-        seen = pad(self._mask, (0, room))
-        seen[:, self._past : self._past + self._length] = True
-        bias = torch.zeros(seen.shape, dtype=self._own[0][0].dtype, device=seen.device)
-        self._seen = bias.masked_fill_(~seen, self._lowest)[:, None]
-        self._places = torch.arange(seen.shape[1], device=seen.device)
+        visible = pad(self._mask, (0, room))
+        visible[:, self._past : self._past + self._length] = True
+        bias = torch.zeros(visible.shape, dtype=self._own[0][0].dtype, device=visible.device)
+        self._bias = bias.masked_fill_(~visible, self._lowest)[:, None]
+        self._places = torch.arange(visible.shape[1], device=visible.device)
 
     def start(self) -> Tensor:
         """Return hidden states of the prompts' last tokens."""
-        return self._first
+        return self._last_hidden
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Feed one token per row."""
         room, at = self._own[0][0].shape[2], self._length
         if at == room:
-            self._move(None, min(self._most, room + max(MIN_GROWTH, room // 4)))
-            self._look()
+            self._reallocate(None, min(self._max_length, room + max(MIN_GROWTH, room // 4)))
+            self._set_bias()
         self._length += 1
         place = self._past + at
-        self._seen[:, :, place] = 0.0
+        self._bias[:, :, place] = 0.0  # the new token is visible from now on
         # Bias of a token at `place` by window; None = full attention.
-        seen = {
-            window: self._seen
+        biases = {
+            window: self._bias
             if window is None
-            else self._seen.masked_fill(self._places <= place - window, self._lowest)
+            else self._bias.masked_fill(self._places <= place - window, self._lowest)
             for window in self._windows
         }
 
@@ -250,17 +252,17 @@ class FastDecoding:
             keys, values = self._own[number]
             keys[:, :, at], values[:, :, at] = k.mT, v.mT
             own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
-            return decode_attention(q, own, self._shared[number], seen[layer.window])
+            return decode_attention(q, own, self._shared[number], biases[layer.window])
 
-        return self._columns.run(tokens, self._positions + at, attend)
+        return self._step.run(tokens, self._positions + at, attend)
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, or several copies of some."""
-        self._move(rows, self._own[0][0].shape[2])
+        self._reallocate(rows, self._own[0][0].shape[2])
         self._mask, self._slots = self._mask[rows], self._slots[rows]
-        self._continue(self._rows[rows])
+        self._set_prompts(self._rows[rows])
 
-    def _move(self, rows: Tensor | None, room: int) -> None:
+    def _reallocate(self, rows: Tensor | None, room: int) -> None:
         """Move keys and values of some or all rows to zeroed storage of `room` tokens, one by one to save memory."""
         for parts in self._own:
             for number, part in enumerate(parts):  # `[kv, n, ., d]`

@@ -79,8 +79,8 @@ class CausalModel:
     Members' weights are applied by forward hooks, which are registered only inside `working`.
 
     The constructor compares the pass with shared prefixes, the vocabulary head alone and, for models like Llama,
-    fast_llama with the model's own `forward`. Methods with other results are not used (`shares_prefix`, `head`,
-    `uses_fast_llama`). fast_llama is also not used under autocast or if the model has hooks of the user's.
+    fast_llama with the model's own `forward`. A method that gives other results is not used (`shares_prefix`,
+    `head`, `uses_fast_llama`). fast_llama is also not used under autocast or if the model has hooks of the user's.
 
     Args:
         model: A causal language model of transformers; never changed.
@@ -117,7 +117,7 @@ class CausalModel:
         self._adapter_hook: AdapterHook | None = None
         self._working = False
         self._fast: FastLlama | None = None
-        self._parts = sharded_layers(model)
+        self._sharded_layers = sharded_layers(model)
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -170,19 +170,19 @@ class CausalModel:
                 yield
         finally:
             self._working, self._fast = False, None
-            if self._parts is not None:
-                self._parts.reshard()
+            if self._sharded_layers is not None:
+                self._sharded_layers.reshard()
             for handle in handles:
                 handle.remove()
 
     @property
     def lockstep(self) -> bool:
         """True if all ranks run each pass together, because each holds a part of the base."""
-        return self._parts is not None
+        return self._sharded_layers is not None
 
     def in_lockstep(self) -> AbstractContextManager[None]:
         """Return a context for passes; see `ShardedLayers.in_lockstep`."""
-        return nullcontext() if self._parts is None else self._parts.in_lockstep()
+        return nullcontext() if self._sharded_layers is None else self._sharded_layers.in_lockstep()
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
         def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -235,17 +235,21 @@ class CausalModel:
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        root, rows, rest = self._rooted(prompts, slots, make_hook, shortest_root)
+        root, rows, rest = self._run_root(prompts, slots, make_hook, shortest_root)
         return self._run_on(root, rows, rest, make_hook(torch.tensor(slots)))
 
-    def _rooted(
+    def _run_root(
         self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory, shortest_root: int
     ) -> tuple[KVCache | None, Tensor, Sequence[tuple[int, ...]]]:
-        """Run the common beginning; return its cache, the cache row of each prompt, and the rest of each prompt."""
+        """Run the common beginning of all prompts (the root) once per slot, if that saves work.
+
+        Returns:
+            The root's cache, or None; the cache row of each prompt; and the rest of each prompt.
+        """
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         # In lockstep, the number of passes must not depend on the prompts of a rank.
-        if self._parts is not None or common < shortest_root or len(owners) == len(prompts):
+        if self._sharded_layers is not None or common < shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
         beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
         root = self._run_on(None, every, beginnings, make_hook(owners))
@@ -275,9 +279,10 @@ class CausalModel:
         hooks = make_hook(torch.tensor(slots)), make_hook(members)
         if self._fast is None or not ids.shape[1] or not _same_adapters(*hooks):
             return self.extend(self.prefix(prompts, slots, make_hook), rows, ids, present, hooks[1])
-        root, root_rows, rest = self._rooted(prompts, slots, make_hook, SHORTEST_ROOT)
-        read, mask, layers = self._laid_out(root, root_rows, rest)
-        hook = None
+        # The root runs before; what follows it runs together with the rows.
+        root, root_rows, rest = self._run_root(prompts, slots, make_hook, SHORTEST_ROOT)
+        read, mask, layers = self._prepare(root, root_rows, rest)
+        hook = None  # otherwise one hook for all prompt tokens, then all row tokens
         if isinstance(hooks[0], LoraHook) and isinstance(hooks[1], LoraHook):
             hook = hooks[0].followed(read.shape[1], hooks[1], ids.shape[1])
         prepared = read, mask, Cache(layers=list(layers))
@@ -318,22 +323,29 @@ class CausalModel:
         hook: AdapterHook | None,
     ) -> Prefix:
         """Run prompts on top of row number `rows[i]` of `root`, if any."""
-        ids, mask, layers = self._laid_out(root, rows, prompts)
+        ids, mask, layers = self._prepare(root, rows, prompts)
         hidden = self.run(ids, mask, Cache(layers=list(layers)), hook)
         return Prefix(layers=tuple(layer.last_states() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
-    def _laid_out(
+    def _prepare(
         self, root: KVCache | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
     ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
-        """Return padded ids and mask of the prompts, and cache layers that start with the root."""
+        """Return padded ids and mask of the prompts, and cache layers that start with the root.
+
+        Args:
+            root: Cache of what comes before the prompts, if anything.
+            rows: `[m]` row of the root for each prompt.
+            prompts: Token ids that follow the root.
+        """
         ids, mask = self._padded(prompts)
         layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
             # Root, padding, prompt -> padding, root, prompt: token distances equal position distances.
-            place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
-            padding, end = (~mask).sum(1)[:, None], root.mask.shape[1] + (~mask).sum(1)[:, None]
+            length = root.mask.shape[1]
+            place = torch.arange(length + mask.shape[1], device=self.device)
+            padding = (~mask).sum(1)[:, None]
             order = torch.where(
-                place < padding, root.mask.shape[1] + place, torch.where(place < end, place - padding, place)
+                place < padding, length + place, torch.where(place < length + padding, place - padding, place)
             )
             mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
@@ -383,7 +395,9 @@ class CausalModel:
             def begin(some: Tensor) -> Decoding:
                 return FastDecoding(passes, prefix, rows[some], slots[some], room, make_hook)
 
-            if self.device.type == "cpu" and self._parts is None:
+            # Run rows with equal tokens so far as one. On a GPU, finding them would synchronise at every token. In
+            # lockstep, passes must not depend on the tokens of a rank.
+            if self.device.type == "cpu" and self._sharded_layers is None:
                 return shared_prefix_decoding(begin, rows)
             return begin(torch.arange(len(rows), device=self.device))
         return CachedDecoding(self.run, prefix, rows, slots, room, make_hook)
@@ -436,14 +450,14 @@ class CausalModel:
 
     def _check_fast_llama(self) -> FastLlama | None:
         """Return fast_llama if it supports the model and gives its hidden states."""
-        parts = (
+        layout = (
             None
             if fast_paths_disabled() or not self.explicit_positions
             else find_weight_layout(self.model, self.decoder)
         )
-        if parts is None:
+        if layout is None:
             return None
-        passes = FastLlama(parts, self._changed, self._parts)
+        passes = FastLlama(layout, self._changed, self._sharded_layers)
         if matches_model(passes):
             return passes
         warn(

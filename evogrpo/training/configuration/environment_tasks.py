@@ -29,8 +29,8 @@ class WrapperSection:
     options: Mapping[str, Any] | None = None
 
 
-# What making an environment raises: a library that draws may fail as soon as it is imported, with errors of any kind.
-_UNMADE = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
+# Errors of creating an environment. Importing its graphics library may raise almost any of them.
+_CREATION_ERRORS = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,21 @@ class EnvironmentTask:
     """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
 
     Attributes:
-        env: Its id, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it.
+        env: Id of the environment, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it.
         env_kwargs: Keyword arguments of the environment.
-        wrappers: What it is wrapped in, the first one put on first: classes of `gymnasium.Wrapper`, each named as
-            "module:Class" or "path.py:Class", those of gymnasium.wrappers by the class alone; with options as a mapping
-            of `name` and `options`. Their code is run.
+        wrappers: Subclasses of `gymnasium.Wrapper`; the first one is innermost. Each is named "module:Class" or
+            "path.py:Class"; for classes of gymnasium.wrappers the name of the class is enough. A wrapper with options
+            is a mapping of `name` and `options`. Their code is run.
         max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
-        vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
-        num_envs: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Whether the episodes of a group get their own noise after reset; null = if there is any.
-        recreate_env: Make a new environment for every episode; null = if a reset does not restore it.
-        train_size: Training starts.
-        validation_size: Starts for selection.
-        test_size: Starts for the final report.
-        seed: Of the starts and their order; null = the run's seed.
+        vectorization: "native", "serial", "processes", or "auto": native if available, otherwise serial.
+        num_envs: Maximum number of parallel episodes; null = 4096 native, 64 serial, one process per processor.
+        reseed_noise: Give each episode of a group its own noise after reset; null = if the environment is random
+            after reset.
+        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts and of their order; null = the run's seed.
     """
 
     key: ClassVar[str] = "env"
@@ -76,28 +77,33 @@ class EnvironmentTask:
         return self.env
 
     def facts(self) -> dict[str, str]:
-        """Return facts on user code and wrappers."""
+        """Return rows of the printed plan: user code that is executed, and wrappers."""
         module, colon, _ = self.env.partition(":")
         named = [each if isinstance(each, str) else each.name for each in self.wrappers]
         facts = {"your code": f"module {module}, which registers the environment"} if colon else {}
         return {**facts, "wrapped in": ", then ".join(named)} if named else facts
 
     def environment(self, *, seed: int) -> GymnasiumGroups:
-        """Make the environment groups.
+        """Create the groups of episodes.
 
         Args:
-            seed: Of the starts and their order.
+            seed: Seed of the starts and of their order.
 
         Raises:
-            ValueError: If there is no such environment here, or an argument does not fit.
+            ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
         try:
             return self.groups(self.env, seed=seed)
-        except _UNMADE as error:
+        except _CREATION_ERRORS as error:
             raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
 
     def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
-        """Make groups of an environment with the settings of this task, also of a callable in place of its id."""
+        """Create groups with the settings of this task.
+
+        Args:
+            env: Id of the environment, or a callable that creates one.
+            seed: Seed of the starts and of their order.
+        """
         return GymnasiumGroups(
             env,
             env_kwargs=self.env_kwargs,
@@ -118,15 +124,16 @@ def named_wrapper(given: str | WrapperSection) -> Wrap:
     """Return a wrapper by name, importing its module.
 
     Raises:
-        ValueError: If there is no such wrapper, or its options do not fit.
+        ValueError: If the wrapper does not exist, or its options are invalid.
     """
     name, options = (given, None) if isinstance(given, str) else (given.name, given.options)
-    kind = load_named(name, "wrapper", "class") if ":" in name else _gymnasiums(name)
+    kind = load_named(name, "wrapper", "class") if ":" in name else _gymnasium_wrapper(name)
     check_wrapper(kind, name, options)
     return partial(kind, **options) if options else kind
 
 
-def _gymnasiums(name: str) -> Wrap:
+def _gymnasium_wrapper(name: str) -> Wrap:
+    """Return a class of `gymnasium.wrappers` by name."""
     known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
     if name not in known:
         error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
@@ -136,10 +143,10 @@ def _gymnasiums(name: str) -> Wrap:
 
 
 def reward_threshold(env: str) -> float | None:
-    """Return the mean return at which an environment counts as solved, as its registration says; None if it does not.
+    """Return the mean return at which a registered environment counts as solved; None if its registration has none.
 
     Raises:
-        ValueError: If there is no such environment here.
+        ValueError: If the environment is not registered.
     """
     try:
         return env_spec(env).reward_threshold
@@ -152,25 +159,24 @@ class ParallelTask:
     """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
 
     Attributes:
-        parallel_env: What makes it: a module with a function `parallel_env`, such as "mpe2.simple_spread_v3", or
-            "module:function" or "path.py:function". Its code is run.
+        parallel_env: The function that creates the environment, as "module:function" or "path.py:function"; or a
+            module with a function `parallel_env`, such as "mpe2.simple_spread_v3". Its code is run.
         policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
             underscore; "independent": one for each agent.
-        credit: What an agent's action is worth: "team" = what all agents earn from then on, "agent" = what it earns
-            itself.
-        agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
+        credit: Rewards that an agent's action is credited with: "team" = those of all agents, "agent" = its own.
+        agent_ids: Add the agent's identity to the observations of a policy that acts for several agents.
         env_kwargs: Keyword arguments of the environment.
-        max_episode_steps: Steps after which all living agents are truncated; null = the environment's own limit, or
+        max_episode_steps: Steps after which all active agents are truncated; null = the environment's own limit, or
             1,000 where it has none.
-        score: What fitness is: sum (the default), min or mean of what all agents earn; the name of an agent, of a group
-            of agents named alike but for their number, or a list of these, whose returns are added up; or
-            "module:function" or "path.py:function", of what each agent earned. Its code is run.
-        recreate_env: Make a new environment for every episode; null = if a reset does not restore it.
-        num_envs: Most joint episodes at a time.
-        train_size: Training starts.
-        validation_size: Starts for selection.
-        test_size: Starts for the final report.
-        seed: Of the starts and their order; null = the run's seed.
+        score: Fitness of an episode: "sum" (the default), "min" or "mean" of all agents' returns; the name of an agent,
+            the common prefix of several agents, or a list of these, whose returns are added; or "module:function" or
+            "path.py:function", a function of all returns by agent. Its code is run.
+        recreate_env: Create a new environment for every episode; null = only if a reset does not restore it.
+        num_envs: Maximum number of parallel joint episodes.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts and of their order; null = the run's seed.
     """
 
     key: ClassVar[str] = "parallel_env"
@@ -196,18 +202,18 @@ class ParallelTask:
         return self.parallel_env
 
     def facts(self) -> dict[str, str]:
-        """Return facts on user code."""
+        """Return rows of the printed plan: user code that is executed."""
         scored = f"; {self.score}, fitness" if isinstance(self.score, str) and ":" in self.score else ""
         return {"your code": f"{self.parallel_env}, which makes the environment{scored}"}
 
     def environment(self, *, seed: int) -> PettingZooGroups:
-        """Make the environment groups.
+        """Create the groups of episodes.
 
         Args:
-            seed: Of the starts and their order.
+            seed: Seed of the starts and of their order.
 
         Raises:
-            ValueError: If there is no such environment here, or an argument does not fit.
+            ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
         make = self._maker()
         try:
@@ -223,21 +229,23 @@ class ParallelTask:
                 test_size=self.test_size,
                 seed=seed,
             )
-        except (ImportError, TypeError, AssertionError) as error:
+        except (ImportError, TypeError, AssertionError) as error:  # PettingZoo checks arguments by `assert`
             raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
 
     def _score(self) -> Score:
+        """Return the score; a user's function is imported."""
         if self.score is None:
             return summed
         return load_named(self.score, "score") if isinstance(self.score, str) and ":" in self.score else self.score
 
     def _maker(self) -> Callable[..., Any]:
+        """Import the function that creates the environment."""
         if ":" in self.parallel_env:
             return load_named(self.parallel_env, "parallel environment")
         if self.parallel_env.endswith(".py"):
             raise ValueError(
-                f"task.parallel_env names a file with what it takes from it, got {self.parallel_env!r}: write "
-                f'"{self.parallel_env}:parallel_env"'
+                f"task.parallel_env must name a function of the file, got {self.parallel_env!r}. Write "
+                f'"{self.parallel_env}:parallel_env".'
             )
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):

@@ -223,10 +223,18 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
 
 
 def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
-    """Return True if a configuration sets neither search space nor strategy, and members can share experience."""
+    """Return True if a configuration sets neither search space nor strategy, and members can share experience.
+
+    Such a configuration gets the defaults of `_search_defaults`.
+
+    Args:
+        values: The configuration without values that are `auto`.
+        auto: Names of these; `AUTO_SEARCH_SPACE` if no search space is set.
+    """
     agent, population = (values.get(name) for name in ("agent", "population"))
     # Members with their own observation statistics cannot learn from each other's samples.
     own_statistics = isinstance(agent, Mapping) and agent.get("normalise_observations")
+    # One member has no others to learn from. An automatic size is not known here, and may be 1.
     single_member = isinstance(population, Mapping) and population.get("size") == 1
     strategy_set = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
     return (
@@ -278,7 +286,7 @@ def _complete_space(
         parsed: Parsed sections.
         kind: Task type, with default ranges.
         set_values: Hyperparameters that the configuration sets.
-        search: The configuration sets no strategy either.
+        search: The configuration sets neither search space nor strategy; see `_is_search`.
     """
     auto, space = parsed["auto"], parsed["search_space"]
     # An `auto` group size is searched unless it is chosen before the run.

@@ -21,8 +21,9 @@ from evogrpo.text import (
 )
 
 SHOWN = 3
-_GAP = 2
-_NARROWEST = 12
+"""Maximum number of completions in the table."""
+_GAP = 2  # spaces between columns
+_NARROWEST = 12  # minimum characters of a question and of a completion
 
 
 def completions_table(examples: Sequence[Example], best: int, width: int) -> Table | None:
@@ -47,11 +48,14 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
     columns = {head: members, **numbers}
-    taken = sum(max(map(len, (name, *values))) + _GAP for name, values in columns.items())
-    room = max(width - taken - 2 * _GAP, 2 * _NARROWEST)
+    # Question and completion share the width that the numbers leave. The question gets half of it, or more if no
+    # completion needs its half, but never more than the longest question.
+    number_width = sum(max(map(len, (name, *values))) + _GAP for name, values in columns.items())
+    text_width = max(width - number_width - 2 * _GAP, 2 * _NARROWEST)
     questions = [one_line(each.prompt) for each in shown]
-    longest = max(map(len, questions))
-    left = min(longest, max(room // 2, room - max(len(one_line(each.completion)) for each in shown)))
+    longest_question = max(map(len, questions))
+    longest_completion = max(len(one_line(each.completion)) for each in shown)
+    question_width = min(longest_question, max(text_width // 2, text_width - longest_completion))
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(head, style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
@@ -59,13 +63,15 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     for name in numbers:
         table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     for row, each in enumerate(shown):
-        question = Text(shortened(questions[row], max(left, _NARROWEST)))
-        completion = Text(shortened(one_line(each.completion), max(room - left, _NARROWEST)) or "(nothing)")
+        question = Text(shortened(questions[row], max(question_width, _NARROWEST)))
+        completion_width = max(text_width - question_width, _NARROWEST)
+        completion = Text(shortened(one_line(each.completion), completion_width) or "(nothing)")
         table.add_row(members[row], question, completion, *(values[row] for values in numbers.values()))
     return table
 
 
 def _chosen(examples: Sequence[Example], best: int) -> list[Example]:
+    """Return at most `SHOWN` examples: the best member's, then those with other rewards, then those with its reward."""
     first = [example for example in examples if example.index == best] or list(examples[:1])
     others = [example for example in examples if example not in first]
     others.sort(key=lambda example: example.reward == (first[0].reward if first else None))
