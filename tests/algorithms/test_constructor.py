@@ -156,7 +156,7 @@ def test_memory_settings_change_no_result():
     ],
 )
 def test_hyperparameters_start_inside_the_search_space(parameter, given, rule):
-    with pytest.raises(ValueError, match=f"must start inside its {rule}"):
+    with pytest.raises(ValueError, match=f"must start in its {rule}"):
         tiny_population(2, hp_config=HyperparameterConfig(**parameter), **given)
 
 

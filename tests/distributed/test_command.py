@@ -138,8 +138,8 @@ def test_a_dry_run_shows_the_memory_of_a_sharded_base(tmp_path: Path) -> None:
     words = ("--dry-run", "--skip-memory-check", "precision=float32", "base_parts=2")
     leader, other = both(tmp_path, "train", "tiny.yaml", *words)
     told = " ".join(leader.split())
-    assert "in parts of 2 processes each" in told
-    assert "each process gets" in told
+    assert "sharded over 2 processes" in told
+    assert "each process receives" in told
     assert float(re.search(r"base ([\d.]+) GB \+ members", told)[1]) == pytest.approx(
         whole * (1 / 2 + 3 / 24), rel=0.02
     )
