@@ -249,14 +249,14 @@ def test_an_invalid_config_of_a_saved_base_raises(tmp_path, change):
         GRPO.load(tmp_path / "agent")
 
 
-@pytest.mark.parametrize("given", ["folder", "relative", "home", "file"])
-def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("source", ["folder", "relative", "home", "file"])
+def test_a_path_in_a_checkpoint_is_never_followed(copy, tmp_path, monkeypatch, source):
     model = tiny_model()
     model.save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     sources = {"folder": str(tmp_path / "base"), "relative": "base", "home": "~/base", "file": "elsewhere/model.gguf"}
-    edit(copy, lambda record: record["shared"].update(source=sources[given]))
+    edit(copy, lambda record: record["shared"].update(source=sources[source]))
     with pytest.raises(ValueError, match=r"not followed.*actor_network="):
         GRPO.load(copy)
     assert equal_states(state_of(GRPO.load(copy, actor_network=model)), load_file(copy / "agent.safetensors"))

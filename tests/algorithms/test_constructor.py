@@ -147,7 +147,7 @@ def test_memory_settings_change_no_result():
 
 
 @pytest.mark.parametrize(
-    ("parameter", "given", "rule"),
+    ("parameter", "value", "rule"),
     [
         ({"lr": RLParameter(min=1e-5, max=1e-4, scale="log")}, {"lr": 0.5}, r"range \[1e-05, 0.0001\], got 0.5"),
         ({"group_size": RLParameter(choices=[4, 16])}, {"group_size": 8}, r"choices \[4, 16\], got 8"),
@@ -155,9 +155,9 @@ def test_memory_settings_change_no_result():
         ({"clip_high": RLParameter(min=0.2, max=0.4)}, {"clip_high": 0.1}, "range .*got 0.1"),
     ],
 )
-def test_hyperparameters_start_inside_the_search_space(parameter, given, rule):
+def test_hyperparameters_start_inside_the_search_space(parameter, value, rule):
     with pytest.raises(ValueError, match=f"must start in its {rule}"):
-        tiny_population(2, hp_config=HyperparameterConfig(**parameter), **given)
+        tiny_population(2, hp_config=HyperparameterConfig(**parameter), **value)
 
 
 def test_a_default_outside_the_search_space_moves_to_the_nearest_value():

@@ -79,11 +79,11 @@ def test_groups_without_signal_are_replaced_by_the_next_questions(step):
     answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
         own = batch.select_members([agent.slot])
-        asked = own.inputs.prompt_ids.view(-1, agent.group_size)
-        assert bool((asked == asked[:, :1]).all())
-        assert len(asked[:, 0].unique()) == 16 // agent.group_size
+        prompts_of_groups = own.inputs.prompt_ids.view(-1, agent.group_size)
+        assert bool((prompts_of_groups == prompts_of_groups[:, :1]).all())
+        assert len(prompts_of_groups[:, 0].unique()) == 16 // agent.group_size
         first = 16 // agent.group_size
-        new = [place for place in asked[:, 0].tolist() if place >= first]
+        new = [place for place in prompts_of_groups[:, 0].tolist() if place >= first]
         assert new == sorted(new)  # in the block's order
         assert all(int(answers[after.starts[place]]) % 3 == 0 for place in new)
         assert not bool(equal(own)[own.inputs.prompt_ids >= first].any())

@@ -144,11 +144,11 @@ def test_missing_old_log_probs_are_computed_for_several_steps():
     randomise_adapter(agent)
     batch = sampled(agent, graded([torch.zeros(4)] * 3))
     twin = agent.clone()
-    given = learn(agent.members, [agent.learner()], {"default": batch})[0]
-    found = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
+    with_log_probs = learn(agent.members, [agent.learner()], {"default": batch})[0]
+    without_log_probs = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
     assert_states_agree(state_of(twin), state_of(agent), lr=agent.lr)
-    assert found.loss == pytest.approx(given.loss, rel=1e-3, abs=1e-5)
-    assert found.tokens > given.tokens  # the pass is counted
+    assert without_log_probs.loss == pytest.approx(with_log_probs.loss, rel=1e-3, abs=1e-5)
+    assert without_log_probs.tokens > with_log_probs.tokens  # the pass is counted
 
 
 def test_a_single_step_needs_no_old_log_probs():
@@ -156,11 +156,11 @@ def test_a_single_step_needs_no_old_log_probs():
     randomise_adapter(agent)
     batch = sampled(agent, graded([torch.zeros(4)] * 3))
     twin = agent.clone()
-    given = learn(agent.members, [agent.learner()], {"default": batch})[0]
+    with_log_probs = learn(agent.members, [agent.learner()], {"default": batch})[0]
     missing = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
     assert equal_states(state_of(twin), state_of(agent))
-    without = {name: value for name, value in given.metrics.items() if not name.startswith("sampling/")}
-    assert missing == replace(given, metrics=without)
+    without = {name: value for name, value in with_log_probs.metrics.items() if not name.startswith("sampling/")}
+    assert missing == replace(with_log_probs, metrics=without)
     wrong = agent.clone()
     learn(agent.members, [agent.learner()], {"default": batch})
     learn(

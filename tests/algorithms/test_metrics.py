@@ -57,11 +57,11 @@ def test_every_metric_of_a_step():
         now = torch.cat([member.log_probs(r.prompt, r.tokens, temperature=1.0) for r in rows])
         with member.model.disable_adapter():
             base = torch.cat([member.log_probs(r.prompt, r.tokens, temperature=1.0) for r in rows])
-    given = REWARDS.flatten()[~REWARDS.flatten().isnan()]
+    applying = REWARDS.flatten()[~REWARDS.flatten().isnan()]
     ended = [length for length, cut in zip(lengths, truncated.tolist(), strict=True) if not cut]
     spreads = [statistics.stdev(row[~row.isnan()].tolist()) for row in REWARDS]
     expected = {
-        "reward": float(given.mean()),
+        "reward": float(applying.mean()),
         "reward_std": statistics.fmean(spreads),
         "frac_reward_zero_std": 1 / 3,
         "rewards/one/mean": float(parts[:, 0].mean()),

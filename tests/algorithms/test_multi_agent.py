@@ -73,11 +73,11 @@ def test_rivals_learn_from_own_rewards(policies):
 def _hits(agent, env, name):
     """Return the fraction of hits of an agent that acts greedily."""
     probe = joint_probes.Contest()
-    found = []
+    own_rewards = []
     for seed in range(60):
         seen, _ = probe.reset(seed=seed)
-        found.append(agent.get_action(seen, training=False)[name] == probe.targets[name])
-    return np.mean(found)
+        own_rewards.append(agent.get_action(seen, training=False)[name] == probe.targets[name])
+    return np.mean(own_rewards)
 
 
 def test_zero_sum_team_rewards_give_no_signal():
@@ -113,9 +113,9 @@ def test_normalised_observations_are_learned_from():
             self._spaces = {}
 
     env = groups(Wide)
-    told = population_for(env, 1, normalise_observations=True)
-    train(told, env, 25)
-    assert told[0].test(env) > 2.5
+    normalised = population_for(env, 1, normalise_observations=True)
+    train(normalised, env, 25)
+    assert normalised[0].test(env) > 2.5
     raw = population_for(env, 1)
     train(raw, env, 25)
     assert raw[0].test(env) < 2.0

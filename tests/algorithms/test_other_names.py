@@ -52,12 +52,12 @@ def vector():
 
 
 @pytest.mark.parametrize(
-    "given", ["MlpPolicy", "CartPole-v1", gymnasium.make("CartPole-v1"), vector(), GymnasiumGroups, lambda: None]
+    "argument", ["MlpPolicy", "CartPole-v1", gymnasium.make("CartPole-v1"), vector(), GymnasiumGroups, lambda: None]
 )
-@pytest.mark.parametrize("make", [GRPO, lambda *given: GRPO.population(2, *given)])
-def test_an_environment_instead_of_spaces_raises(make, given):
+@pytest.mark.parametrize("make", [GRPO, lambda *argument: GRPO.population(2, *argument)])
+def test_an_environment_instead_of_spaces_raises(make, argument):
     action_space = gymnasium.spaces.Discrete(2)
-    for arguments in ((given, action_space), (gymnasium.spaces.Discrete(2), given), (given, given)):
+    for arguments in ((argument, action_space), (gymnasium.spaces.Discrete(2), argument), (argument, argument)):
         with pytest.raises(ValueError, match=r"must be a Gymnasium space, got .*evogrpo.train\(env"):
             make(*arguments)
 

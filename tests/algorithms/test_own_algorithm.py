@@ -67,8 +67,8 @@ def test_members_learn_together_as_alone():
         for other in {0, 1, 2} - {slot}:
             alone.agents[other].retired = True
         alone.learn({"default": experience["default"].select_members([slot])}, step=0)
-        mine, own = member.state(), alone[slot].state()
-        assert all(torch.allclose(mine[name], own[name], atol=1e-6) for name in mine)
+        together, separate = member.state(), alone[slot].state()
+        assert all(torch.allclose(together[name], separate[name], atol=1e-6) for name in together)
 
 
 def test_clones_mutates_evolves_saves_and_resumes(tmp_path):

@@ -32,13 +32,13 @@ def test_old_log_probs_are_the_trainers_and_the_correction_uses_the_truncated_on
 @pytest.mark.parametrize("name", NARROW)
 def test_options_apply_in_a_manual_loop(name):
     prompts = tiny_env().reset()[0]
-    said = []
+    completions = []
     for options in ({name: NARROW[name] if name != "min_p" else 0.3}, {}):
         agent = tiny_agent(seed=3, temperature=2.0, group_size=8, **options)
         ids, masks = agent.get_action(prompts)
         assert agent.learn((ids, masks, graded(ids))).failed is None
-        said.append([row.tolist() for rows in ids for row in rows])
-    assert said[0] != said[1]
+        completions.append([row.tolist() for rows in ids for row in rows])
+    assert completions[0] != completions[1]
 
 
 def test_neutral_options_change_nothing():

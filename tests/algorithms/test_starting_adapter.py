@@ -18,9 +18,9 @@ IDS = torch.tensor([[3, 4, 5, 60]])
 
 
 def starting(folder, **options):
-    given = {**tiny_options(**options), "adapter": folder}
-    del given["lora_config"]
-    return {"actor_network": shared_model(), **given}
+    arguments = {**tiny_options(**options), "adapter": folder}
+    del arguments["lora_config"]
+    return {"actor_network": shared_model(), **arguments}
 
 
 @pytest.fixture

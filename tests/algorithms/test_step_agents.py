@@ -389,22 +389,22 @@ def test_missing_action_masks_cause_one_warning(tmp_path):
     population = GRPO.population(2, env.observation_space, env.action_space, group_size=2)
     seen, given = Masked().reset(seed=0)
 
-    def said(agent, **masks):
+    def warned(agent, **masks):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             agent.predict(seen, deterministic=True, **masks)
             agent.get_action(seen, training=False, **({"action_mask": masks["action_masks"]} if masks else {}))
         return [warning for warning in caught if "action_masks" in str(warning.message)]
 
-    assert not said(population[0])  # no masks were used yet
+    assert not warned(population[0])  # no masks were used yet
     run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=2, run_dir=tmp_path / "run")
     list(run)
     run.best.save_checkpoint(tmp_path / "best")
     for agent in (population[0], run.best, GRPO.load(tmp_path / "best"), GRPO.load(tmp_path / "run" / "best")):
-        assert not said(agent, action_masks=given["action_mask"])
-        (warning,) = said(agent)
+        assert not warned(agent, action_masks=given["action_mask"])
+        (warning,) = warned(agent)
         assert warning.filename == __file__
-        assert not said(agent)
+        assert not warned(agent)
     unmasked = GymnasiumGroups(DelayedCredit)
     other = GRPO.population(1, unmasked.observation_space, unmasked.action_space, group_size=2)
     other.learn(other.collect(unmasked, step=0, samples_per_step=2, block=1).experience, step=0)

@@ -136,21 +136,21 @@ def test_idle_groups_are_resampled():
 def test_statistics_cover_all_observations_and_are_frozen_within_a_step():
     env = GymnasiumGroups(NoisyWalk)
     agent, blind = step_agent(env, normalise_observations=True), step_agent(env)
-    seen, shown = [], []
+    seen, normalised = [], []
     for step in range(2):
         before = agent.members.policies["default"].statistics
         batch = collect(agent.members, [agent.learner(step)], env, samples_per_step=8, block=2).experience["default"]
-        shown.append(batch.inputs.observations[batch.present].numpy())
+        normalised.append(batch.inputs.observations[batch.present].numpy())
         if step:  # observations of this step are normalised by earlier ones
             scale = np.sqrt(before.m2[0] / before.count[0] + 1e-8)
-            seen.append(shown[1] * scale + before.mean[0])
+            seen.append(normalised[1] * scale + before.mean[0])
         else:
             raw = collect(blind.members, [blind.learner(0)], env, samples_per_step=8, block=2).experience["default"]
             seen.append(raw.inputs.observations[raw.present].numpy())
-            assert np.array_equal(shown[0], seen[0])  # no statistics yet
+            assert np.array_equal(normalised[0], seen[0])  # no statistics yet
     statistics, everything = agent.members.policies["default"].statistics, np.concatenate(seen)
     assert statistics.count.tolist() == [len(everything)]
-    clipped = (np.abs(shown[1]) >= 10).any()
+    clipped = (np.abs(normalised[1]) >= 10).any()
     assert not clipped
     assert np.allclose(statistics.mean[0], everything.mean(0))
     assert np.allclose(statistics.m2[0] / len(everything), everything.var(0))

@@ -38,11 +38,11 @@ def test_evaluate_policy_gives_the_mean_return(num_envs):
     def make():
         return Monitor(Seeded(gymnasium.make("CartPole-v1", max_episode_steps=40)))
 
-    given = DummyVecEnv([make] * num_envs) if num_envs else make()
-    mean, _ = evaluate_policy(agent, given, n_eval_episodes=6, deterministic=True)
+    vector_env = DummyVecEnv([make] * num_envs) if num_envs else make()
+    mean, _ = evaluate_policy(agent, vector_env, n_eval_episodes=6, deterministic=True)
     if not num_envs:  # environments that run ahead take other seeds
         assert mean == agent.test(env)
-    drawn, _ = evaluate_policy(agent, given, n_eval_episodes=6, deterministic=False)
+    drawn, _ = evaluate_policy(agent, vector_env, n_eval_episodes=6, deterministic=False)
     assert 8 <= min(mean, drawn) <= max(mean, drawn) <= 40
 
 

@@ -37,9 +37,9 @@ def test_texts_are_continued_greedily():
 def test_conversations_use_the_chat_template():
     agent = tiny_agent()
     randomise_adapter(agent)
-    said = [{"role": "user", "content": "1+2="}]
+    conversation = [{"role": "user", "content": "1+2="}]
     assert "{{ m['role'][0] }}:{{ m['content'] }}" in TEMPLATE
-    assert agent.generate([said], shared_tokenizer()) == agent.generate(["u:1+2=\na:"], shared_tokenizer())
+    assert agent.generate([conversation], shared_tokenizer()) == agent.generate(["u:1+2=\na:"], shared_tokenizer())
 
 
 def test_sampled_texts_are_ordered_by_prompt_and_differ_between_calls():

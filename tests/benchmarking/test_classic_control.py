@@ -1,4 +1,4 @@
-"""The classic-control benchmark reads runs of any origin and reports them at their budgets; nothing is trained here."""
+"""The classic-control benchmark: reading runs and reporting them at their budgets."""
 
 import json
 import subprocess
@@ -39,11 +39,11 @@ def report(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_runs_are_compared_where_their_budgets_were_spent(tmp_path):
+def test_runs_are_compared_at_their_budgets(tmp_path):
     for seed in range(3):
         # Fast but wasteful: solved after 2 of 4 seconds, and after 5000 steps where 1000 are granted.
         fast = [(0, 9.0, 0.0, 20.0), (900, 9.0, 1.0, 100.0 + seed), (5000, 9.0, 2.0, 500.0), (9000, 9.0, 5.0, 0.0)]
-        # Slow but thrifty: solved after 800 steps, for which it takes 20 seconds.
+        # Slow but efficient: solved after 800 steps, which take 20 seconds.
         slow = [(0, 9.0, 0.0, 20.0), (400, 9.0, 3.0, 200.0 + seed), (800, 9.0, 20.0, 480.0), (1001, 9.0, 30.0, 0.0)]
         write_run(tmp_path, "grpo", seed, fast)
         write_run(tmp_path, "sb3-ppo", seed, slow)
@@ -65,7 +65,7 @@ def test_runs_are_compared_where_their_budgets_were_spent(tmp_path):
 
 
 @pytest.mark.parametrize("reached", [1, 2])
-def test_a_median_is_given_only_where_most_runs_got_there(tmp_path, reached):
+def test_a_median_requires_most_runs_to_reach_the_target(tmp_path, reached):
     for seed in range(3):
         write_run(tmp_path, "grpo", seed, [(0, 0.0, 0.0, 20.0), (500, 1.0, 1.0, 480.0 if seed < reached else 100.0)])
     assert report(tmp_path).returncode == 0

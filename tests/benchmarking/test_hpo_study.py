@@ -1,4 +1,4 @@
-"""The study of searches: what it counts, how it goes on where it stopped, and its statistics."""
+"""The study of searches: costs, resumption and statistics."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from benchmarking.hpo import analysis, arms, playing, protocol, tasks
 
 @pytest.fixture
 def short(monkeypatch):
-    """CartPole with next to no budget."""
+    """CartPole with a tiny budget."""
     task = dataclasses.replace(tasks.TASKS["CartPole-v1"], budget=900, members=3, validation=4, test=4)
     monkeypatch.setitem(tasks.TASKS, task.name, task)
     return task
@@ -30,7 +30,7 @@ def test_an_arm_pays_for_everything_but_its_test(short, arm):
     assert {**record, "seconds": 0, "early": 0} == {**again, "seconds": 0, "early": 0}
 
 
-def test_arms_begin_where_the_start_says():
+def test_arms_start_at_the_given_hyperparameters():
     task = tasks.TASKS["CartPole-v1"]
     search, oracle = arms.ARMS["narrowing"], arms.ARMS["oracle"]
     drawn = [playing.first_values(task, search, "unknown", seed) for seed in (0, 0, 1)]
@@ -54,7 +54,7 @@ def test_every_run_of_the_protocol_has_its_arm_and_task():
     )
 
 
-def test_what_is_recorded_is_not_done_again(tmp_path, short, capsys):
+def test_recorded_runs_are_not_repeated(tmp_path, short, capsys):
     words = ["run", "--tasks", short.name, "--starts", "unknown", "--arms", "narrowing", "--seeds", "0"]
     line = {"task": short.name, "start": "unknown", "arm": "narrowing", "seed": 0, "score": 1.0}
     (tmp_path / f"{short.name}.jsonl").write_text(json.dumps(line) + "\n")
@@ -62,15 +62,15 @@ def test_what_is_recorded_is_not_done_again(tmp_path, short, capsys):
     assert "0 runs to do, 1 recorded" in capsys.readouterr().out
 
 
-def test_the_chance_of_an_improvement_counts_pairs_and_half_of_ties():
-    ours, theirs = np.array([1.0, 2.0, 3.0]), np.array([2.0, 0.0])
-    found = analysis.probability_of_improvement([(ours, theirs)])
+def test_probability_of_improvement_counts_pairs_and_half_of_ties():
+    ours, second_scores = np.array([1.0, 2.0, 3.0]), np.array([2.0, 0.0])
+    found = analysis.probability_of_improvement([(ours, second_scores)])
     assert found.value == pytest.approx((1 + 1.5 + 2) / 6)  # of 2 each: 1 beats one, 2 beats one and ties, 3 beats both
     assert found.low < found.value < found.high
-    assert analysis.probability_of_improvement([(ours + 9, theirs)]).low == 1.0
+    assert analysis.probability_of_improvement([(ours + 9, second_scores)]).low == 1.0
 
 
-def test_tables_and_figure_show_what_there_is(tmp_path):
+def test_tables_and_figure_show_all_runs(tmp_path):
     runs = [
         {"task": task, "start": "unknown", "arm": arm, "seed": seed, "score": 100.0 + seed, "early": 50.0,
          "cost": 1000, "evaluations": 100, "seconds": 2.0}

@@ -1,4 +1,4 @@
-"""The benchmark of MPE2's games: everybody meets everybody on the same starts, and nothing is trained twice."""
+"""The benchmark of MPE2's games: all pairs play from the same starts."""
 
 import dataclasses
 import sys
@@ -24,7 +24,7 @@ def games(monkeypatch):
     return mpe2_games
 
 
-def test_both_sides_of_all_methods_meet_and_nothing_is_trained_twice(games, tmp_path, monkeypatch):
+def test_all_pairs_play_and_no_training_is_repeated(games, tmp_path, monkeypatch):
     found = games.run("adversary", 0, tmp_path)
     assert set(found) == {f"{one} against {other}" for one in games.METHODS for other in games.METHODS}
     assert np.isfinite(list(found.values())).all()

@@ -1,4 +1,4 @@
-"""What the comparison of one minute calls better, worse, or not told apart."""
+"""Significance of differences in the one-minute comparison."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from benchmarking.one_minute import verdict
         (np.full((5, 100), 3.0), np.full((5, 100), 1.0), "better"),
         (np.full((5, 100), 1.0), np.full((5, 100), 3.0), "worse"),
         (np.full((5, 100), 1.004), np.full((5, 100), 1.0), "not told apart"),  # less than half a percent of the scale
-        # Every seed is behind, but the hundred episodes that all of them share could as well have said otherwise.
+        # Every seed is behind, but the hundred shared episodes could as well have differed.
         (np.tile([0.0, 1.0], (5, 50)), np.tile([1.0, 0.1], (5, 50)), "not told apart"),
-        # Seeds part in their outcome: five are too few to tell.
+        # The outcomes of seeds vary: five are too few.
         (np.repeat([[0.0], [0.0], [1.0], [1.0], [1.0]], 100, 1), np.full((5, 100), 0.9), "not told apart"),
     ],
 )
-def test_a_difference_has_to_be_larger_than_what_seeds_and_episodes_make(ours, theirs, expected):
+def test_a_difference_must_exceed_the_noise_of_seeds_and_episodes(ours, theirs, expected):
     assert verdict(ours, theirs, scale=1.0, draws=500) == expected

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts finds every difference that there is, and none that there is not."""
+"""Comparison of two checkouts."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def call(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def compared(tmp_path, *words, **second) -> subprocess.CompletedProcess[str]:
-    """Compare the recording above with one that differs from it as given."""
+    """Compare the recording above with a changed one."""
     return call("compare", write(tmp_path / "first"), write(tmp_path / "second", **second), *words)
 
 
@@ -62,7 +62,7 @@ def changed(*path, value):
     return events
 
 
-def test_what_is_equal_is_counted_and_clocks_are_left_aside(tmp_path):
+def test_equal_values_are_counted_and_times_ignored(tmp_path):
     events = changed(0, "time", value=9.0)
     events[0]["version"], events[1]["members"][0]["step_time"], events[2]["seconds"] = "0.2.0", 0.7, 1.5
     done = compared(tmp_path, events=events)
@@ -72,7 +72,7 @@ def test_what_is_equal_is_counted_and_clocks_are_left_aside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "output"),
     [
         ((1, "members", 0, "loss"), 0.1 + 2**-56, f"{STEP}.members[0].loss: 0.1 and 0.10000000000000002"),
         ((1, "members", 1, "loss"), -0.0, f"{STEP}.members[1].loss: 0.0 and -0.0"),
@@ -83,20 +83,20 @@ def test_what_is_equal_is_counted_and_clocks_are_left_aside(tmp_path):
         ((1, "event"), "test", f"{STEP}.event: 'step' and 'test'"),
     ],
 )
-def test_any_value_of_the_journal_counts(tmp_path, path, value, said):
+def test_any_different_value_of_the_journal_counts(tmp_path, path, value, output):
     done = compared(tmp_path, events=changed(*path, value=value))
     assert done.returncode == 1
-    assert f"DIFFERENT in 1, first: {said} |" in done.stdout
+    assert f"DIFFERENT in 1, first: {output} |" in done.stdout
 
 
-def test_an_event_more_or_less_counts_and_so_do_completions(tmp_path):
+def test_missing_events_and_completions_count(tmp_path):
     done = compared(tmp_path, events=EVENTS[:2], completions=[{"completion": "b"}])
     assert done.returncode == 1
     assert "DIFFERENT in 2, first: journal.jsonl line 3 (generation): {'event': 'generation'" in done.stdout
     assert "pendulum: completions/step-000000.jsonl line 1 (completions).completion: 'a' and 'b'" in done.stdout
 
 
-def test_keys_of_one_side_are_listed_and_count_only_if_asked(tmp_path):
+def test_keys_of_one_side_are_listed_and_count_on_request(tmp_path):
     events = changed(1, "members", 0, "tokens_per_prompt", value=3)
     del events[2]["best"]
     done = compared(tmp_path, events=events)
@@ -108,7 +108,7 @@ def test_keys_of_one_side_are_listed_and_count_only_if_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "output"),
     [
         (
             "1.weights",
@@ -122,14 +122,14 @@ def test_keys_of_one_side_are_listed_and_count_only_if_asked(tmp_path):
         ("2.weights", np.array(3), "newest: 2.weights is missing in the first"),
     ],
 )
-def test_tensors_are_compared_bit_for_bit(tmp_path, name, value, said):
+def test_tensors_are_compared_bit_for_bit(tmp_path, name, value, output):
     done = compared(tmp_path, tensors=TENSORS | {name: value})
     assert done.returncode == 1
     assert "DIFFERENT in 1" in done.stdout
-    assert said in done.stdout
+    assert output in done.stdout
 
 
-def test_tensors_with_another_name_are_the_same_only_where_that_is_said(tmp_path):
+def test_renamed_tensors_are_equal_only_on_request(tmp_path):
     tensors = {name.replace("weights", "parameters"): value for name, value in TENSORS.items()}
     done = compared(tmp_path, tensors=tensors)
     assert done.returncode == 1
@@ -142,7 +142,7 @@ def test_tensors_with_another_name_are_the_same_only_where_that_is_said(tmp_path
         assert call("compare", *sides, "--renamed", wrong).returncode != 0
 
 
-def test_a_run_that_only_one_side_has_counts_and_so_does_an_empty_folder(tmp_path):
+def test_missing_runs_and_empty_folders_count(tmp_path):
     write(tmp_path / "first", run="cartpole")
     done = compared(tmp_path)
     assert done.returncode == 1
@@ -154,7 +154,7 @@ def test_a_run_that_only_one_side_has_counts_and_so_does_an_empty_folder(tmp_pat
     assert call("compare", tmp_path / "empty", tmp_path / "empty").returncode != 0
 
 
-def test_what_is_no_checkout_or_already_holds_something_is_refused(tmp_path):
+def test_invalid_checkouts_and_folders_are_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = call("record", tmp_path / "elsewhere", tmp_path / "out")
     assert done.returncode == 1
@@ -165,7 +165,7 @@ def test_what_is_no_checkout_or_already_holds_something_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkout_goes_on_with_its_own_runs_as_recorded_and_refuses_other_versions_by_name(tmp_path):
+def test_a_checkout_resumes_its_own_runs_only(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     recorded = call("record", REPOSITORY, first, "--runs", "cartpole-resumed")
     assert recorded.returncode == 0, recorded.stdout

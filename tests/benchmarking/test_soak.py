@@ -1,4 +1,4 @@
-"""The soak counts what it does to runs, and notes what must never be."""
+"""The soak test: its counts and findings."""
 
 import shutil
 
@@ -16,14 +16,14 @@ def soak(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["kill", "journal"])
-def test_a_trial_is_counted_and_leaves_nothing(soak, kind):
+def test_a_trial_is_counted_and_removed(soak, kind):
     soak.try_once(kind, 0, generator(0, "soak", 2))  # which is one kill
     assert soak.failures == []
     assert soak.counts[f"trials: {kind}"] == 1
     assert not (soak.folder / "trial-0").exists()
 
 
-def test_another_outcome_than_that_of_the_undisturbed_run_is_noted(soak, monkeypatch):
+def test_a_different_outcome_is_recorded(soak, monkeypatch):
     def copied(soak, place, seed, rng):
         shutil.copytree(soak.finished[seed], place)
         soak.finish(place, seed)
@@ -36,4 +36,4 @@ def test_another_outcome_than_that_of_the_undisturbed_run_is_noted(soak, monkeyp
     (failure,) = soak.failures
     assert "trial 2 (journal, seed 0)" in failure
     assert "another outcome than that of the undisturbed run" in failure
-    assert (soak.folder / "trial-2").exists()  # to be looked at
+    assert (soak.folder / "trial-2").exists()  # kept for inspection

@@ -75,13 +75,13 @@ TRANSFORMERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "own"), TRANSFORMERS)
+@pytest.mark.parametrize(("name", "scheduler_arguments", "settings"), TRANSFORMERS)
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_schedules_match_transformers(name, given, own, warmup):
+def test_schedules_match_transformers(name, scheduler_arguments, settings, warmup):
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=3.0)
     optimizer.defaults["lr"] = 3.0
-    scheduler = get_scheduler(name, optimizer, warmup, 15, scheduler_specific_kwargs=given)
-    settings = Optimizer(**{"warmup_steps": warmup, "total_steps": 15} | own)
+    scheduler = get_scheduler(name, optimizer, warmup, 15, scheduler_specific_kwargs=scheduler_arguments)
+    settings = Optimizer(**{"warmup_steps": warmup, "total_steps": 15} | settings)
     for step in range(16):
         assert 3.0 * settings.factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()

@@ -177,15 +177,19 @@ SCHEDULES = [
 def test_learning_rates_match_trl(fields, tmp_path):
     lr, steps = 1e-3, 20
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields)
-    theirs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = get_scheduler(
-        arguments.lr_scheduler_type, theirs, arguments.get_warmup_steps(steps), steps, arguments.lr_scheduler_kwargs
+        arguments.lr_scheduler_type,
+        optimizer,
+        arguments.get_warmup_steps(steps),
+        steps,
+        arguments.lr_scheduler_kwargs,
     )
     result = imported(max_steps=steps, learning_rate=lr, **fields)
     for step in range(steps):
         expected = scheduler.get_last_lr()[0]
         assert result.hyperparameters["lr"] * result.optimizer.factor(step) == pytest.approx(expected, abs=1e-15)
-        theirs.step()
+        optimizer.step()
         scheduler.step()
 
 

@@ -88,7 +88,7 @@ observation = run.trainer.env.observation_space.sample()
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield why a block is not run, its language and its text."""
+    """Yield the reason why a block is not run (or an empty string), its language and its text."""
     for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
         yield match[1] or "", match[2], match[3]
 
@@ -102,9 +102,9 @@ WITH_PYTHON = [page for page in PAGES if any(kind == "python" and not why for wh
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Be in a folder with a tiny model."""
+    """Work in a folder with a tiny model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # windows that nobody sees
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # no visible windows
     model = tiny_model()
     model.config.max_position_embeddings = 512  # room for a completion of the default length
     model.save_pretrained("tiny")
@@ -112,21 +112,21 @@ def folder(tmp_path, monkeypatch):
 
 
 def program(page: Path) -> str:
-    """Return a page's Python, with what is there before it and smaller numbers."""
+    """Return a page's Python with its preamble and smaller numbers."""
     text = BEFORE.get(str(page.relative_to(ROOT)), "")
     for why, kind, block in blocks(page):
         if kind == "python" and not why:
             text += f"\n{block}"
     for long, short in _SMALLER.items():
         text = re.sub(long, short, text)
-    for number in ("4", "5"):  # those that are resumed have to go on
+    for number in ("4", "5"):  # resumed runs need more generations
         text = re.sub(rf"\bgenerations={number}\b", "generations=1", text)
     return "QUICK = {'validation_size': 4, 'test_size': 4}\n" + re.sub(r"\bgenerations=8\b", "generations=2", text)
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("name", named(WITH_PYTHON))
-def test_the_python_of_a_page_runs(name):
+def test_python_of_a_page_runs(name):
     if name == "docs/own_algorithm.md":
         pytest.skip("tests/algorithms/test_own_algorithm.py runs it")
     names = {"__name__": "page"}
@@ -134,36 +134,36 @@ def test_the_python_of_a_page_runs(name):
 
 
 @pytest.mark.parametrize("name", named([page for page in PAGES if any(kind == "yaml" for _, kind, _ in blocks(page))]))
-def test_the_yaml_of_a_page_is_read(name, tmp_path, monkeypatch):
+def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # whatever a page calls its own file
+    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # whatever name the page uses
     for why, kind, block in blocks(ROOT / name):
         if kind == "yaml" and not why and not block.startswith("# not a configuration"):
-            given = read_yaml(block, name)
-            joint = "parallel_env" in given.get("task", {})
-            base = {} if joint or "task" in given else QUESTIONS
+            values = read_yaml(block, name)
+            joint = "parallel_env" in values.get("task", {})
+            base = {} if joint or "task" in values else QUESTIONS
             small = {"batch_size": 32} if base else {}
-            assert parse_config({**base, "hyperparameters": small, **given})
+            assert parse_config({**base, "hyperparameters": small, **values})
 
 
 def commands(page: Path) -> list[str]:
-    """Return a page's commands of evogrpo: in its blocks, behind launchers and conditions too, and in sentences."""
-    shown = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not why)
-    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|\n]*)", shown, re.MULTILINE)
+    """Return a page's commands of evogrpo in blocks, also behind launchers and conditions, and in sentences."""
+    blocks_shown = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not why)
+    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|\n]*)", blocks_shown, re.MULTILINE)
     return found + re.findall(r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
 def check_settings(settings: list[str], packaged: str) -> None:
-    """Refuse a KEY=VALUE that no configuration has."""
+    """Raise for a KEY=VALUE that no configuration has."""
     with as_file(files("evogrpo.training.configuration") / packaged) as path:
         load_config(path, [*(["task.env=CartPole-v1"] if packaged == "env.yaml" else []), *settings])
 
 
 @pytest.mark.parametrize("name", named([page for page in PAGES if commands(page) and page.name != "CHANGELOG.md"]))
-def test_the_commands_of_a_page_exist(name):
+def test_commands_of_a_page_exist(name):
     for line in commands(ROOT / name):
         words = [word for word in shlex.split(line)[1:] if word != "&"]
-        if len(words) == 1:  # a sentence that names a command, whatever that needs
+        if len(words) == 1:  # a sentence that names a command without its arguments
             with pytest.raises(SystemExit, match=r"^0$"):
                 make_parser().parse_args([*words, "--help"])
             continue
@@ -179,15 +179,15 @@ def test_the_commands_of_a_page_exist(name):
     "line",
     ["trian my.yaml", "train my.yaml --drry-run", "resume runs/a --generation=two", "train my.yaml population.sise=4"],
 )
-def test_a_command_that_does_not_exist_is_seen(tmp_path, monkeypatch, line):
+def test_unknown_commands_are_detected(tmp_path, monkeypatch, line):
     monkeypatch.setattr("tests.docs.test_examples.ROOT", tmp_path)
     (tmp_path / "page.md").write_text(f"# A page\n\n```\nsrun evogrpo {line}\n```\n")
     with pytest.raises((SystemExit, AssertionError, ValueError)):
-        test_the_commands_of_a_page_exist("page.md")
+        test_commands_of_a_page_exist("page.md")
 
 
 @pytest.mark.parametrize("name", named(PAGES))
-def test_no_block_of_a_page_goes_unnoticed(name):
+def test_every_block_of_a_page_is_checked(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert not re.search(r"^[ \t]+```|^~~~", text, re.MULTILINE), "an indented block is not looked at"
     assert text.count("\n```") % 2 == 0
@@ -197,24 +197,24 @@ def test_no_block_of_a_page_goes_unnoticed(name):
         assert kind in ("", "sh", "python", "yaml", "json"), f"nothing looks at blocks of {kind}"
         if kind == "json":
             assert all(json.loads(line) for line in block.splitlines())
-        if kind == "python" and why:  # what cannot be run can be read, and what it imports from here is there
+        if kind == "python" and why:  # blocks that cannot run must compile and import
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("evogrpo"):
                     module = importlib.import_module(str(node.module))
                     assert all(hasattr(module, imported.name) for imported in node.names)
 
 
-def test_pages_are_looked_at():
+def test_pages_are_found():
     found = [(why, kind) for page in PAGES for why, kind, _ in blocks(page)]
     assert sum(kind == "python" and not why for why, kind in found) > 20
     assert sum(kind == "python" and bool(why) for why, kind in found) < 10
 
 
-def test_a_session_is_drawn_with_its_beginning_and_its_end_and_asks_for_nothing():
+def test_a_session_is_drawn_completely():
     tables = [f"\x1b[1mGeneration {number} of 4\x1b[0m\nslot member\n\n" for number in range(1, 5)]
     steps = [f"step {number}/4  <reward>\n" for number in range(1, 5)]
-    told = "run directory\n\n" + "".join(map("".join, zip(steps, tables, strict=True))) + "Test: & more\n"
-    drawn = session.picture(told, "evogrpo demo")
+    text = "run directory\n\n" + "".join(map("".join, zip(steps, tables, strict=True))) + "Test: & more\n"
+    drawn = session.picture(text, "evogrpo demo")
     text = "".join(ET.fromstring(drawn).itertext()).replace("\xa0", " ")
     assert "$ evogrpo demo" in text
     assert [number for number in range(1, 5) if f"Generation {number} of 4" in text] == [1, 4]

@@ -1,4 +1,4 @@
-"""Links of the pages lead somewhere, as files on a code host as well as on the site."""
+"""Links of the documentation."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
 def slug(heading: str) -> str:
-    """Return what a heading is linked by, on the site as on a code host."""
+    """Return the anchor of a heading."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
@@ -32,7 +32,7 @@ def links(text: str) -> list[str]:
 
 
 def broken(page: Path, target: str) -> str | None:
-    """Say what is wrong with a link; None if it leads somewhere, or out of the repository."""
+    """Return what is wrong with a link, or None."""
     if re.match(r"[a-z]+:", target):
         return None
     place, _, anchor = target.partition("#")
@@ -45,19 +45,19 @@ def broken(page: Path, target: str) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_within_the_repository_lead_somewhere(page):
+def test_links_within_the_repository_are_valid(page):
     found = links(page.read_text(encoding="utf-8"))
     assert [wrong for target in found if (wrong := broken(page, target))] == []
 
 
-def test_a_broken_link_is_seen(tmp_path):
+def test_broken_links_are_detected(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One `two`, three\n[a](#one-two-three) [b](#one) [c](gone.md) [d](https://a.org) `[e](no)`\n")
     assert links(page.read_text()) == ["#one-two-three", "#one", "gone.md", "https://a.org"]
     assert [broken(page, target) is None for target in links(page.read_text())] == [True, False, False, True]
 
 
-def test_every_page_of_the_site_is_in_its_menu():
+def test_every_page_is_in_the_menu():
     index = ROOT / "docs" / "index.md"
     lists = [index, ROOT / "docs" / "reference" / "python.md"]
     named = {

@@ -1,4 +1,4 @@
-"""What the site reads off the code is all there: every key and metric described, every command and public name told."""
+"""The reference pages cover every key, metric, command and public name."""
 
 import inspect
 import re
@@ -23,19 +23,19 @@ SECTIONS = configuration.sections()
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.path}: {section.title}")
-def test_every_key_is_described_with_its_type(section):
+def test_every_key_has_a_description_and_a_type(section):
     for key in configuration.keys(section):
         assert key.description, f"{key.path} has no description: give {section.record.__name__} an entry for it"
         assert key.kind
 
 
-def test_no_key_that_a_configuration_may_have_is_left_out():
-    told = {key.path for section in SECTIONS for key in configuration.keys(section)}
+def test_all_keys_of_configurations_are_listed():
+    listed = {key.path for section in SECTIONS for key in configuration.keys(section)}
     prefixes = {section.path for section in SECTIONS}
     for place, keys in _sections():
         for key in keys:
             path = f"{place}.{key}".removeprefix(".")
-            assert path in told | prefixes | {"auto", "run_id", "search_space"}, path
+            assert path in listed | prefixes | {"auto", "run_id", "search_space"}, path
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_no_key_that_a_configuration_may_have_is_left_out():
         ("task.env", "text", None),
     ],
 )
-def test_a_range_is_what_the_code_accepts(path, kind, default):
+def test_documented_ranges_are_those_of_the_code(path, kind, default):
     (key,) = [key for section in SECTIONS for key in configuration.keys(section) if key.path == path]
     assert (key.kind, key.default) == (kind, default)
 
 
 @pytest.mark.parametrize(
-    ("accepts", "default", "told"),
+    ("accepts", "default", "listed"),
     [
         (lambda value: True, 1, ""),
         (lambda value: 3 <= value <= 1_000_000, None, "from 3 to 1,000,000"),
@@ -64,12 +64,12 @@ def test_a_range_is_what_the_code_accepts(path, kind, default):
         (lambda value: value < 7, 1, "at most 6"),
     ],
 )
-def test_ranges_of_whole_numbers_are_found(accepts, default, told):
-    assert whole_range(accepts, default) == told
+def test_ranges_of_integers_are_detected(accepts, default, listed):
+    assert whole_range(accepts, default) == listed
 
 
 @pytest.mark.parametrize(
-    ("accepts", "told"),
+    ("accepts", "listed"),
     [
         (lambda value: 0 < value <= 1, "in (0, 1]"),
         (lambda value: value > 0, "above 0"),
@@ -77,11 +77,11 @@ def test_ranges_of_whole_numbers_are_found(accepts, default, told):
         (lambda value: True, ""),
     ],
 )
-def test_ranges_of_numbers_are_found(accepts, told):
-    assert real_range(accepts, None) == told
+def test_ranges_of_numbers_are_detected(accepts, listed):
+    assert real_range(accepts, None) == listed
 
 
-def test_a_range_that_ends_at_an_odd_place_is_an_error_rather_than_a_wrong_page():
+def test_an_unusual_bound_raises():
     with pytest.raises(ValueError, match="known ends"):
         real_range(lambda value: value > 0.1234, 0.5)
 
@@ -97,20 +97,20 @@ def recorded(trainer: Trainer) -> set[str]:
 
 
 @pytest.mark.parametrize("run", [tiny_run, step_run])
-def test_every_number_that_a_run_records_is_defined(run):
+def test_every_recorded_number_is_defined(run):
     found = recorded(run(None))
     assert len(found) > 20
     assert [name for name in sorted(found) if metrics.definition(name) is None] == []
 
 
-def test_names_of_policies_and_rewards_lead_to_definitions():
+def test_names_of_policies_and_rewards_have_definitions():
     assert metrics.definition("rewards/my function/mean") == NAMES["rewards/<function>/mean"]
     assert NAMES["loss"] in metrics.definition("adversary/loss")
     assert metrics.definition("adversary/losses") is None
     assert metrics.definition("los") is None
 
 
-def test_every_command_and_every_option_is_told():
+def test_every_command_and_option_is_listed():
     page = commands.page()
     (choice,) = [each for each in make_parser()._actions if hasattr(each, "choices") and isinstance(each.choices, dict)]
     assert len(choice.choices) > 10
@@ -122,7 +122,7 @@ def test_every_command_and_every_option_is_told():
 
 
 @pytest.mark.parametrize("package", names.PACKAGES)
-def test_every_public_name_is_described_once_and_says_what_it_is(package):
+def test_every_public_name_is_described_once(package):
     page = names.page(package)
     for name, home in names.described(package):
         assert f":: {home}.{name}\n" in f"{page}\n"
@@ -132,20 +132,20 @@ def test_every_public_name_is_described_once_and_says_what_it_is(package):
         assert f":: {package}.{name}\n" not in f"{page}\n"
 
 
-def test_text_of_docstrings_is_not_taken_for_markup():
+def test_text_of_docstrings_is_no_markup():
     assert as_markup(["|d|, **columns and `f(x, y)`, `Mutation`s of loss_"]) == [
         r"\|d\|, \*\*columns and ``f(x, y)``, `Mutation`\ s of loss\_"
     ]
-    told = entries("One.\n\nAttributes:\n    a: First\n        and more.\n    b: Second.\n\nRaises:\n    c: No.\n")
-    assert told == {"a": "First and more.", "b": "Second."}
+    listed = entries("One.\n\nAttributes:\n    a: First\n        and more.\n    b: Second.\n\nRaises:\n    c: No.\n")
+    assert listed == {"a": "First and more.", "b": "Second."}
 
 
 WRITTEN = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, *GENERATED])
-def test_nothing_in_angle_brackets_is_lost_as_html(name):
-    """Browsers show no `<tag>` that does not stand in code, neither on the site nor on a code host."""
-    told = WRITTEN[name].read_text(encoding="utf-8") if name in WRITTEN else GENERATED[name]()
-    plain = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", told, flags=re.DOTALL | re.MULTILINE)
+def test_angle_brackets_are_in_code(name):
+    """Browsers hide `<tag>` outside of code."""
+    listed = WRITTEN[name].read_text(encoding="utf-8") if name in WRITTEN else GENERATED[name]()
+    plain = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", listed, flags=re.DOTALL | re.MULTILINE)
     assert re.findall(r"</?[A-Za-z][^>]*>", plain) == []

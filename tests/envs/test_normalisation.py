@@ -36,11 +36,11 @@ def test_the_policy_acts_on_normalised_observations():
     policy = policy_for(env, 2)
     learn_statistics(env, policy, (0, 1))
     played, rows, noise = play(env, policy, (0, 1))
-    shown, summary = policy.normalised(played, rows)
+    normalised, summary = policy.normalised(played, rows)
     row, t = np.nonzero(played.present)
-    acted = policy.bank.act(shown[row, t], rows[row], uniforms=noise(row, t))
+    acted = policy.bank.act(normalised[row, t], rows[row], uniforms=noise(row, t))
     assert np.array_equal(acted.actions, played.actions[row, t])
-    assert (shown[~played.present] == 0).all()
+    assert (normalised[~played.present] == 0).all()
     for member in (0, 1):
         raw = played.observations[rows == member][played.present[rows == member]].astype(np.float64)
         assert summary.count[member] == len(raw)
@@ -54,9 +54,9 @@ def test_members_have_separate_statistics():
     learn_statistics(env, policy, (1, 3))
     assert policy.statistics.count[[0, 2]].tolist() == [0, 0]
     (together, both, _), (alone, own, _) = play(env, policy, (1, 3)), play(env, policy, (3,))
-    shown, summary = policy.normalised(together, both)
+    normalised, summary = policy.normalised(together, both)
     shown_alone, summary_alone = policy.normalised(alone, own)
-    assert np.array_equal(shown[6:, : alone.present.shape[1]], shown_alone)
+    assert np.array_equal(normalised[6:, : alone.present.shape[1]], shown_alone)
     for name in ("count", "mean", "m2"):
         assert np.array_equal(getattr(summary, name)[3], getattr(summary_alone, name)[3])
 
@@ -87,16 +87,16 @@ def test_only_float_leaves_of_composite_observations_change():
     assert policy.statistics.mean.shape == (2, 1)
     learn_statistics(env, policy, (0, 1))
     played, rows, _ = play(env, policy, (0, 1))
-    shown, _ = policy.normalised(played, rows)
-    assert np.array_equal(shown[0], played.observations[0])
-    assert not np.array_equal(shown[1][0], played.observations[1][0])
+    normalised, _ = policy.normalised(played, rows)
+    assert np.array_equal(normalised[0], played.observations[0])
+    assert not np.array_equal(normalised[1][0], played.observations[1][0])
 
 
 def test_far_observations_are_clipped_and_constant_ones_stay_finite():
     statistics = ObservationStatistics(count=np.array([4.0]), mean=np.array([[1.0, 2.0]]), m2=np.array([[4.0, 0.0]]))
     value = np.array([[1000.0, 2.0], [-1000.0, 2.5]], np.float32)
-    (shown,) = statistics.normalise([value], (0,), np.zeros(2, np.int64))
-    assert shown.tolist() == [[10, 0], [-10, 10]]
+    (normalised,) = statistics.normalise([value], (0,), np.zeros(2, np.int64))
+    assert normalised.tolist() == [[10, 0], [-10, 10]]
 
 
 def test_images_and_categories_cannot_be_normalised():

@@ -174,9 +174,9 @@ def test_rewards_of_several_numbers_are_refused():
     ],
 )
 def test_observations_outside_their_space_are_refused(vectorization, space, sees, message):
-    given = [np.zeros(space.shape, space.dtype)]
-    env = GymnasiumGroups(lambda: Odd(space, given[0]), vectorization=vectorization, num_envs=2)
-    given[0] = sees  # changed after construction, which checks a few steps
+    observations = [np.zeros(space.shape, space.dtype)]
+    env = GymnasiumGroups(lambda: Odd(space, observations[0]), vectorization=vectorization, num_envs=2)
+    observations[0] = sees  # changed after construction, which checks a few steps
     with pytest.raises(ValueError, match=message):
         play(env)
     with pytest.raises(ValueError, match=message):

@@ -371,28 +371,28 @@ class Misshapen(joint_probes.Favours):
         self.made, self.of = made, of
 
     def reset(self, seed=None, options=None):
-        given = super().reset(seed=seed, options=options)
-        return self.made(given) if self.of == "reset" else given
+        result = super().reset(seed=seed, options=options)
+        return self.made(result) if self.of == "reset" else result
 
     def step(self, actions):
-        given = super().step(actions)
-        return self.made(given) if self.of == "step" else given
+        result = super().step(actions)
+        return self.made(result) if self.of == "step" else result
 
 
 @pytest.mark.parametrize(
     ("of", "made", "message"),
     [
-        ("reset", lambda given: given[0], r"must return \(observations, infos\) from reset\(\), .* got dict"),
-        ("reset", lambda given: (given[0], None), "got infos of type NoneType"),
-        ("reset", lambda given: ([0, 0], given[1]), "got observations of type list"),
-        ("step", lambda given: given[:4], r"terminations, truncations, infos\) from step\(\), .*, got 4 values"),
-        ("step", lambda given: (given[0], [1.0, 1.0], *given[2:]), "got rewards of type list"),
+        ("reset", lambda result: result[0], r"must return \(observations, infos\) from reset\(\), .* got dict"),
+        ("reset", lambda result: (result[0], None), "got infos of type NoneType"),
+        ("reset", lambda result: ([0, 0], result[1]), "got observations of type list"),
+        ("step", lambda result: result[:4], r"terminations, truncations, infos\) from step\(\), .*, got 4 values"),
+        ("step", lambda result: (result[0], [1.0, 1.0], *result[2:]), "got rewards of type list"),
         (
             "step",
-            lambda given: (*given[:4], dict.fromkeys(given[4], "x")),
+            lambda result: (*result[:4], dict.fromkeys(result[4], "x")),
             "info must be a dict, got str for red_0",
         ),
-        ("step", lambda given: (given[0], {}, *given[2:]), r"reward.* agents that acted: \['red_0', "),
+        ("step", lambda result: (result[0], {}, *result[2:]), r"reward.* agents that acted: \['red_0', "),
     ],
 )
 def test_malformed_results_of_reset_and_step_are_refused(of, made, message):
@@ -469,8 +469,8 @@ def test_agents_without_a_legal_action_are_not_asked_for_actions(form):
 
     played = play(PettingZooGroups(Turns), policies="independent")
     first = PettingZooGroups(Turns).agents[0]
-    asked = {policy for policy, part in played.episodes.items() if part.present.any()}
-    assert asked == {first}
+    policies_used = {policy for policy, part in played.episodes.items() if part.present.any()}
+    assert policies_used == {first}
 
 
 def test_invalid_arguments_are_refused():

@@ -73,11 +73,11 @@ def test_prints_do_not_break_a_live_display(tokenizer):
     with Live("BAR", console=console, auto_refresh=False):
         opened = env.open("train", [0])
         opened.score(single_turn_conversations([0], [[3]]))
-    shown = stream.getvalue()
-    assert shown.count("out \\x1b[2J") == 1
-    assert "\x1b[2J" not in shown
-    assert "\x1b]0" not in shown
-    assert shown.rindex("BAR") > shown.index("out \\x1b")  # printed text stays above the display
+    text = stream.getvalue()
+    assert text.count("out \\x1b[2J") == 1
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+    assert text.rindex("BAR") > text.index("out \\x1b")  # printed text stays above the display
 
 
 def test_prints_of_reply_are_escaped(capsys):

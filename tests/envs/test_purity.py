@@ -61,10 +61,10 @@ def still(env, rows):
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
 @pytest.mark.parametrize("what", CARRIES_OVER)
 def test_state_carried_over_is_detected_and_environments_are_recreated(what, vectorization):
-    with pytest.warns(UserWarning, match="recreate_env=True") as told:
+    with pytest.warns(UserWarning, match="recreate_env=True") as warned:
         env = GymnasiumGroups(CARRIES_OVER[what], vectorization=vectorization, num_envs=1)
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
     assert env.recreate_env
     assert env.fingerprint()["recreate_env"] == "True"
     with env:
@@ -72,7 +72,7 @@ def test_state_carried_over_is_detected_and_environments_are_recreated(what, vec
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ("reward", "reward after 1 step was 0 and then 1"),
         ("cut", "truncated after 2 steps was 0 and then 1"),
@@ -81,8 +81,8 @@ def test_state_carried_over_is_detected_and_environments_are_recreated(what, vec
         ("mask", r"action mask\[1\] right after reset was 1 and then 0"),
     ],
 )
-def test_the_warning_names_the_difference_the_step_and_its_size(part, said):
-    with pytest.warns(UserWarning, match=said):
+def test_the_warning_names_the_difference_the_step_and_its_size(part, message):
+    with pytest.warns(UserWarning, match=message):
         GymnasiumGroups(Remembers, env_kwargs={"part": part})
 
 
@@ -120,8 +120,8 @@ class Lottery(probes.DelayedCredit):
     """Pays a reward at its end that is drawn only then."""
 
     def step(self, action):
-        seen, reward, over, cut, given = super().step(action)
-        return seen, reward + over * float(self.np_random.integers(2)), over, cut, given
+        seen, reward, over, cut, infos = super().step(action)
+        return seen, reward + over * float(self.np_random.integers(2)), over, cut, infos
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_a_slow_check_shows_a_message(monkeypatch):
         warnings.simplefilter("error")
         GymnasiumGroups(probes.ConstantReward)
     monkeypatch.setattr(purity, "_SLOW", 0.0)
-    said = "ConstantReward takes .* 212 steps"
-    with pytest.warns(UserWarning, match=said):
+    message = "ConstantReward takes .* 212 steps"
+    with pytest.warns(UserWarning, match=message):
         GymnasiumGroups(probes.ConstantReward)

@@ -29,11 +29,11 @@ VECTORS = {
 }
 
 
-@pytest.mark.parametrize("given", ["made", "callable"])
+@pytest.mark.parametrize("invalid", ["made", "callable"])
 @pytest.mark.parametrize("kind", VECTORS)
-def test_vector_environments_are_refused_with_the_id_of_a_single_one(kind, given):
+def test_vector_environments_are_refused_with_the_id_of_a_single_one(kind, invalid):
     with pytest.raises(ValueError, match=REMEDY):
-        GymnasiumGroups(VECTORS[kind]() if given == "made" else VECTORS[kind])
+        GymnasiumGroups(VECTORS[kind]() if invalid == "made" else VECTORS[kind])
 
 
 def test_environments_that_step_several_episodes_are_refused():
@@ -47,7 +47,7 @@ def test_environments_that_step_several_episodes_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("invalid", "message"),
     [
         (lambda: gymnasium.make("CartPole-v1"), "'CartPole-v1'"),
         (probes.ConstantReward, "got ConstantReward"),
@@ -55,9 +55,9 @@ def test_environments_that_step_several_episodes_are_refused():
         (lambda: None, "got NoneType"),
     ],
 )
-def test_environment_instances_instead_of_callables_are_refused(given, said):
-    with pytest.raises(ValueError, match=f"env must .*{said}"):
-        GymnasiumGroups(given())
+def test_environment_instances_instead_of_callables_are_refused(invalid, message):
+    with pytest.raises(ValueError, match=f"env must .*{message}"):
+        GymnasiumGroups(invalid())
 
 
 class OldGym:
@@ -95,12 +95,12 @@ class Form(probes.ConstantReward):
             self.reset = lambda: (np.zeros(2, np.float32), {})
 
     def reset(self, *, seed=None, options=None):
-        given = super().reset(seed=seed)
-        return given if self.returns[0] is None else self.returns[0](*given)
+        invalid = super().reset(seed=seed)
+        return invalid if self.returns[0] is None else self.returns[0](*invalid)
 
     def step(self, action):
-        given = super().step(action)
-        return given if self.returns[1] is None else self.returns[1](*given)
+        invalid = super().step(action)
+        return invalid if self.returns[1] is None else self.returns[1](*invalid)
 
 
 FORMS = {
@@ -132,7 +132,7 @@ PARTS = {
         {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
         r"action_mask.* got \[0.0, -inf\]",
     ),
-    "an info of nothing": ({"step": lambda *given: (*given[:4], None)}, "info must be a dict, got NoneType"),
+    "an info of nothing": ({"step": lambda *invalid: (*invalid[:4], None)}, "info must be a dict, got NoneType"),
     "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"shape \(2,\) .* got \(3,\)"),
 }
 
@@ -140,19 +140,19 @@ PARTS = {
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
 def test_malformed_results_of_reset_and_step_are_refused(kind, wrapped, monkeypatch):
-    options, said = FORMS[kind]
-    with pytest.raises(ValueError, match=f"must .*{said}"):
+    options, message = FORMS[kind]
+    with pytest.raises(ValueError, match=f"must .*{message}"):
         GymnasiumGroups(lambda: TimeLimit(Form(**options), 5) if wrapped else Form(**options))
     spec = gymnasium.envs.registration.EnvSpec("Form-v0", entry_point=Form, max_episode_steps=5)
     monkeypatch.setitem(gymnasium.registry, "Form-v0", spec)
-    with pytest.raises(ValueError, match=f"Form-v0 must .*{said}"):
+    with pytest.raises(ValueError, match=f"Form-v0 must .*{message}"):
         GymnasiumGroups("Form-v0", env_kwargs=options)
 
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_observations_and_rewards_are_checked_before_training(kind):
-    options, said = PARTS[kind]
-    with pytest.raises(ValueError, match=said):
+    options, message = PARTS[kind]
+    with pytest.raises(ValueError, match=message):
         GymnasiumGroups(Form, env_kwargs=options)
 
 
@@ -162,8 +162,8 @@ def test_observations_that_lack_a_part_of_their_space_are_refused():
             super().__init__()
             self.observation_space = spaces.Dict(a=self.observation_space, b=spaces.Discrete(2))
 
-        def reset(self, **given):
-            seen, info = super().reset(**given)
+        def reset(self, **invalid):
+            seen, info = super().reset(**invalid)
             return {"a": seen}, info
 
     with pytest.raises(ValueError, match=r"keys \['a', 'b'\], got \['a'\]"):
@@ -176,8 +176,8 @@ def test_numbers_beyond_float32_are_refused():
             super().__init__()
             self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
-        def reset(self, **given):
-            super().reset(**given)
+        def reset(self, **invalid):
+            super().reset(**invalid)
             return np.array([0.0, 1e39]), {}
 
     with pytest.raises(ValueError, match=r"observation must be finite .*\[0.0, 1e\+39\]"):

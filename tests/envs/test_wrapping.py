@@ -85,15 +85,15 @@ def test_wrappers_are_part_of_the_fingerprint():
     Other.__qualname__ = Other.__name__ = "Times3"
     kinds = [(), (Times,), (Plus,), (Times, Plus), (Plus, Times), (functools.partial(Times, factor=3.0),)]
     kinds += [(functools.partial(Times, factor=4.0),), (Times3,), (Other,)]
-    told = [identity(*wrappers) for wrappers in kinds]
-    assert "wrappers" not in told[0]  # absent without wrappers
-    assert len({each.get("wrappers") for each in told}) == len(kinds)
-    assert all({**each, "wrappers": ""} == {**told[0], "wrappers": ""} for each in told)
-    assert identity(Times, Plus) == told[3]
+    identities = [identity(*wrappers) for wrappers in kinds]
+    assert "wrappers" not in identities[0]  # absent without wrappers
+    assert len({each.get("wrappers") for each in identities}) == len(kinds)
+    assert all({**each, "wrappers": ""} == {**identities[0], "wrappers": ""} for each in identities)
+    assert identity(Times, Plus) == identities[3]
 
 
 @pytest.mark.parametrize(
-    ("wrappers", "said"),
+    ("wrappers", "message"),
     [
         (["FlattenObservation"], "'FlattenObservation' must be a subclass of gymnasium.Wrapper"),
         ([3], "must be a subclass of gymnasium.Wrapper"),
@@ -107,8 +107,8 @@ def test_wrappers_are_part_of_the_fingerprint():
         ([lambda env: 3], "got int"),
     ],
 )
-def test_invalid_wrappers_raise(wrappers, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_wrappers_raise(wrappers, message):
+    with pytest.raises(ValueError, match=message):
         GymnasiumGroups(probes.ConstantReward, wrappers=wrappers)
 
 

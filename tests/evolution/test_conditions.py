@@ -66,8 +66,8 @@ def test_founders_differ_in_active_hyperparameters_only(seed):
 
 
 def test_every_point_of_a_tree_is_found_once():
-    found = [TREE.active_values(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
-    assert len(found) == len(set(found)) == 7
+    active = [TREE.active_values(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
+    assert len(active) == len(set(active)) == 7
 
 
 def test_inactive_hyperparameters_make_no_difference():
@@ -136,11 +136,11 @@ def test_invalid_conditions_are_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("given", [{}, {"loss_type": "gspo"}])
-def test_conditions_on_fixed_values_are_refused_at_construction(given):
+@pytest.mark.parametrize("fixed", [{}, {"loss_type": "gspo"}])
+def test_conditions_on_fixed_values_are_refused_at_construction(fixed):
     space = HyperparameterConfig(clip_high=RLParameter(min=0.1, max=0.6, when={"loss_type": "grpo"}))
     with pytest.raises(ValueError, match=r"clip_high would never .*loss_type"):
-        space.first({}, given)
+        space.first({}, fixed)
     assert space.first({}, {"loss_type": "grpo"}).loss_type == "grpo"
 
 

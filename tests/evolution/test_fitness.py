@@ -57,8 +57,8 @@ def test_members_are_compared_on_common_questions(data, scores):
         for each in (scores, dict(sorted({**other, **extra}.items())))
     )
     alone = Fitness.from_scores([scores[key] - other[key] for key in sorted(other)])
-    found = paired_difference(a, b)
-    assert found == pytest.approx((alone.mean, alone.standard_error), abs=1e-9)
+    difference = paired_difference(a, b)
+    assert difference == pytest.approx((alone.mean, alone.standard_error), abs=1e-9)
 
 
 def test_members_with_too_few_common_questions_cannot_be_compared():

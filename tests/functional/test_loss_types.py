@@ -61,10 +61,10 @@ def test_listed_clips_are_those_that_bind(loss_type, name, moved, sign):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_only_listed_switches_change_a_loss(loss_type):
-    given = {"cispo_clip_low": True, "sapo_tau_positive": 3.0, "sapo_tau_negative": 3.0}
-    assert {name for loss in LOSS_TYPES.values() for name in loss.switches} == set(given)
-    assert given.keys() <= inspect.signature(policy_loss).parameters.keys()
-    for name, value in given.items():
+    options = {"cispo_clip_low": True, "sapo_tau_positive": 3.0, "sapo_tau_negative": 3.0}
+    assert {name for loss in LOSS_TYPES.values() for name in loss.switches} == set(options)
+    assert options.keys() <= inspect.signature(policy_loss).parameters.keys()
+    for name, value in options.items():
         plain = [losses(loss_type, OLD - 1.0, sign) for sign in (1.0, -1.0)]
         switched = [losses(loss_type, OLD - 1.0, sign, **{name: value}) for sign in (1.0, -1.0)]
         same = all(torch.equal(*pair) for pair in zip(plain, switched, strict=True))
@@ -92,7 +92,7 @@ def test_unknown_loss_type_is_rejected():
 def test_advantages_read_only_the_listed_quantity(kind):
     group, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool)
 
-    def given(changed=None):
+    def options(changed=None):
         draw = torch.Generator().manual_seed(0)
         inputs = {
             "rewards": torch.rand(4, generator=draw),
@@ -103,7 +103,7 @@ def test_advantages_read_only_the_listed_quantity(kind):
             inputs[changed] = inputs[changed] ** 3
         return advantages(kind, **inputs, group_ids=group, member_ids=group, mask=mask)
 
-    read = {name for name in ("rewards", "step_rewards", "components") if not torch.equal(given(name), given())}
+    read = {name for name in ("rewards", "step_rewards", "components") if not torch.equal(options(name), options())}
     names = {"reward": "rewards", "step rewards": "step_rewards", "reward functions": "components"}
     assert read == {names[ADVANTAGES[kind]]}
     assert ("step_rewards" in read) == (kind in STEP_ADVANTAGES)

@@ -43,12 +43,12 @@ def log_probs_one_by_one(model, batch, row):
     """Score a row token by token: no later tokens, no padding, no cache."""
     prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
     completion = batch.actions[row][batch.present[row]].tolist()
-    found = []
+    values = []
     for place, token in enumerate(completion):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*prompt, *completion[:place]]])).logits[0, -1]
-        found.append((logits / batch.inputs.temperature[row]).log_softmax(0)[token])
-    return torch.stack(found)
+        values.append((logits / batch.inputs.temperature[row]).log_softmax(0)[token])
+    return torch.stack(values)
 
 
 def exported(bank, slot, folder, model):
@@ -112,7 +112,7 @@ def test_model_without_gradient_raises():
 
 
 @pytest.mark.parametrize(
-    ("family", "told"),
+    ("family", "message"),
     [
         (
             "deepseek_v3",
@@ -127,9 +127,9 @@ def test_model_without_gradient_raises():
         ("phimoe", r"mlp\.router \(not a plain linear layer that sees every token\)"),
     ],
 )
-def test_left_out_modules_are_warned_about(family, told):
+def test_left_out_modules_are_warned_about(family, message):
     model = family_model(family)
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=message):
         different_members(model, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Adapters train")
@@ -178,9 +178,9 @@ def test_soft_cap_is_found_in_every_precision(dtype, cap):
         head = find_head(model, find_decoder(model))
         hidden = 1e4 * torch.randn(5, 32).to(dtype)
         capped = cap * torch.tanh(model.lm_head(hidden).float() / cap)
-        found = head(hidden).float()
+        values = head(hidden).float()
     assert float(capped.abs().max()) > 0.99 * cap, "the cap must matter"
-    torch.testing.assert_close(found, capped, rtol=0.02, atol=0.02 * cap)
+    torch.testing.assert_close(values, capped, rtol=0.02, atol=0.02 * cap)
 
 
 @pytest.mark.parametrize("family", ["cohere", "granite", "hyperclovax", "minicpm3", "gemma2"])

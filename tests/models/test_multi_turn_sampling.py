@@ -217,14 +217,14 @@ def test_later_turns_match_a_plain_model(architecture, shared):
         context = list(rows.prompts[int(rows.prompt_ids[row])])
         column = 0
         for rollout, heard in turns:
-            said = rollout.actions[row][rollout.present[row]].tolist()
+            sampled_tokens = rollout.actions[row][rollout.present[row]].tolist()
             temperature = float(rows.temperature[row])
-            expected = member.log_probs(context, said, temperature=temperature, min_new_tokens=MIN_TOKENS)
-            own = slice(column, column + len(said))
+            expected = member.log_probs(context, sampled_tokens, temperature=temperature, min_new_tokens=MIN_TOKENS)
+            own = slice(column, column + len(sampled_tokens))
             torch.testing.assert_close(scored[row, own], expected.detach(), rtol=1e-4, atol=1e-4)
             total = total + (weights[row, own] * expected).sum()
-            context += [*said, *heard[row]]
-            column += len(said) + len(heard[row])
+            context += [*sampled_tokens, *heard[row]]
+            column += len(sampled_tokens) + len(heard[row])
     total.backward()
     tensors = {
         name: (1 - 0.9) * parameter.grad for name, parameter in member.parameters.items()

@@ -35,9 +35,9 @@ def test_rows_act_independently_of_other_members(name, member_ids):
         alone = case.bank(1)
         alone.load_state(0, bank.state(slot))
         apart = ask(case, alone, [0] * len(member_ids))
-        mine = np.array(member_ids) == slot
-        np.testing.assert_allclose(acted.actions[mine], apart.actions[mine], rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(acted.log_probs[mine], apart.log_probs[mine], rtol=1e-4, atol=1e-4)
+        of_member = np.array(member_ids) == slot
+        np.testing.assert_allclose(acted.actions[of_member], apart.actions[of_member], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(acted.log_probs[of_member], apart.log_probs[of_member], rtol=1e-4, atol=1e-4)
 
 
 def test_shapes_and_dtypes_of_actions():

@@ -157,15 +157,15 @@ def test_entropies_have_no_gradient_by_default():
     case = CASES["discrete"]
     bank = case.bank(2)
     batch = acted_batch(case, bank, [0, 1])
-    for asked in (True, False):
+    for wants_entropies in (True, False):
         seen = []
 
         def loss_fn(rows, log_probs, entropies, seen=seen):
             seen.append(entropies)
             return log_probs.sum(1) + entropies.sum(1)
 
-        bank.update(batch, loss_fn, {0: Hyperparameters(lr=1e-30)}, entropy_gradient=asked)
-        assert seen[0].requires_grad is asked
+        bank.update(batch, loss_fn, {0: Hyperparameters(lr=1e-30)}, entropy_gradient=wants_entropies)
+        assert seen[0].requires_grad is wants_entropies
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -52,8 +52,8 @@ def test_frames_hold_the_journal(run_dir):
         for name, (old, new) in child["changes"].items()
         if not isinstance(new, str)
     ]
-    told = run.changes[run.changes["new_name"].isna()]
-    assert list(told[["member", "name", "old", "new"]].itertuples(index=False, name=None)) == numbers
+    unnamed = run.changes[run.changes["new_name"].isna()]
+    assert list(unnamed[["member", "name", "old", "new"]].itertuples(index=False, name=None)) == numbers
     assert run.births.loc[run.births["winner"], "member"].tolist() == [run.best]
     test = run.evaluations[run.evaluations["split"] == "test"]
     assert test["who"].tolist() == ["untrained", "member", "gain"]

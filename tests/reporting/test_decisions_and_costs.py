@@ -97,5 +97,5 @@ def test_environment_steps_are_counted_like_those_of_evaluations():
 def test_a_run_without_a_generation_has_no_costs():
     events = [RUN, step(0, 2.0)]
     assert summarise(events).costs == ()
-    told = summarise([*events, generation(1, member(0, 0), step=2)]).costs
-    assert [each.seconds for each in told[:2]] == [0.5, 1.5]
+    costs = summarise([*events, generation(1, member(0, 0), step=2)]).costs
+    assert [each.seconds for each in costs[:2]] == [0.5, 1.5]

@@ -11,23 +11,23 @@ from tests.tiny_training import finish, tiny_run
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def reports_and_events(tmp_path_factory):
     """Return the reports and the journal of one run."""
     folder = tmp_path_factory.mktemp("run")
     run = tiny_run(folder)
     return finish(run), read_journal(folder / "journal.jsonl"), run
 
 
-def test_a_journal_holds_the_reports(told):
-    reports, events, _ = told
+def test_a_journal_holds_the_reports(reports_and_events):
+    reports, events, _ = reports_and_events
     lines = [event for event in events if event["event"] in ("step", "generation", "test")]
     assert [event["event"] for event in lines] == [report.event for report in reports]
     for report, event in zip(reports, lines, strict=True):
         assert {name: value for name, value in event.items() if name not in ("event", "time")} == report.to_json()
 
 
-def test_generations_and_the_test_round_trip(told):
-    reports, events, _ = told
+def test_generations_and_the_test_round_trip(reports_and_events):
+    reports, events, _ = reports_and_events
     generations = [replace(report, plan=None) for report in reports if isinstance(report, GenerationReport)]
     assert len(generations) == 3
     assert any(member.changes for report in generations for member in report.members)
@@ -37,8 +37,8 @@ def test_generations_and_the_test_round_trip(told):
     assert TestReport.from_json(event) == reports[-1]
 
 
-def test_the_baseline_round_trips(told):
-    _, events, run = told
+def test_the_baseline_round_trips(reports_and_events):
+    _, events, run = reports_and_events
     (event,) = (event for event in events if event["event"] == "baseline")
     baseline = BaselineReport.from_json(event)
     assert baseline.fitness.mean == run.run_state.baseline.mean
@@ -46,8 +46,8 @@ def test_the_baseline_round_trips(told):
     assert baseline.questions == len(run.run_state.baseline.scores)
 
 
-def test_a_step_names_the_members_that_learned(told):
-    reports, _, _ = told
+def test_a_step_names_the_members_that_learned(reports_and_events):
+    reports, _, _ = reports_and_events
     step = next(report for report in reports if isinstance(report, StepReport))
     assert {slot: member.index for slot, member in step.learned.items()} == {0: 0, 1: 1, 2: 2}
     assert all(member.reward == member.metrics["reward"] for member in step.learned.values())

@@ -1,4 +1,4 @@
-"""The tutorials as they are stored: in step with their text, with figures, and of no particular machine."""
+"""The stored tutorials match their text and hold no machine paths."""
 
 import base64
 import re
@@ -26,7 +26,7 @@ def notebook(*outputs, executed=1):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_what_is_stored_is_what_the_text_says_and_can_be_shown(source):
+def test_stored_notebooks_match_their_text_and_can_be_shown(source):
     stored = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(stored)
     assert execute.same_cells(jupytext.read(source), stored), (
@@ -36,7 +36,7 @@ def test_what_is_stored_is_what_the_text_says_and_can_be_shown(source):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_tutorial_says_what_it_is_for_and_what_comes_next(source):
+def test_a_tutorial_states_its_purpose_and_the_next_step(source):
     first, *_, last = jupytext.read(source).cells
     assert first.source.startswith("# ")
     for part in ("**The question.**", "**You will learn**", "**It needs**", "**To run it:**"):
@@ -46,7 +46,7 @@ def test_a_tutorial_says_what_it_is_for_and_what_comes_next(source):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_tables_and_quoted_code_of_a_tutorial_keep_their_lines(source):
+def test_tables_and_quoted_code_keep_their_lines(source):
     told = "\n\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
     rows = [line for line in told.splitlines() if line.startswith("|")]
     assert [row for row in rows if not row.rstrip().endswith("|") or row.strip() == "|"] == []
@@ -54,7 +54,7 @@ def test_tables_and_quoted_code_of_a_tutorial_keep_their_lines(source):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_tutorial_asserts_what_it_finds_in_full(source):
+def test_a_tutorial_asserts_its_results_in_full(source):
     code = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code")
     assert re.search(r"^assert ", code, re.MULTILINE)
 
@@ -64,7 +64,7 @@ def test_every_notebook_has_its_text():
     assert sorted(execute.HERE.glob("*.ipynb")) == [source.with_suffix(".ipynb") for source in SOURCES]
 
 
-def test_a_notebook_that_is_well_has_no_problems():
+def test_a_valid_notebook_has_no_problems():
     told = "12/13 done, see https://example.org/home/page, runs/mine/best, ~/.cache and N(0, 1)/2"
     assert list(execute.problems(notebook(figure(), new_output("stream", text=told)))) == []
 
@@ -81,7 +81,7 @@ def test_a_notebook_that_is_well_has_no_problems():
         lambda text: new_output("display_data", {"text/plain": f"at {text}"}),
     ],
 )
-def test_a_place_on_a_machine_is_seen_in_any_output(place, output):
+def test_machine_paths_are_detected_in_any_output(place, output):
     (told,) = execute.problems(notebook(figure(), output(place)))
     assert "a place on this machine" in told
 
@@ -95,14 +95,14 @@ def test_a_place_on_a_machine_is_seen_in_any_output(place, output):
         (notebook(figure(), new_output("error", ename="ValueError", evalue="", traceback=[])), "raised ValueError"),
     ],
 )
-def test_what_cannot_be_shown_is_said(given, told):
+def test_outputs_that_cannot_be_shown_are_reported(given, told):
     assert [told in each for each in execute.problems(given)] == [True]
 
 
 @pytest.mark.parametrize(
     "other", [[new_code_cell("2")], [new_markdown_cell("1")], [new_code_cell("1"), new_code_cell("1")], []]
 )
-def test_cells_that_differ_are_out_of_step(other):
+def test_different_cells_are_reported(other):
     assert not execute.same_cells(notebook(figure()), new_notebook(cells=other))
 
 
@@ -116,7 +116,7 @@ HEAD = "# ---\n# jupyter:\n#   kernelspec: {display_name: Python 3, language: py
         ("display(FIGURE); assert 1 > 2, 'a claim that does not hold'", False, "a claim that does not hold"),
     ],
 )
-def test_a_cell_that_raises_fails_the_tutorial_and_nothing_is_written_then(tmp_path, capsys, line, well, told):
+def test_a_raising_cell_fails_the_tutorial_and_nothing_is_written(tmp_path, capsys, line, well, told):
     png = base64.b64encode(bytes(9)).decode()
     cells = f"class FIGURE:\n    _repr_png_ = staticmethod(lambda: '{png}')\nFIGURE = FIGURE()\n{line}"
     source = tmp_path / "01_new.py"
@@ -130,7 +130,7 @@ def test_a_cell_that_raises_fails_the_tutorial_and_nothing_is_written_then(tmp_p
     ("changed", "well"),
     [("# %% [markdown]\n# New.\n\n# %%\n1\n", True), ("# %% [markdown]\n# Old.\n\n# %%\n2\n", False)],
 )
-def test_changed_words_keep_outputs_and_changed_code_has_none_to_keep(tmp_path, changed, well):
+def test_changed_text_keeps_outputs_and_changed_code_drops_them(tmp_path, changed, well):
     source, target = tmp_path / "01_new.py", tmp_path / "01_new.ipynb"
     cells = [new_markdown_cell("Old.", id="a"), new_code_cell("1", id="b", outputs=[figure()], execution_count=1)]
     nbformat.write(new_notebook(cells=cells), target)
@@ -145,7 +145,7 @@ def test_changed_words_keep_outputs_and_changed_code_has_none_to_keep(tmp_path, 
     assert stored.cells[1].outputs == [figure()]
 
 
-def test_what_is_not_installed_is_said_and_left_out(tmp_path, capsys):
+def test_missing_packages_are_reported_and_skipped(tmp_path, capsys):
     source = tmp_path / "01_new.py"
     source.write_text(f"{HEAD}#   evogrpo: {{needs: [no_such_module]}}\n# ---\n\n# %%\n1 / 0\n", encoding="utf-8")
     assert execute.attend(source, short=True, stored=True)
@@ -153,6 +153,6 @@ def test_what_is_not_installed_is_said_and_left_out(tmp_path, capsys):
     assert not source.with_suffix(".ipynb").exists()
 
 
-def test_a_tutorial_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_unknown_tutorial_is_refused():
     with pytest.raises(ValueError, match=SOURCES[0].stem):
         execute.sources(["99"])
