@@ -37,7 +37,7 @@ def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: in
     try:
         from evogrpo.models.language.loading import load_base
     except ImportError:  # where it stood before
-        from evogrpo.models.models import load_base
+        from evogrpo.policies.tokens.models import load_base
     base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     rows = [
         {"prompt": f"{advice}Question: what is {a} plus {a + 7}? Work it out, then say the number. Answer:"}
