@@ -33,7 +33,7 @@ class Interval:
 
 
 def interquartile_mean(scores: np.ndarray) -> float:
-    """Return the mean of the middle half of all scores, whatever their shape.
+    """Return the mean of the middle half of all scores, for any shape.
 
     A quarter of them, rounded down, is left out at each end.
 

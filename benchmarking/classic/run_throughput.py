@@ -73,7 +73,7 @@ def process(number: int) -> tuple[int, float]:
     try:
         work(1, number)
     except BaseException:
-        barrier.abort()  # nobody has to wait for this one
+        barrier.abort()  # the others need not wait for this one
         raise
     barrier.wait()
     processor = time.process_time()

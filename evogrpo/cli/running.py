@@ -33,7 +33,7 @@ from evogrpo.training.configuration.user_code import strategy_record, user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes, possible
-from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, resume, start
+from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import RunDir
@@ -66,7 +66,7 @@ def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
                 return None
             if args.dry_run:
                 return requested_dir or next(free_run_dirs(name))
-            return stack.enter_context(claimed(name, requested_dir)).folder
+            return stack.enter_context(locked_run_dir(name, requested_dir)).folder
 
         run_dir = processes().run_section(claim_folder)[0]
         assert run_dir is not None  # rank 0 names it for all

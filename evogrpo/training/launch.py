@@ -43,7 +43,7 @@ _RESUMABLE_KEYS = ("run_dir", "model", "device", "base_parts", "logging", "run_i
 
 
 @contextmanager
-def claimed(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
+def locked_run_dir(name: str, wanted: Path | None = None) -> Iterator[DirectoryLock]:
     """Lock a directory for a new run; remove it afterwards if nothing was written.
 
     Args:

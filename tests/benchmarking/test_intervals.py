@@ -56,7 +56,7 @@ def test_the_mean_of_normal_scores_has_the_textbook_interval():
 
 
 def test_strata_keep_tasks_apart():
-    """Two tasks without any spread have no interval together, whatever their difference."""
+    """Two tasks without spread have an interval of width 0, even if their means differ."""
     apart = stratified_bootstrap({"easy": [1.0] * 5, "hard": [0.0] * 5}, lambda x: float(np.mean(x)))
     assert (apart.low, apart.value, apart.high) == (0.5, 0.5, 0.5)
     mixed = stratified_bootstrap({"all": [1.0] * 5 + [0.0] * 5}, lambda x: float(np.mean(x)))

@@ -77,7 +77,7 @@ def test_tasks_fit_and_continuation_lines_are_indented(monkeypatch):
 @pytest.mark.parametrize("width", [14, 33])
 def test_hanging_indents_keep_all_words(width, indent):
     stream = io.StringIO()
-    lines_of_text = "selection: #1 is retired, since nobody was ever further behind than this member"
+    lines_of_text = "selection: #1 is retired, because no other member was ever further behind"
     Console(file=stream, width=width).print(HangingIndent(Text(lines_of_text), indent))
     first, *rest = stream.getvalue().splitlines()
     assert " ".join(stream.getvalue().split()).replace(" ", "") == lines_of_text.replace(" ", "")

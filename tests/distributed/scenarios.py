@@ -67,16 +67,16 @@ def words(folder: Path) -> Trainer:
 
 
 def pair(folder: Path) -> Trainer:
-    """Two language models with dynamic sampling, an entropy bonus and KL to the base."""
+    """Two language models with dynamic sampling, an entropy bonus, KL to the base and a controlled step size."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
     more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
-    options = {"objective": objective, "beta": 0.02, **more}
+    options = {"objective": objective, "beta": 0.02, "target_kl": 0.01, **more}
     return tiny_run(folder, size=2, options=options, generations=2)
 
 
 def lone(folder: Path) -> Trainer:
-    """One small network that normalises observations."""
-    return step_run(folder, size=1, options={"normalise_observations": True}, generations=2)
+    """One small network that normalises observations and controls its step size."""
+    return step_run(folder, size=1, options={"normalise_observations": True, "target_kl": 0.005}, generations=2)
 
 
 def team(folder: Path) -> Trainer:

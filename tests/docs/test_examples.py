@@ -136,7 +136,7 @@ def test_python_of_a_page_runs(name):
 @pytest.mark.parametrize("name", named([page for page in PAGES if any(kind == "yaml" for _, kind, _ in blocks(page))]))
 def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # whatever name the page uses
+    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # the page may use another name
     for why, kind, block in blocks(ROOT / name):
         if kind == "yaml" and not why and not block.startswith("# not a configuration"):
             values = read_yaml(block, name)

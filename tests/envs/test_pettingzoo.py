@@ -92,7 +92,7 @@ def test_a_member_plays_the_same_alone_and_in_a_population(make):
 def test_action_noise_is_named_by_agent_row_and_step():
     one, other = draws([3, 2], streams=[(0,), (1,)]), draws([2], streams=[(1,)])
     rows, steps = np.array([3, 4, 3]), np.array([0, 70, 1])
-    assert np.array_equal(one(["a"] * 3, rows, steps), other(["a"] * 3, rows - 3, steps))  # whoever else draws
+    assert np.array_equal(one(["a"] * 3, rows, steps), other(["a"] * 3, rows - 3, steps))  # independent of other rows
     assert np.array_equal(one(["a"] * 3, rows[::-1], steps[::-1]), other(["a"] * 3, rows - 3, steps)[::-1])
     both = one(["a", "b"] * 3, rows.repeat(2), steps.repeat(2))
     assert np.array_equal(both[::2], one(["a"] * 3, rows, steps))

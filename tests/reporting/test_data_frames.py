@@ -146,7 +146,7 @@ def test_path_to_the_winner_and_initial_hyperparameters(tmp_path):
 NONSENSE = {
     "a text for a number": {"lr": "high"},
     "a list for a number": {"lr": [1]},
-    "a name nobody knows": {"learning_rat": 1.0},
+    "an unknown name": {"learning_rat": 1.0},
 }
 
 

@@ -133,7 +133,7 @@ MEGABYTE = 2**20
 
 
 def bytes_alive():
-    """Bytes of all tensors in this process, whoever holds them."""
+    """Bytes of all tensors in this process."""
     return sum(value.nbytes for value in gc.get_objects() if type(value) is Tensor)
 
 

@@ -1,4 +1,4 @@
-"""The newest whole generation is found, whatever kills, damage and pruning did before."""
+"""The newest complete generation is found after kills, damage and pruning."""
 
 import os
 import signal
@@ -257,7 +257,7 @@ for operation in itertools.count(1):
     assert set(tensors) == {str(number) for number in range(2 * record["version"] - 1)}, operation
     assert all(torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()), operation
     outcomes.append(record["version"])
-    write(1)  # gets past whatever the kill left
+    write(1)  # succeeds despite what the kill left
     assert read_checkpoint(folder)[1] == {"version": 1}, operation
     assert os.listdir(folder.parent) == [folder.name], operation
     if finished:

@@ -151,7 +151,7 @@ def test_damage_at_any_byte_of_the_best_members_export_is_repaired(whole, tmp_pa
 
 
 def test_damage_at_any_byte_of_the_journal_is_found(whole, tmp_path):
-    """Whatever fits the beginning of the journal is used; the rest is refused, and nothing is lost."""
+    """Checkpoints that fit the beginning of the journal are used; others are refused, and nothing is lost."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     journal = folder / "journal.jsonl"
     content = journal.read_bytes()

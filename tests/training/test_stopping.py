@@ -1,4 +1,4 @@
-"""Stopping in time: whatever a run is doing is abandoned, and what is saved is its state after the last full step."""
+"""Stopping in time: work under way is abandoned, and the state after the last complete step is saved."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ from tests.tiny_training import (
 
 
 class After(RunStop):
-    """Asks for a stop at the given look of the run, whatever it is doing then; counts the looks."""
+    """Stop request that becomes true at a given check; counts the checks."""
 
     def __init__(self, looks: float) -> None:
         self.looks, self.left = 0, looks
