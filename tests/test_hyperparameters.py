@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evogrpo
-from evogrpo.config.checks import unknown_name_error, whole_number
+from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import CATEGORIES, HYPERPARAMETER_NAMES, Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
+from evogrpo.synonyms import unknown_name_error
 
 
 @pytest.mark.parametrize("module", ["evogrpo.config.search_space", "evogrpo.evolution"])

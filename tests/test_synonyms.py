@@ -20,8 +20,8 @@ from evogrpo import (
     train,
 )
 from evogrpo.algorithms.factory import Options
-from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.schedule import Schedule
 

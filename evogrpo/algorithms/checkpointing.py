@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
+from evogrpo.config.checks import declared_fields, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
@@ -24,6 +24,7 @@ from evogrpo.evolution.lineage import Lineage
 from evogrpo.models.devices import limit_memory
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
+from evogrpo.synonyms import unknown_name_error
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent

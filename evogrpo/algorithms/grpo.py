@@ -29,13 +29,14 @@ from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettin
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
 from evogrpo.algorithms.rollout.testing import open_test_environment
-from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown, unknown_name_error
+from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import LearnReport
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
+from evogrpo.synonyms import unknown_name_error
 
 
 @dataclass(frozen=True)

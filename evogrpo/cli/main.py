@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import evogrpo
-from evogrpo.config.synonyms import close_match
+from evogrpo.synonyms import close_match
 from evogrpo.text import printable, shorten
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from evogrpo.config.synonyms import close_match, counterpart
+from evogrpo.synonyms import unknown_name_error
 
 T = TypeVar("T")
 
-MAX_LISTED = 60  # a longer list would hide the hint
 FLOAT32_LIMIT = 1e38  # members compute in float32
 MAX_COUNT = 10**15
 """Largest number that is only counted, never looped over."""
@@ -23,24 +22,6 @@ MAX_STEPS = 1_000_000
 MAX_SEED = 2**63 - 1
 """Largest seed."""
 _MAX_WHOLE = 10**300  # fits into a float
-
-
-def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name, with its name here, a similar name, or all valid names.
-
-    Args:
-        kind: Kind of name, such as "hyperparameter".
-        name: The unknown name.
-        valid: The names that exist.
-    """
-    names = list(valid)
-    if (name_here := counterpart(str(name), names)) is not None:
-        return ValueError(f"unknown {kind} {name!r}: it is called {name_here!r} here")
-    match = close_match(str(name), names)
-    parts = [] if match is None else [f"did you mean {match!r}?"]
-    if len(names) <= MAX_LISTED:
-        parts.append(f"Valid names: {', '.join(names) or '(none)'}")
-    return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:

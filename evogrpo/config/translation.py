@@ -5,7 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.config.checks import finite_number, unknown_name_error, whole_between, whole_number
+from evogrpo.config.checks import finite_number, whole_between, whole_number
+from evogrpo.synonyms import unknown_name_error
 
 Parse = Callable[[str, Any], Any]
 """Function of a setting's name in messages and its value; returns the value in our type or raises ValueError."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from evogrpo.config.checks import finite_number, flag, unknown_name_error, whole_number
+from evogrpo.config.checks import finite_number, flag, whole_number
 from evogrpo.config.translation import (
     Key,
     SettingsReader,
@@ -21,6 +21,7 @@ from evogrpo.config.translation import (
     top_p,
 )
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
+from evogrpo.synonyms import unknown_name_error
 
 
 def _weights(what: str, value: Any) -> list[float]:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, unknown_name_error
+from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Plan
+from evogrpo.synonyms import unknown_name_error
 
 LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]

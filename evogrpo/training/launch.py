@@ -10,13 +10,13 @@ from typing import Any
 
 from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import without_effect
-from evogrpo.config.synonyms import counterpart
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.storage.manifest import CheckpointError
+from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed

@@ -13,7 +13,7 @@ from evogrpo.algorithms.checkpointing import restore_population
 from evogrpo.algorithms.factory import POLICY_SETS
 from evogrpo.algorithms.multi_agent import algorithm_class
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
+from evogrpo.config.checks import declared_fields, whole_between
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
 from evogrpo.envs.protocol import GroupEnvironment
@@ -34,6 +34,7 @@ from evogrpo.storage.checkpoint import (
 from evogrpo.storage.journal import latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy

@@ -12,7 +12,7 @@ from evogrpo import (
     RLParameter,
     Tournament,
 )
-from evogrpo.config.synonyms import counterpart
+from evogrpo.synonyms import counterpart
 from tests.tiny_steps import step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_options, tiny_population
 

@@ -16,8 +16,8 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from evogrpo.config.checks import unknown_name_error
 from evogrpo.randomness import generator
+from evogrpo.synonyms import unknown_name_error
 
 Made = TypeVar("Made", bound=Any)
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]

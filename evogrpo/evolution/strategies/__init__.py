@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.children import build_from_settings, perturbation_from_json
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
@@ -14,6 +13,7 @@ from evogrpo.evolution.strategies.strategy import Stateless, Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
+from evogrpo.synonyms import unknown_name_error
 
 __all__ = [
     "BUILT_IN", "Fixed", "MultiFrequency", "MutationOnly", "Narrowing", "RandomSearch", "Replay", "ScheduleStage",

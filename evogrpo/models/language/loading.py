@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from evogrpo.config.checks import names_unknown, unknown_name_error, whole_between
+from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.models.language.quantised import Quantisation, check_quantised, quantised_options
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import package_command
 from evogrpo.warnings import warn
 

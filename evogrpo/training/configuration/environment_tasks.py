@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import gymnasium
 
 from evogrpo.algorithms.policies.settings import Credit
-from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, Score, summed
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.user_code import load_module, load_named
 
 

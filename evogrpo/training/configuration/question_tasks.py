@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
 
 from evogrpo.config.checks import refuse_unknown
-from evogrpo.config.synonyms import close_match
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError, check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
+from evogrpo.synonyms import close_match
 from evogrpo.text import extra_command, number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named

@@ -13,7 +13,6 @@ import evogrpo
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.config.synonyms import counterpart
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
@@ -21,6 +20,7 @@ from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.models.devices import Precision
 from evogrpo.reporting.lineage import best_hyperparameters
 from evogrpo.storage.atomic_files import replace_file
+from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.sections import (
     AUTO_KEYS,
     AUTO_SEARCH_SPACE,

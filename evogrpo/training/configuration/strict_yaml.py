@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
-from evogrpo.config.synonyms import close_match, counterpart
+from evogrpo.config.checks import finite_number, whole_number
 from evogrpo.safe_parsing import BoundedLoader, load_yaml
+from evogrpo.synonyms import close_match, counterpart, unknown_name_error
 
 
 class _StrictLoader(BoundedLoader):

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.config.checks import unknown_name_error
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.strict_yaml import build, inside, mapping

@@ -1,7 +1,9 @@
-"""Names of other libraries, and similar names."""
+"""Suggestions for unknown names: names of other libraries, and similar names."""
 
 import difflib
 from collections.abc import Iterable, Mapping
+
+_MAX_LISTED = 60  # a longer list would hide the hint
 
 _SYNONYMS: Mapping[str, str] = {
     # Hyperparameters.
@@ -120,3 +122,21 @@ def _is_one_edit(typed: str, name: str) -> bool:
     rest, other = typed[start:], name[start:]
     swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
     return swapped or rest[1:] == other[1:] or rest == other[1:] or rest[1:] == other
+
+
+def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
+    """Return the error for an unknown name, with its name here, a similar name, or all valid names.
+
+    Args:
+        kind: Kind of name, such as "hyperparameter".
+        name: The unknown name.
+        valid: The names that exist.
+    """
+    names = list(valid)
+    if (name_here := counterpart(str(name), names)) is not None:
+        return ValueError(f"unknown {kind} {name!r}: it is called {name_here!r} here")
+    match = close_match(str(name), names)
+    parts = [] if match is None else [f"did you mean {match!r}?"]
+    if len(names) <= _MAX_LISTED:
+        parts.append(f"Valid names: {', '.join(names) or '(none)'}")
+    return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))

@@ -1,0 +1,75 @@
+"""Records from plain values, and one sentence for each error."""
+
+import pytest
+from pydantic import Field
+
+from evogrpo.validation import MAX_ERRORS, ForwardRecord, Record, validate
+
+
+class Child(Record):
+    lr: float
+    name: str = "child"
+
+
+class Parent(Record):
+    size: int = Field(default=1, ge=1)
+    flag: bool = False
+    children: tuple[Child, ...] = ()
+    by_name: dict[str, Child] = Field(default_factory=dict)
+    source: str | tuple[int, ...] | None = None
+
+
+class Later(ForwardRecord):
+    size: int
+
+
+def errors_of(model, data):
+    with pytest.raises(ValueError, match=r"^f\.json: ") as caught:
+        validate(model, data, "f.json")
+    assert type(caught.value) is ValueError
+    return str(caught.value).splitlines()
+
+
+def test_records_are_frozen_and_hold_tuples():
+    record = validate(Parent, {"children": [{"lr": 1}], "by_name": {"a": {"lr": 0.5}}, "source": [1, 2]})
+    assert record == Parent(children=(Child(lr=1.0),), by_name={"a": Child(lr=0.5)}, source=(1, 2))
+    with pytest.raises(ValueError, match="frozen"):
+        record.size = 2
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"size": 0}, ["size must", "got 0"]),
+        ({"size": "1"}, ["size must be an integer", "got '1'"]),
+        ({"size": True}, ["size must be an integer", "got True"]),
+        ({"size": 1.5}, ["size must", "got 1.5"]),
+        ({"flag": 1}, ["flag must be true or false"]),
+        ({"children": [{"lr": 1}, {"lr": float("nan")}]}, ["children[1].lr must be finite"]),
+        ({"children": [{}]}, ["children[0].lr must be given"]),
+        ({"children": {}}, ["children must be a list"]),
+        ({"by_name": {"a": 3}}, ["by_name.a must be a mapping"]),
+        ({"by_name": {"a": {"lr": 1, "nam": "x"}}}, ["key in by_name.a 'nam'", "did you mean 'name'"]),
+        ({"children": [{"lr": 1, "nam": "x"}]}, ["key in children[0] 'nam'", "did you mean 'name'"]),
+        ({"siz": 3}, ["unknown key 'siz'", "did you mean 'size'"]),
+        ({"source": 3}, ["source must be text or must be a list, got 3"]),
+        ([], ["must be a mapping"]),
+        ({"flag": "\x1b[31m" + "x" * 1000}, ["\\x1b[31mxxx", "more characters"]),
+    ],
+)
+def test_an_error_has_one_line_with_key_value_and_rule(data, words):
+    (line,) = errors_of(Parent, data)
+    assert all(word in line for word in words), line
+    assert len(line) < 250
+
+
+def test_all_errors_come_at_once_up_to_ten():
+    assert len(errors_of(Parent, {"size": 0, "flag": 1, "extra": 2, "other": 3})) == 4
+    lines = errors_of(Parent, {"children": [{}] * 30})
+    assert len(lines) == MAX_ERRORS + 1
+    assert lines[-1] == "f.json: and 20 more errors"
+
+
+def test_forward_records_ignore_unknown_keys():
+    assert validate(Later, {"size": 3, "added_later": [1]}) == Later(size=3)
+    assert errors_of(Later, {"added_later": 1}) == ["f.json: size must be given"]
