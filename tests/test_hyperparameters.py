@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 import evogrpo
 from evogrpo.config.checks import whole_number
-from evogrpo.config.hyperparameters import CATEGORIES, HYPERPARAMETER_NAMES, Hyperparameters, is_categorical, is_integer
+from evogrpo.config.hyperparameters import (
+    CATEGORIES,
+    HYPERPARAMETER_NAMES,
+    HyperparameterAttributes,
+    HyperparameterOptions,
+    Hyperparameters,
+    is_categorical,
+    is_integer,
+)
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
 from evogrpo.synonyms import unknown_name_error
 
@@ -32,6 +41,12 @@ def test_config_and_evolution_do_not_import_torch(module):
 
 
 class TestHyperparameters:
+    @pytest.mark.parametrize("declared", [HyperparameterOptions, HyperparameterAttributes])
+    def test_arguments_and_attributes_of_agents_have_the_types_of_the_fields(self, declared):
+        hints, fields = get_type_hints(declared), get_type_hints(Hyperparameters)
+        assert hints == fields
+        assert list(hints) == list(fields)
+
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1], 1j])
     def test_only_finite_positive_numbers_and_known_names_are_accepted(self, name, value):

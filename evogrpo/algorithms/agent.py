@@ -11,7 +11,7 @@ from torch import Tensor
 from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
@@ -33,20 +33,7 @@ _COPIED = (
 )
 
 
-class HyperparameterAttribute:
-    """Hyperparameter as an attribute of an agent. Setting it validates and replaces the agent's frozen record."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, agent: Any, owner: type) -> Any:
-        return self if agent is None else getattr(agent.hyperparameters, self.name)
-
-    def __set__(self, agent: Any, value: object) -> None:
-        agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
-
-
-class Agent:
+class Agent(HyperparameterAttributes):
     """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
 
     Create agents with their algorithm's constructor or `population`, not with this class.
@@ -76,23 +63,6 @@ class Agent:
 
     unused_options: ClassVar[tuple[str, ...]] = ("objective",)
     """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an error."""
-
-    lr = HyperparameterAttribute()
-    clip_coef = HyperparameterAttribute()
-    group_size = HyperparameterAttribute()
-    beta = HyperparameterAttribute()
-    temperature = HyperparameterAttribute()
-    update_epochs = HyperparameterAttribute()
-    max_grad_norm = HyperparameterAttribute()
-    batch_size = HyperparameterAttribute()
-    clip_low = HyperparameterAttribute()
-    clip_high = HyperparameterAttribute()
-    entropy_coef = HyperparameterAttribute()
-    advantage_clip = HyperparameterAttribute()
-    gamma = HyperparameterAttribute()
-    target_kl = HyperparameterAttribute()
-    loss_type = HyperparameterAttribute()
-    advantage = HyperparameterAttribute()
 
     def __init__(self, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members

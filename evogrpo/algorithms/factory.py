@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ from evogrpo.algorithms.policies.settings import (
 )
 from evogrpo.config.checks import instance, refuse_unknown, whole_between
 from evogrpo.config.default_space import default_space
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import (
@@ -39,7 +39,6 @@ from evogrpo.config.search_space import (
 )
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
 from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.functional.loss_types import AdvantageType, LossType
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class
 from evogrpo.models.language.loading import BaseModel
@@ -47,8 +46,8 @@ from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConf
 from evogrpo.warnings import warn
 
 
-class CommonOptions(TypedDict, total=False):
-    """Optional arguments of all agents.
+class CommonOptions(HyperparameterOptions, total=False):
+    """Optional arguments of all agents, in addition to the hyperparameters of the first member.
 
     Some defaults differ for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
@@ -58,23 +57,6 @@ class CommonOptions(TypedDict, total=False):
         hp_config: Search space; None (default) = nothing evolves. "auto", for a population: the most important
             hyperparameters that are not set here, over wide ranges (`evogrpo.config.search_space`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        batch_size: Completions per optimizer step, 64 by default; for small networks transitions per policy, 2048 by
-            default.
-        lr: AdamW step size; 1e-4 by default, for small networks 5e-3.
-        clip_coef: Half-width of the clipping interval of the probability ratio; 0.2 by default.
-        max_grad_norm: Maximum norm of each policy's gradient; 0.5 by default.
-        update_epochs: Passes over each learning step's samples; 1 by default, for small networks 4.
-        group_size: Completions per prompt (episodes per reset seed); 8 by default.
-        temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
-        beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
-        clip_low: Lower half-width of the clipping interval; `clip_coef` by default.
-        clip_high: Upper half-width; `clip_coef` by default.
-        entropy_coef: Weight of the entropy bonus; 0 by default.
-        advantage_clip: Bound on the size of advantages; none by default.
-        gamma: Discount factor per action; 1 by default, for small networks 0.99.
-        target_kl: KL per action that the learning rate is adapted to; None (default) = `lr` is used as it is.
-        loss_type: The member's own loss type; the objective's by default.
-        advantage: The member's own advantage; the objective's by default.
         objective: The loss, advantages, KL, reference and reward switches.
         optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
         seed: Root of every random stream; 0 by default.
@@ -88,22 +70,6 @@ class CommonOptions(TypedDict, total=False):
 
     hp_config: HyperparameterConfig | Literal["auto"] | None
     index: int
-    batch_size: int
-    lr: float
-    clip_coef: float
-    max_grad_norm: float
-    update_epochs: int
-    group_size: int
-    temperature: float
-    beta: float
-    clip_low: float | None
-    clip_high: float | None
-    entropy_coef: float
-    advantage_clip: float | None
-    gamma: float
-    target_kl: float | None
-    loss_type: LossType | None
-    advantage: AdvantageType | None
     objective: Objective
     optimizer: Optimizer
     seed: int

@@ -4,12 +4,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from evogrpo.config.checks import float32_number, refuse_unknown, whole_number
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
-__all__ = ["CATEGORIES", "HYPERPARAMETER_NAMES", "Hyperparameters", "Value", "is_categorical", "is_integer"]
+__all__ = [
+    "CATEGORIES",
+    "HYPERPARAMETER_NAMES",
+    "HyperparameterOptions",
+    "Hyperparameters",
+    "Value",
+    "is_categorical",
+    "is_integer",
+]
 
 Value = int | float | str | None
 """Value of a hyperparameter: a number, a name, or None where that has a meaning."""
@@ -104,6 +112,65 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "ad
 """Values of the hyperparameters that are names."""
 _INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)
 _OPTIONAL_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.default is None)
+
+
+class HyperparameterOptions(TypedDict, total=False):
+    """Keyword arguments of agents that set hyperparameters; `Hyperparameters` describes them."""
+
+    lr: float
+    clip_coef: float
+    group_size: int
+    beta: float
+    temperature: float
+    update_epochs: int
+    max_grad_norm: float
+    batch_size: int
+    clip_low: float | None
+    clip_high: float | None
+    entropy_coef: float
+    advantage_clip: float | None
+    gamma: float
+    target_kl: float | None
+    loss_type: LossType | None
+    advantage: AdvantageType | None
+
+
+class HyperparameterAttributes:
+    """Hyperparameters as attributes of an agent. Setting one validates it and replaces the frozen record."""
+
+    __slots__ = ()
+
+    lr: float
+    clip_coef: float
+    group_size: int
+    beta: float
+    temperature: float
+    update_epochs: int
+    max_grad_norm: float
+    batch_size: int
+    clip_low: float | None
+    clip_high: float | None
+    entropy_coef: float
+    advantage_clip: float | None
+    gamma: float
+    target_kl: float | None
+    loss_type: LossType | None
+    advantage: AdvantageType | None
+
+
+def _attribute(name: str) -> property:
+    def read(agent: Any) -> Any:
+        return getattr(agent.hyperparameters, name)
+
+    def replace(agent: Any, value: object) -> None:
+        changes: dict[str, Any] = {name: value}
+        agent.hyperparameters = dataclasses.replace(agent.hyperparameters, **changes)
+
+    return property(read, replace, doc=f"Hyperparameter `{name}`; see `Hyperparameters`.")
+
+
+for _name in HYPERPARAMETER_NAMES:
+    setattr(HyperparameterAttributes, _name, _attribute(_name))
 
 
 def is_integer(name: str) -> bool:
