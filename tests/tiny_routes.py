@@ -11,7 +11,7 @@ from torch import Tensor
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
 from evogrpo.algorithms.agent import Agent
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution import Child, Fixed, Plan
+from evogrpo.evolution import Fixed, MemberRecord, Plan
 from tests.tiny_training import (
     graded,
     resumed_run,
@@ -59,10 +59,11 @@ def _mutated(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Ag
 
 def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     population = tiny_population(3, **options)
-    child = Child(
+    child = MemberRecord(
         slot=2,
         index=3,
         parent=0,
+        born=1,
         hyperparameters=replace(population[0].hyperparameters, **{name: value}),
         changes={name: (getattr(population[0], name), value)},
     )

@@ -16,8 +16,8 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.founders import spread_founders
-from evogrpo.evolution.lineage import NETWORK, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation, changes_between
+from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
+from evogrpo.evolution.mutation import Mutation
 from evogrpo.randomness import generator
 
 _COPIED = (

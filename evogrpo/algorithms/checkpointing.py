@@ -1,6 +1,6 @@
 """Checkpoints of agents and populations: saving, validation and loading."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import Lineage
+from evogrpo.evolution.history import MemberRecord
 from evogrpo.models.devices import limit_memory
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
@@ -153,7 +153,7 @@ def restore_population(
     actor_network: nn.Module | None,
     path: str | Path,
     *,
-    lineage: Lineage | None = None,
+    lineage: Sequence[MemberRecord] | None = None,
     device: str | torch.device | None = None,
 ) -> Population:
     """Build a population from the results of `population_state`.
@@ -164,7 +164,7 @@ def restore_population(
         record: Record of the checkpoint.
         actor_network: The base model, or the user's own module; see `GRPO.load`.
         path: Path of the checkpoint.
-        lineage: Lineage of the population; None = its members become founders.
+        lineage: All members of the run in order of birth; None = the members become founders.
         device: Device of the model; None = where it is.
 
     Raises:
@@ -188,7 +188,7 @@ def restore_population(
         population = Population(agents, members, lineage=lineage)
         # Members and lineage must agree, and the next index must be unused.
         indices = [agent.index for agent in agents]
-        born = {birth.index for birth in population.lineage.births}
+        born = {birth.index for birth in population.lineage}
         if len(set(indices)) < len(indices) or not set(indices) <= born:
             raise ValueError(f"Members must have distinct indices that are in the lineage, got {indices}.")
         population.next_index = whole_between("next_index", record["next_index"], max(born, default=-1) + 1)

@@ -19,8 +19,7 @@ from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
-from evogrpo.evolution.history import Generation, History
-from evogrpo.evolution.lineage import NETWORK, Lineage
+from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
@@ -40,7 +39,7 @@ class Population(Sequence[Any]):
     Attributes:
         agents: The agents in slot order, without wrappers.
         members: Policies of all members.
-        lineage: All births so far.
+        lineage: All members so far, in order of birth.
         next_index: First unused index.
     """
 
@@ -53,11 +52,12 @@ class Population(Sequence[Any]):
         *,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
-        lineage: Lineage | None = None,
+        lineage: Sequence[MemberRecord] | None = None,
     ) -> None:
         self.agents = list(agents)
         self.members = members
-        self.lineage = lineage or Lineage.from_founders([agent.record() for agent in self.agents])
+        founders = [replace(agent.record(), reason="founder") for agent in self.agents]
+        self.lineage = tuple(founders if lineage is None else lineage)
         self.next_index = 1 + max(agent.index for agent in self.agents)
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
@@ -380,14 +380,16 @@ class Population(Sequence[Any]):
         """
         if len(plan.parents) != len(self):
             raise ValueError(f"The plan has {len(plan.parents)} slots, the population {len(self)}.")
-        self.lineage = self.lineage.with_children(plan.children, generation=plan.generation)
+        if any(child.index < self.next_index for child in plan.children):
+            raise ValueError(f"The indices of children must be new, from {self.next_index} on.")
+        self.lineage += plan.children
         self.members.banks.inherit(plan.parents)
         for slot in plan.vacant:
             agent = self.agents[slot]
             agent.fitness, agent.failed, agent.retired = None, None, True
         for child in plan.children:
             agent = self.agents[child.slot]
-            agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
+            agent.index, agent.parent, agent.born = child.index, child.parent, child.born
             agent.hyperparameters = child.hyperparameters
             agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
             if child.architecture is not None:

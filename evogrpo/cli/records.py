@@ -11,7 +11,7 @@ from rich.text import Text
 
 from evogrpo.cli.ending import command, show_command
 from evogrpo.cli.main import OK, check_folder
-from evogrpo.evolution.lineage import Birth
+from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
 from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, read_lineage, tree_lines
 from evogrpo.reporting.records import MemberReport
@@ -111,7 +111,7 @@ def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Te
     return text.append(f"{len(line.members)} {kind}{best_text}: {names}", "dim")
 
 
-def _member_text(birth: Birth, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
+def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:
     """Describe a member: its origin, and its fitness over its lifetime."""
     reports = tree.results.get(birth.index, ())
     if birth.parent is None:

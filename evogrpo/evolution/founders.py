@@ -1,7 +1,7 @@
 """Founders: hyperparameters of members without parents."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ import numpy as np
 from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.evolution.children import TakenPoints
 from evogrpo.evolution.mutation import quantile
+from evogrpo.evolution.plan import draw_distinct
 from evogrpo.randomness import streams
 
 
@@ -58,7 +58,19 @@ def spread_founders(
         point_at(space, defaults, {name: float(fractions[position]) for name, fractions in strata.items()})
         for position in range(remaining)
     ]
-    return *first, *_distinct(first, others, space, streams(rng))
+    # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
+    taken: set[tuple[object, ...]] = {(None, space.active_values(founder)) for founder in first}
+    duplicates, stream = [], streams(rng)
+    for number, founder in enumerate(others):
+        point = (None, space.active_values(founder))
+        if point in taken and space:
+            duplicates.append(number)
+        taken.add(point)
+    for number in duplicates:
+        draw, attempts = partial(random_founder, space, first[0]), partial(stream, "founder", number)
+        redrawn, is_free = draw_distinct(draw, space, None, taken, attempts)
+        others[number] = redrawn if is_free else others[number]
+    return *first, *others
 
 
 def warm_start_founders(
@@ -91,31 +103,6 @@ def warm_start_founders(
     for name in (name for name in evolved if name not in space):
         changes[f"{name} stays {getattr(first, name)}: it does not evolve in this run"] = None
     return tuple(founders), tuple(changes)
-
-
-def _distinct(
-    first: Sequence[Hyperparameters],
-    others: Sequence[Hyperparameters],
-    space: HyperparameterConfig,
-    stream: Callable[..., np.random.Generator],
-) -> list[Hyperparameters]:
-    """Return `others`, with duplicates of `first` or of earlier ones redrawn."""
-    occupied = TakenPoints(space)
-    for founder in first:
-        occupied.add(None, founder)
-    distinct, duplicates = list(others), []
-    for number, founder in enumerate(others):
-        if occupied.free(None, founder):
-            occupied.add(None, founder)
-        else:
-            duplicates.append(number)
-    # Redraw duplicates last, so that distinct points stay. Without a free point, a duplicate stays.
-    for number in duplicates:
-        redrawn, is_free = occupied.draw(
-            None, partial(random_founder, space, first[0]), partial(stream, "founder", number)
-        )
-        distinct[number] = redrawn if is_free else distinct[number]
-    return distinct
 
 
 def random_founder(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:

@@ -1,4 +1,4 @@
-"""History of a run: the input of strategies."""
+"""History of a run: its members and generations, as strategies see them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,9 +6,73 @@ from itertools import pairwise
 from typing import Any, Self
 
 from evogrpo.config.checks import declared_fields
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import MemberRecord
+
+NETWORK = "network"
+"""Name of an architecture change among the changes of a birth; old and new values are text."""
+
+Changes = Mapping[str, tuple[Value, Value]]
+"""Changed hyperparameters by name: (old value, new value)."""
+
+
+def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
+    """Return the differences of two records, by name: (old value, new value)."""
+    old, new = before.to_json(), after.to_json()
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberRecord:
+    """One member, as it was born: a train state copied into a slot under a new index.
+
+    Attributes:
+        slot: Storage place in the bank.
+        index: Identity, never reused.
+        parent: Index of the member whose train state it took; None for a founder.
+        born: Generation whose plan created it; 0 for a first population.
+        hyperparameters: Its hyperparameters.
+        changes: Differences from its parent's hyperparameters, by name: (old, new).
+        reason: Reason for its birth, as text.
+        architecture: Its network architecture as plain JSON values; None = its parent's.
+    """
+
+    slot: int
+    index: int
+    parent: int | None
+    born: int
+    hyperparameters: Hyperparameters
+    changes: Changes = field(default_factory=dict)
+    reason: str = ""
+    architecture: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**vars(self), "hyperparameters": self.hyperparameters.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        fields = dict(values)
+        fields["hyperparameters"] = Hyperparameters.from_json(fields["hyperparameters"])
+        fields["changes"] = {name: (old, new) for name, (old, new) in fields["changes"].items()}
+        return cls(**declared_fields(cls, fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureChange:
+    """A change of a member's network.
+
+    Attributes:
+        architecture: New architecture as plain JSON values, in the format of the policy set that proposed it.
+        old: Old architecture as text.
+        new: New architecture as text.
+    """
+
+    architecture: Mapping[str, Any]
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +84,6 @@ class SlotRecord:
         fitness: Fitness that selection uses, with scores per question; None if the member failed.
         tokens: Tokens (or environment steps) it processed in this generation, updates included, evaluations left out.
         seconds: Its share of the generation's time, by tokens, without evaluations.
-        measured: Fitness by other measures, by their names in `evogrpo.evolution.fitness.MEASURES`.
-        evaluation_tokens: Tokens (or environment steps) that its evaluation took.
-        evaluation_seconds: Its share of the time that the evaluation took.
 
     Raises:
         ValueError: If an empty slot has a fitness.
@@ -32,9 +93,6 @@ class SlotRecord:
     fitness: Fitness | None = None
     tokens: int = 0
     seconds: float = 0.0
-    measured: Mapping[str, Fitness] = field(default_factory=dict)
-    evaluation_tokens: int = 0
-    evaluation_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.member is None and self.fitness is not None:
@@ -87,11 +145,21 @@ class Generation:
         return tuple(member.slot for member in self.members if self.slots[member.slot].fitness is None)
 
     @property
+    def healthy(self) -> tuple[tuple[MemberRecord, Fitness], ...]:
+        """Members that have a fitness, with it, the best first; of equal ones the lowest index first.
+
+        Raises:
+            ValueError: If all members failed.
+        """
+        healthy = [(record.member, record.fitness) for record in self.slots if record.member and record.fitness]
+        if not healthy:
+            raise ValueError("All members failed. Resume from the last generation with a lower lr or max_grad_norm.")
+        return tuple(sorted(healthy, key=lambda pair: (-pair[1].mean, pair[0].index, pair[0].slot)))
+
+    @property
     def ranked(self) -> tuple[int, ...]:
-        """Slots of healthy members, the best first; of equal ones the lowest index first."""
-        healthy = ((record.fitness, record.member) for record in self.slots)
-        best_first = sorted((-earned.mean, who.index, who.slot) for earned, who in healthy if earned and who)
-        return tuple(slot for _, _, slot in best_first)
+        """Slots of healthy members, the best first; see `healthy`."""
+        return tuple(member.slot for member, _ in self.healthy)
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -107,7 +175,7 @@ class Generation:
         """
         member = self.slots[slot].member
         if member is None:
-            raise ValueError(f"Slot {slot} was empty in generation {self.number}. Choose one of {self.ranked}.")
+            raise ValueError(f"Slot {slot} was empty in generation {self.number}.")
         return member
 
     @classmethod
@@ -121,17 +189,15 @@ class Generation:
         """
         records = [SlotRecord()] * slots
         for values in event["members"]:
-            member = MemberRecord.from_json({name: values[name] for name in MemberRecord.__dataclass_fields__})
-            scores = {name: Fitness.from_json(each) for name, each in values["scores"].items()}
-            fitness, evaluation = scores.pop(measure, None), values["evaluation"]
+            member = MemberRecord.from_json(
+                {name: values[name] for name in MemberRecord.__dataclass_fields__ if name in values}
+            )
+            scores = values["scores"].get(measure)
             fields = {
                 "member": member,
-                "fitness": fitness,
+                "fitness": None if scores is None else Fitness.from_json(scores),
                 "tokens": values["tokens"],
                 "seconds": values["seconds"],
-                "measured": scores,
-                "evaluation_tokens": evaluation["tokens"],
-                "evaluation_seconds": evaluation["seconds"],
             }
             records[member.slot] = SlotRecord(**declared_fields(SlotRecord, fields))
         fields = {

@@ -1,19 +1,24 @@
-"""Mutation of hyperparameters: steps and draws in ranges and choices."""
+"""Mutation of hyperparameters: steps and draws in ranges and choices, and mutations of users."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
+from evogrpo.text import reference_to
 
-Changes = Mapping[str, tuple[Value, Value]]
-"""Changed hyperparameters by name: (old value, new value)."""
+T = TypeVar("T")
+
+Proposal = Callable[[np.random.Generator], Hyperparameters]
+"""Function from a random generator to the hyperparameters of one child."""
 
 
 STEP = 0.2
@@ -111,20 +116,6 @@ class Mutation:
 
         return mutate(hyperparameters, space, new_value, draws[3])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {"probability": self.probability, "resample": self.resample}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from fields by name.
-
-        Raises:
-            ValueError: If a field is unknown or out of range.
-        """
-        refuse_unknown("field of Mutation", values, ["probability", "resample"])
-        return cls(**values)
-
 
 def checked_share(what: str, value: object) -> float:
     """Return `value` as a number in [0, 1], or raise ValueError naming `what`."""
@@ -132,12 +123,6 @@ def checked_share(what: str, value: object) -> float:
     if not 0 <= number <= 1:
         raise ValueError(f"{what} must lie in [0, 1], got {number}")
     return number
-
-
-def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
-    """Return the differences of two records, by name: (old value, new value)."""
-    old, new = before.to_json(), after.to_json()
-    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
 def mutate(
@@ -263,3 +248,137 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
     else:
         value = low + int(fraction * (high - low + 1)) if integer else low + fraction * (high - low)
     return min(max(value, low), high)
+
+
+class Perturbation(Protocol):
+    """Callable that maps a parent's hyperparameters to those of a child."""
+
+    def __call__(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator, /
+    ) -> Hyperparameters:
+        """Propose a child's hyperparameters.
+
+        Args:
+            hyperparameters: Hyperparameters of the parent.
+            space: Search space; only its hyperparameters may change, within their ranges.
+            rng: Random generator. The result may depend on nothing else, so that a run can be resumed.
+        """
+        ...
+
+
+def proposals(
+    perturbation: Perturbation, history: History, parent: MemberRecord, space: HyperparameterConfig
+) -> Proposal:
+    """Return a function that proposes hyperparameters for a member's children.
+
+    Args:
+        perturbation: Maps the hyperparameters of a parent to those of a child.
+        history: History of the run.
+        parent: The parent.
+        space: Search space with the group sizes of the next generation.
+    """
+    if isinstance(perturbation, Mutation):
+        steps = last_steps(parent, history.space)
+        return lambda rng: perturbation(parent.hyperparameters, space, rng, steps)
+    return lambda rng: _call_custom(perturbation, parent.hyperparameters, space, rng)
+
+
+def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, float]:
+    """Return the steps from a member's parent to the member, as shares of the ranges, by name of the hyperparameter.
+
+    Founders have none, and neither have unchanged hyperparameters.
+    """
+    old_values = {name: old for name, (old, _) in member.changes.items() if name != NETWORK}
+    before, after = dataclasses.replace(member.hyperparameters, **old_values), member.hyperparameters  # type: ignore[arg-type]
+    steps = {}
+    for name, parameter in space.items():
+        if not is_categorical(name):
+            old, new = (relative_position(parameter, values.number(name)) for values in (before, after))
+            if old != new:
+                steps[name] = new - old
+    return steps
+
+
+def check_perturbation(value: object) -> None:
+    """Raise ValueError unless the value is a perturbation."""
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"mutation must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}"
+        )
+
+
+def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
+    """Return a perturbation as plain JSON values: its settings, and the name of a custom function or class."""
+    if perturbation is None or isinstance(perturbation, Mutation):
+        return None if perturbation is None else asdict(perturbation)
+    settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
+    return {**settings, "name": reference_to(definition_of(perturbation))}
+
+
+def perturbation_from_json(values: Any, custom: Callable[..., Any] | None = None) -> Perturbation | None:
+    """Build a perturbation from the result of `perturbation_to_json`.
+
+    Args:
+        values: The settings; "name" is that of a custom function or class.
+        custom: This function or class. A name is never imported here, because files are untrusted.
+
+    Raises:
+        ValueError: If a setting is invalid, or the custom function or class is missing.
+    """
+    if not isinstance(values, Mapping):
+        other: Perturbation | None = values  # None, or an invalid value, which the strategy's constructor reports
+        return other
+    if "name" not in values:
+        return build_from_settings(Mutation, "Mutation", values)
+    name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
+    if custom is None:
+        raise ValueError(
+            f"Custom mutation {name} is not imported from a file. Pass the strategy with it: Tournament(mutation=...)."
+        )
+    if not isinstance(custom, type):
+        refuse_unknown(f"setting of {name}", settings, ())
+        function: Perturbation = custom
+        return function
+    built: Perturbation = build_from_settings(custom, name, settings)
+    return built
+
+
+def build_from_settings(make: Callable[..., T], name: object, settings: Mapping[str, Any]) -> T:
+    """Call a class or function with settings as keyword arguments.
+
+    Args:
+        make: Class or function.
+        name: Its name, for messages.
+        settings: Keyword arguments.
+
+    Raises:
+        ValueError: If a setting is unknown, missing or invalid.
+    """
+    accepted = inspect.signature(make)
+    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"settings of {name}: {error}") from error
+    return make(**settings)
+
+
+def definition_of(perturbation: Perturbation) -> Callable[..., Any]:
+    """Return the function of a custom perturbation, or the class if it is an object."""
+    return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
+
+
+def _call_custom(
+    perturbation: Perturbation, parent: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+) -> Hyperparameters:
+    """Call a custom perturbation and validate its result."""
+    name = getattr(perturbation, "__name__", type(perturbation).__name__)
+    child: Any = perturbation(parent, space, rng)
+    if not isinstance(child, Hyperparameters):
+        raise ValueError(f"{name} must return Hyperparameters, got {child!r:.80}. Use dataclasses.replace.")
+    for changed, (_, value) in changes_between(parent, child).items():
+        if changed not in space:
+            raise ValueError(f"{name} may only change {', '.join(space)}, got {changed}={value!r}")
+        if value is None or space[changed].closest(value) != value:
+            raise ValueError(f"{name}: {changed} must be in its {space[changed].extent}, got {value!r}. Clip it.")
+    return child

@@ -1,6 +1,6 @@
 """Plan: the next member of every slot and the budget of the next generations, as plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -9,13 +9,32 @@ import numpy as np
 
 from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.search_space import check_group_size, feasible_group_sizes
-from evogrpo.evolution.children import Proposal, TakenPoints
-from evogrpo.evolution.history import History
-from evogrpo.evolution.lineage import Child, MemberRecord
-from evogrpo.evolution.mutation import changes_between
-from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
+from evogrpo.config.search_space import HyperparameterConfig, check_group_size, feasible_group_sizes
+from evogrpo.evolution.history import History, MemberRecord, changes_between
+from evogrpo.evolution.mutation import Perturbation, Proposal, proposals
 from evogrpo.randomness import streams
+
+MAX_PROPOSALS = 100
+"""Proposals for one child before it may equal another member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Decision for one slot.
+
+    A slot gets a child if its parent is another slot, if `mutate` is True, or if it has `hyperparameters`.
+
+    Attributes:
+        parent: Slot whose train state it takes; its own slot to keep its member; None for a founder or an empty slot.
+        reason: Reason as text.
+        mutate: Mutate a member that keeps its state; children of other slots are always mutated.
+        hyperparameters: Those of the child, or proposals for them. None = mutated from those of the parent.
+    """
+
+    parent: int | None
+    reason: str
+    mutate: bool = False
+    hyperparameters: Hyperparameters | Proposal | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ class Plan:
 
     generation: int
     parents: tuple[int | None, ...]
-    children: tuple[Child, ...]
+    children: tuple[MemberRecord, ...]
     reasons: tuple[str, ...]
     elite: int
     samples_per_step: int | None = None
@@ -100,8 +119,8 @@ class Plan:
         cls,
         history: History,
         choices: Sequence[Choice],
-        hyperparameters: Mapping[int, Hyperparameters | Proposal] | None = None,
         *,
+        mutation: Perturbation | None = None,
         rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
@@ -109,50 +128,77 @@ class Plan:
     ) -> Self:
         """Build a plan from one choice per slot: number the children, and record their parents and changes.
 
-        A `Proposal` is called until its hyperparameters differ from those of the parent, if the parent stays, and of
-        all members with the same parent; founders must differ from founders. If the space has no other point left, the
-        reason says so. `Hyperparameters` are used as given.
+        A mutation or proposal is repeated until the hyperparameters differ from those of the parent, if the parent
+        stays, and of all members with the same parent; founders must differ from founders. If no such point is found,
+        the reason says so.
 
         Args:
             history: History to plan from.
-            choices: One per slot, with its reason. A slot gets a child if its parent is another slot.
-            hyperparameters: Hyperparameters of children, or proposals for them, by slot. A child without an entry has
-                its parent's. An entry for a slot that keeps its state makes a child of its member. An entry for a slot
-                without a parent makes a founder.
-            rng: Random generator for proposals. Draws depend on members' indices, not on slots.
+            choices: One per slot.
+            mutation: Maps the hyperparameters of a parent to those of its children; None = children are exact clones.
+            rng: Random generator of mutations and proposals. Draws depend on members' indices, not on slots.
             samples_per_step: See the attribute.
             steps_per_generation: See the attribute.
             samples: See the attribute.
 
         Raises:
-            ValueError: If there are proposals and no generator.
+            ValueError: If there are mutations or proposals and no generator, or if all members failed.
         """
-        given = hyperparameters or {}
-        parents = [None if choice.parent is None else history.last.member(choice.parent) for choice in choices]
-        samples_next = samples_per_step or history.last.samples_per_step
-        own, exhausted = _draw_children(history, choices, parents, given, rng, samples_next)
-        reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
-        children: list[Child] = []
+        last = history.last
+        space = history.space.for_samples_per_step(samples_per_step or last.samples_per_step)
+        parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
+        indices = [None if parent is None else parent.index for parent in parents]
+        # 1. Sort the slots: fixed hyperparameters, drawn ones, and members that stay.
+        taken: set[tuple[object, ...]] = set()  # parent index and point in the space
+        values: dict[int, Hyperparameters] = {}
+        draws: dict[int, Proposal] = {}
         for slot, (choice, parent) in enumerate(zip(choices, parents, strict=True)):
-            if choice.parent in (slot, None) and slot not in own:
-                continue
-            values = own[slot] if slot in own or parent is None else parent.hyperparameters
+            born = choice.mutate or choice.parent not in (slot, None)
+            if isinstance(choice.hyperparameters, Hyperparameters):
+                values[slot] = choice.hyperparameters
+                taken.add((indices[slot], space.active_values(choice.hyperparameters)))
+            elif choice.hyperparameters is not None:
+                draws[slot] = choice.hyperparameters
+            elif parent is not None and born and mutation is not None:
+                draws[slot] = proposals(mutation, history, parent, space)
+            elif parent is not None:
+                point = space.active_values(parent.hyperparameters)
+                taken.add((parent.index, point))
+                if born:
+                    values[slot] = parent.hyperparameters
+                else:  # a child of a member that stays, or of its parent, must differ from that member
+                    taken.add((parent.parent, point))
+        # 2. Draw distinct hyperparameters.
+        if draws and rng is None:
+            raise ValueError("rng must be given with mutations. Pass rng=rng, the argument of Strategy.plan.")
+        reasons, stream = [choice.reason for choice in choices], streams(rng or np.random.default_rng())
+        for slot in sorted(draws, key=lambda slot: last.indices[slot]):
+            identity = last.indices[slot]
+            attempts = partial(stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity))
+            values[slot], is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
+            if not is_free:
+                reasons[slot] += "; the same as another member, because no other point was found"
+        # 3. Number the children.
+        children: list[MemberRecord] = []
+        for slot in sorted(values):
+            parent = parents[slot]
             children.append(
-                Child(
+                MemberRecord(
                     slot=slot,
                     index=history.next_index + len(children),
-                    parent=None if parent is None else parent.index,
-                    hyperparameters=values,
-                    changes=changes_between(values if parent is None else parent.hyperparameters, values),
+                    parent=indices[slot],
+                    born=last.number,
+                    hyperparameters=values[slot],
+                    changes={} if parent is None else changes_between(parent.hyperparameters, values[slot]),
                     reason=reasons[slot],
                 )
             )
         return cls(
-            generation=history.last.number,
+            generation=last.number,
             parents=tuple(choice.parent for choice in choices),
             children=tuple(children),
-            reasons=reasons,
-            elite=best_slot(history.last.fitness, history.last.ranked or None),
+            reasons=tuple(reasons),
+            elite=last.ranked[0],
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
             samples=samples,
@@ -179,7 +225,7 @@ class Plan:
                 f"expected a plan for {history.capacity} slots after generation {last.number}, got one for "
                 f"{len(self.parents)} slots after generation {self.generation}"
             )
-        healthy = healthy_slots(last.fitness)
+        healthy = sorted(last.ranked)
         if not {self.elite, *self.parents} <= {None, *healthy}:
             raise ValueError(
                 f"parents and elite must be slots of healthy members, {healthy}, got parents {self.parents} and elite "
@@ -232,36 +278,30 @@ class Plan:
         }
 
 
-def _draw_children(
-    history: History,
-    choices: Sequence[Choice],
-    parents: Sequence[MemberRecord | None],
-    children: Mapping[int, Hyperparameters | Proposal],
-    rng: np.random.Generator | None,
-    samples_per_step: int,
-) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
-    """Return the hyperparameters of children by slot, and notes for reasons if the space has no free point left."""
-    hyperparameters = {slot: value for slot, value in children.items() if isinstance(value, Hyperparameters)}
-    draws = {slot: value for slot, value in children.items() if not isinstance(value, Hyperparameters)}
-    if draws and rng is None:
-        raise ValueError("rng must be given with proposals. Pass rng=rng, the argument of Strategy.plan.")
-    if not draws or rng is None:
-        return hyperparameters, {}
-    taken = TakenPoints(history.space.for_samples_per_step(samples_per_step))
-    for slot, parent in enumerate(parents):
-        if slot in hyperparameters:
-            taken.add(None if parent is None else parent.index, hyperparameters[slot])
-        elif parent is not None and slot not in draws:
-            # A child of a member that stays, or of its parent, must differ from that member.
-            taken.add(parent.index, parent.hyperparameters)
-            if choices[slot].parent == slot:
-                taken.add(parent.parent, parent.hyperparameters)
-    exhausted, stream, indices = {}, streams(rng), history.last.indices
-    for slot in sorted(draws, key=lambda slot: indices[slot]):
-        parent, identity = parents[slot], indices[slot]
-        purpose = "birth in an empty slot" if identity < 0 else "birth"
-        attempts = partial(stream, purpose, abs(identity))
-        hyperparameters[slot], found = taken.draw(None if parent is None else parent.index, draws[slot], attempts)
-        if not found:
-            exhausted[slot] = "; the same as another member, because no other point of the space is left"
-    return hyperparameters, exhausted
+def draw_distinct(
+    draw: Proposal,
+    space: HyperparameterConfig,
+    parent: int | None,
+    taken: set[tuple[object, ...]],
+    stream: Callable[[int], np.random.Generator],
+) -> tuple[Hyperparameters, bool]:
+    """Draw hyperparameters until they differ from all members with the same parent, which would be the same learner.
+
+    Args:
+        draw: Proposes hyperparameters.
+        space: Search space; in an empty one every point is free.
+        parent: Index of the parent; None for a founder.
+        taken: Parent index and point of every member; the new one is added.
+        stream: Random generator of each attempt, by its number.
+
+    Returns:
+        The first free one of `MAX_PROPOSALS` proposals, or else the first proposal; and True if it is free.
+    """
+    first = draw(stream(0))
+    for attempt in range(MAX_PROPOSALS):
+        proposal = draw(stream(attempt)) if attempt else first
+        key = (parent, space.active_values(proposal))
+        if key not in taken or not space:
+            taken.add(key)
+            return proposal, True
+    return first, False

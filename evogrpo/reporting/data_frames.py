@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
-from evogrpo.evolution.lineage import Birth
+from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, read_births, reports_by_member
 from evogrpo.reporting.step_records import REMEDY, Estimate
 from evogrpo.reporting.summary import RunSummary, latest_steps, summarise
@@ -190,7 +190,7 @@ def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, Any]]:
+def _births(births: Sequence[MemberRecord], summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member."""
     founders: dict[int, int] = {}
     best, reports = best_member(summary.generations), reports_by_member(summary.generations)
@@ -208,7 +208,7 @@ def _births(births: Sequence[Birth], summary: RunSummary) -> Iterator[dict[str, 
         }
 
 
-def _changes(births: Sequence[Birth]) -> Iterator[dict[str, Any]]:
+def _changes(births: Sequence[MemberRecord]) -> Iterator[dict[str, Any]]:
     """Yield one row per hyperparameter that changed at a birth."""
     for birth in births:
         for name, pair in birth.changes.items():

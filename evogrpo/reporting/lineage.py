@@ -8,7 +8,7 @@ from typing import Any
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
-from evogrpo.evolution.lineage import NETWORK, Birth
+from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.records import GenerationReport, MemberReport
 from evogrpo.reporting.step_records import REMEDY, Estimate, JournalFields
@@ -295,19 +295,19 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancesto
     return tuple(chain)
 
 
-def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[Birth, ...]:
+def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[MemberRecord, ...]:
     """Return every birth by index, without those of generations that were discarded on resume.
 
     Raises:
         ValueError: If a value is invalid.
     """
-    births: dict[int, Birth] = {}
+    births: dict[int, MemberRecord] = {}
     for birth in _births(events):
         births.setdefault(birth.index, birth)
     return tuple(births[index] for index in sorted(births))
 
 
-def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
+def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[MemberRecord]:
     """Yield births of the run event, of generations and of plans; a birth can occur several times."""
     run = next((event for event in events if event["event"] == "run"), {})
     if "members" in run:
@@ -317,7 +317,7 @@ def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
         report = GenerationReport.from_json(event)
         for member in report.members:
             names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason")
-            yield Birth(**{name: getattr(member, name) for name in names})
+            yield MemberRecord(**{name: getattr(member, name) for name in names})
         plan = event.get("plan")
         if isinstance(plan, Mapping) and "children" in plan:
             where = f"a child of the plan of generation {report.generation}"
@@ -326,8 +326,8 @@ def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[Birth]:
                 yield _birth(child, born=report.generation, changes=changes, reason=reason)
 
 
-def _birth(fields: JournalFields, **others: Any) -> Birth:
-    return Birth(
+def _birth(fields: JournalFields, **others: Any) -> MemberRecord:
+    return MemberRecord(
         index=fields.whole("index"),
         parent=fields.whole_or_none("parent"),
         slot=fields.whole("slot"),
@@ -350,7 +350,7 @@ class LineageTree:
         path: Indices of the best member's ancestors and itself, its founder first.
     """
 
-    births: tuple[Birth, ...]
+    births: tuple[MemberRecord, ...]
     results: Mapping[int, Sequence[MemberReport]]
     winner: MemberReport | None
     path: tuple[int, ...]
@@ -385,7 +385,7 @@ class TreeLine:
     """
 
     indent: int
-    members: tuple[Birth, ...]
+    members: tuple[MemberRecord, ...]
     wins: bool
     skips: bool = False
 
@@ -433,7 +433,7 @@ class _Layout:
 
     tree: LineageTree
     all_members: bool
-    children: dict[int | None, list[Birth]] = field(default_factory=dict)
+    children: dict[int | None, list[MemberRecord]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
 
     def lines(self) -> Iterator[TreeLine]:
@@ -446,13 +446,13 @@ class _Layout:
         for group in self._grouped(self.children.get(None, [])):
             yield from self._line(group, 0)
 
-    def _line(self, group: tuple[Birth, ...], indent: int) -> Iterator[TreeLine]:
+    def _line(self, group: tuple[MemberRecord, ...], indent: int) -> Iterator[TreeLine]:
         """Yield collapsed siblings, or one member and its main line of descent."""
         if len(group) > 1:
             yield TreeLine(indent=indent, members=group, wins=False)
             return
-        unbranched: list[Birth] = []  # members of the main line since its last branch
-        member: Birth | None = group[0]
+        unbranched: list[MemberRecord] = []  # members of the main line since its last branch
+        member: MemberRecord | None = group[0]
         while member is not None:
             children = self.children.get(member.index, [])
             heir = max(children, key=lambda child: (self._wins(child), self.sizes[child.index]), default=None)
@@ -465,7 +465,7 @@ class _Layout:
                 yield from self._line(siblings_group, indent + 1)
             member = heir
 
-    def _unbranched_lines(self, line: Sequence[Birth], indent: int) -> Iterator[TreeLine]:
+    def _unbranched_lines(self, line: Sequence[MemberRecord], indent: int) -> Iterator[TreeLine]:
         """Yield members of one line of descent without branches before the last; collapse a long middle."""
         middle = line[1:-1]
         collapse = len(middle) > _MAX_UNCOLLAPSED and not self.all_members
@@ -475,10 +475,10 @@ class _Layout:
             yield TreeLine(indent=indent, members=tuple(middle), wins=False, skips=True)
         yield self._single(line[-1], indent)
 
-    def _single(self, member: Birth, indent: int) -> TreeLine:
+    def _single(self, member: MemberRecord, indent: int) -> TreeLine:
         return TreeLine(indent=indent, members=(member,), wins=self._wins(member))
 
-    def _grouped(self, siblings: Sequence[Birth]) -> Iterator[tuple[Birth, ...]]:
+    def _grouped(self, siblings: Sequence[MemberRecord]) -> Iterator[tuple[MemberRecord, ...]]:
         """Yield siblings one by one, but many childless ones outside the best path as one group."""
         childless = [birth for birth in siblings if not self.children.get(birth.index) and not self._wins(birth)]
         collapse = len(childless) > _MAX_UNCOLLAPSED and not self.all_members
@@ -486,5 +486,5 @@ class _Layout:
         if collapse:
             yield tuple(childless)
 
-    def _wins(self, member: Birth) -> bool:
+    def _wins(self, member: MemberRecord) -> bool:
         return member.index in self.tree.path

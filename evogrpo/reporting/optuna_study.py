@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
-from evogrpo.evolution.lineage import Birth
+from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.lineage import LineageTree, read_lineage
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -94,7 +94,10 @@ def _default_name(run_dir: Path, summary: RunSummary) -> str:
 
 
 def _trial(
-    birth: Birth, tree: LineageTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
+    birth: MemberRecord,
+    tree: LineageTree,
+    distributions: "Mapping[str, BaseDistribution]",
+    times: Mapping[int, datetime],
 ) -> "FrozenTrial":
     """Return the trial of a member."""
     from optuna.trial import create_trial
@@ -120,7 +123,7 @@ def _trial(
     return trial
 
 
-def _state(birth: Birth, tree: LineageTree) -> "TrialState":
+def _state(birth: MemberRecord, tree: LineageTree) -> "TrialState":
     """Return the state of a member's trial."""
     from optuna.trial import TrialState
 
@@ -159,7 +162,7 @@ def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
     return times
 
 
-def _attributes(birth: Birth, reports: Sequence[MemberReport]) -> dict[str, Any]:
+def _attributes(birth: MemberRecord, reports: Sequence[MemberReport]) -> dict[str, Any]:
     """Return user attributes of a member's trial."""
     last = reports[-1] if reports else None
     hyperparameters = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}

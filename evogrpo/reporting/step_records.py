@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters, Value
 from evogrpo.evolution.fitness import MEASURES
-from evogrpo.evolution.lineage import NETWORK
+from evogrpo.evolution.history import NETWORK
 from evogrpo.text import number_text, score_text, short_repr
 
 REMEDY = "the journal was not written by evogrpo, or was changed"

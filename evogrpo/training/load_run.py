@@ -18,8 +18,7 @@ from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import check_fingerprint
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.history import Generation
-from evogrpo.evolution.lineage import Lineage
+from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.atomic_files import remove_temporary_files
@@ -65,7 +64,7 @@ class StoredRun:
     record: dict[str, Any]
     folder: Path
     run_state: RunState
-    lineage: Lineage | None
+    lineage: Sequence[MemberRecord] | None
     schedule: Schedule
     fitness: FitnessConfig
     experience: SharedExperience | None
@@ -232,18 +231,18 @@ def _load(
     )
 
 
-def _replay(events: Sequence[Mapping[str, Any]], run_state: RunState, measure: str) -> Lineage:
+def _replay(events: Sequence[Mapping[str, Any]], run_state: RunState, measure: str) -> Sequence[MemberRecord]:
     """Add the history to the run state, and return the lineage."""
     births = list(next(event for event in events if event["event"] == "run")["lineage"])
     for event in latest_generations(events):
         run_state.history.append(Generation.from_event(event, slots=run_state.members, measure=measure))
         if event["plan"] is not None:
-            births += [{**child, "born": event["generation"]} for child in event["plan"]["children"]]
+            births += event["plan"]["children"]
     numbers = [each.number for each in run_state.history]
     if numbers != list(range(1, run_state.generation + 1)):
         expected = f"generations 1 to {run_state.generation}"
         raise ValueError(f"{JOURNAL} must hold {expected}, got {numbers}. Restore the run directory from a copy.")
-    return Lineage.from_json(births)
+    return [MemberRecord.from_json(birth) for birth in births]
 
 
 @dataclass(frozen=True, kw_only=True)

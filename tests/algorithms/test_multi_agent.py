@@ -12,7 +12,7 @@ from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
-from evogrpo.evolution import Child, Plan
+from evogrpo.evolution import MemberRecord, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.storage.manifest import CheckpointError
@@ -294,7 +294,7 @@ def test_inheriting_copies_every_policy():
         Plan(
             generation=1,
             parents=(0, 2, 2),
-            children=(Child(slot=1, index=3, parent=2, hyperparameters=population[2].hyperparameters, changes={}),),
+            children=(MemberRecord(slot=1, index=3, parent=2, born=1, hyperparameters=population[2].hyperparameters),),
             reasons=("", "", ""),
             elite=0,
         )

@@ -8,7 +8,7 @@ import torch
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.evolution import Child, Plan
+from evogrpo.evolution import MemberRecord, Plan
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.oracles.objective_by_hand import ByHand
@@ -89,7 +89,7 @@ def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
         randomise_adapter(agent, agent.index)
     batch = sampled(population[0], REWARDS)
     learn(population.members, [population[0].learner()], {"default": batch})  # steps 1 to 3
-    child = Child(slot=1, index=2, parent=0, hyperparameters=population[0].hyperparameters, changes={})
+    child = MemberRecord(slot=1, index=2, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
     population.apply(Plan(generation=1, parents=(0, 0), children=(child,), reasons=("", ""), elite=0))
     assert equal_states(state_of(population[1]), state_of(population[0]))
     population[1].update_epochs = 1

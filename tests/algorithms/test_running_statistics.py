@@ -9,7 +9,7 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.evolution import Child, Plan
+from evogrpo.evolution import MemberRecord, Plan
 from tests.tiny_training import (
     equal_states,
     final_states,
@@ -126,7 +126,7 @@ def test_running_statistics_are_inherited():
     population = trained(tiny_population(3, beta=0.1, objective=Objective(**BOTH)))
     before = [carried(agent) for agent in population]
     assert len({tuple(values.tolist()) for values in before}) == 3
-    child = Child(slot=2, index=3, parent=0, hyperparameters=population[0].hyperparameters, changes={})
+    child = MemberRecord(slot=2, index=3, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
     population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
     assert torch.equal(carried(population[2]), before[0])
     assert torch.equal(carried(population[1]), before[1])

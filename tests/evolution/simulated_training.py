@@ -163,13 +163,7 @@ class Simulation:
             None if parent is None else member for parent, member in zip(plan.parents, self.members, strict=True)
         ]
         for child in plan.children:
-            self.members[child.slot] = MemberRecord(
-                slot=child.slot,
-                index=child.index,
-                parent=child.parent,
-                born=plan.generation,
-                hyperparameters=child.hyperparameters,
-            )
+            self.members[child.slot] = child
             self.skill[child.index] = 0.0 if child.parent is None else self.skill[child.parent]
             self.next_index = child.index + 1
         self.samples = plan.samples_per_step or self.samples

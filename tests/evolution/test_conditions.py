@@ -6,7 +6,6 @@ import pytest
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Mutation, changes_between, spread_founders
-from evogrpo.evolution.children import TakenPoints, points
 from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])
@@ -63,19 +62,6 @@ def test_founders_differ_in_active_hyperparameters_only(seed):
             assert getattr(member, name) == getattr(first, name)
     # gspo, cispo, and grpo with one epoch or with 2 or 4 epochs of two batch sizes.
     assert len({TREE.active_values(member) for member in members}) == 2 + 1 + 2 * 2
-
-
-def test_every_point_of_a_tree_is_found_once():
-    active = [TREE.active_values(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
-    assert len(active) == len(set(active)) == 7
-
-
-def test_inactive_hyperparameters_make_no_difference():
-    occupied = TakenPoints(TREE)
-    occupied.add(1, Hyperparameters(loss_type="gspo", batch_size=8))
-    assert not occupied.free(1, Hyperparameters(loss_type="gspo", batch_size=16))
-    assert occupied.free(1, Hyperparameters(loss_type="grpo", batch_size=8))
-    assert occupied.free(2, Hyperparameters(loss_type="gspo", batch_size=8))
 
 
 def test_none_is_a_value():

@@ -1,6 +1,5 @@
 """Mutation moves, stays in bounds and does not drift; founders cover the space."""
 
-import json
 import math
 
 import numpy as np
@@ -230,12 +229,6 @@ class TestMutation:
     def test_invalid_probabilities_are_refused(self, probability):
         with pytest.raises(ValueError, match="probability must"):
             Mutation(probability=probability)
-
-    def test_json_round_trip(self):
-        mutation = Mutation(probability=0.25, resample=0.5)
-        assert Mutation.from_json(json.loads(json.dumps(mutation.to_json()))) == mutation
-        with pytest.raises(ValueError, match="did you mean 'probability'"):
-            Mutation.from_json({"propability": 0.25})
 
 
 class TestSteps:

@@ -5,8 +5,7 @@ import numpy as np
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation, History, SlotRecord
-from evogrpo.evolution.lineage import Lineage, MemberRecord
+from evogrpo.evolution.history import Generation, History, MemberRecord, SlotRecord
 from evogrpo.evolution.strategies import Tournament
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log"))
@@ -20,25 +19,19 @@ def surviving_founders(z, *, seed, size=8, generations=6):
     members = [
         MemberRecord(slot=i, index=i, parent=None, born=0, hyperparameters=Hyperparameters()) for i in range(size)
     ]
-    lineage = Lineage.from_founders(members)
+    founders = {member.index: member.index for member in members}
     for generation in range(generations):
         fitness = [Fitness.from_scores(rng.standard_normal(QUESTIONS).tolist()) for _ in members]
         slots = (SlotRecord(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
         evaluated = Generation(
             number=generation, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, slots=tuple(slots)
         )
-        history = History(space=SPACE, next_index=len(lineage.births), generations=(evaluated,))
+        history = History(space=SPACE, next_index=len(founders), generations=(evaluated,))
         plan = Tournament(z=z).plan(history, rng)
-        lineage = lineage.with_children(plan.children, generation=generation)
         for child in plan.children:
-            members[child.slot] = MemberRecord(
-                slot=child.slot,
-                index=child.index,
-                parent=child.parent,
-                born=generation,
-                hyperparameters=child.hyperparameters,
-            )
-    return len({lineage.path(member.index)[0].index for member in members})
+            members[child.slot] = child
+            founders[child.index] = founders[child.parent]
+    return len({founders[member.index] for member in members})
 
 
 def test_the_noise_rule_keeps_more_founders_than_a_plain_tournament():

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.selection import best_slot, tournament
+from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
+from evogrpo.evolution.selection import tournament
 
 QUESTIONS = 64
 
@@ -14,17 +16,20 @@ def fitness_of(*means, noise=0.0, seed=0):
     return [Fitness.from_scores((mean + noise * rng.standard_normal(QUESTIONS)).tolist()) for mean in means]
 
 
-def test_the_best_is_the_first_of_equal_healthy_members():
-    low, high = fitness_of(0.0, 1.0)
-    assert best_slot([None, low, high, high]) == 2
-    assert best_slot([high, high]) == 0
-    with pytest.raises(ValueError, match="members failed"):
-        best_slot([None, None])
+def choose(fitness, size, z, seed=0):
+    """Hold a tournament of members with this fitness; None = failed."""
+    members = [
+        MemberRecord(slot=slot, index=slot, parent=None, born=0, hyperparameters=Hyperparameters())
+        for slot in range(len(fitness))
+    ]
+    slots = tuple(SlotRecord(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
+    last = Generation(number=1, samples_per_step=8, steps_per_generation=1, slots=slots)
+    return tournament(last, size, z, np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0, 3.0])
 def test_a_tournament_of_all_members_copies_a_clear_winner_everywhere(z):
-    choices = tournament(fitness_of(0.0, 0.1, 0.9, 0.2), 4, z, np.random.default_rng(0))
+    choices = choose(fitness_of(0.0, 0.1, 0.9, 0.2), 4, z, seed=0)
     assert [choice.parent for choice in choices] == [2, 2, 2, 2]
     assert choices[2].reason == "kept: elite"
 
@@ -34,7 +39,7 @@ def test_a_slot_is_replaced_if_the_challenger_is_better_beyond_the_noise(size):
     z = 1.0
     for seed in range(30):
         fitness = fitness_of(*np.linspace(0, 0.5, 6), noise=1.0, seed=seed)
-        for slot, choice in enumerate(tournament(fitness, size, z, np.random.default_rng(seed))):
+        for slot, choice in enumerate(choose(fitness, size, z, seed=seed)):
             if choice.parent == slot:
                 assert choice.reason.startswith("kept: ")
             else:
@@ -47,8 +52,8 @@ def test_the_reason_names_noise_if_a_better_challenger_is_rejected():
     held_back = 0
     for seed in range(30):
         fitness = fitness_of(0.0, 0.0, 0.0, noise=1.0, seed=seed)
-        strict = tournament(fitness, 3, 1.0, np.random.default_rng(seed))
-        lenient = tournament(fitness, 3, 0.0, np.random.default_rng(seed))
+        strict = choose(fitness, 3, 1.0, seed=seed)
+        lenient = choose(fitness, 3, 0.0, seed=seed)
         for slot, (kept, taken) in enumerate(zip(strict, lenient, strict=True)):
             within_noise = kept.parent == slot and taken.parent != slot
             assert kept.reason.startswith("kept: within noise") == within_noise
@@ -59,9 +64,7 @@ def test_the_reason_names_noise_if_a_better_challenger_is_rejected():
 def test_larger_tournaments_select_harder():
     fitness = fitness_of(*np.linspace(0, 1, 10))
     taken = [
-        np.mean(
-            [[choice.parent for choice in tournament(fitness, size, 1.0, np.random.default_rng(s))] for s in range(40)]
-        )
+        np.mean([[choice.parent for choice in choose(fitness, size, 1.0, seed=s)] for s in range(40)])
         for size in (1, 2, 4, 10)
     ]
     assert taken == sorted(taken)
@@ -72,7 +75,7 @@ def test_larger_tournaments_select_harder():
 def test_failed_members_are_replaced_regardless_of_noise(size):
     first, second = fitness_of(0.0, 0.0, noise=1.0)
     for seed in range(10):
-        choices = tournament([None, first, None, second, None], size, 100.0, np.random.default_rng(seed))
+        choices = choose([None, first, None, second, None], size, 100.0, seed=seed)
         assert all(choices[slot].parent in (1, 3) and "failed" in choices[slot].reason for slot in (0, 2, 4))
         assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
 
@@ -82,4 +85,4 @@ def test_a_fixed_fitness_gap_is_detected_through_shared_noise():
     difficulty = 10 * np.random.default_rng(0).standard_normal(QUESTIONS)
     fitness = [Fitness.from_scores((difficulty + gap).tolist()) for gap in (0.0, 0.1)]
     assert fitness[0].standard_error > 0.1
-    assert [choice.parent for choice in tournament(fitness, 2, 3.0, np.random.default_rng(0))] == [1, 1]
+    assert [choice.parent for choice in choose(fitness, 2, 3.0, seed=0)] == [1, 1]

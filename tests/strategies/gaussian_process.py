@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, History, Plan, best_slot, healthy_slots
+from evogrpo.evolution import Choice, History, Plan
 
 GRID = 32
 
@@ -35,7 +35,7 @@ class GaussianProcess:
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         last, (low, high) = history.last, history.space["lr"].bounds
-        healthy, elite = healthy_slots(last.fitness), best_slot(last.fitness)
+        healthy, elite = sorted(last.ranked), last.ranked[0]
         means = {slot: last.fitness[slot].mean for slot in healthy}
         self.observed += [
             (self._place(last.member(slot).hyperparameters.lr, low, high), means[slot]) for slot in healthy
@@ -43,16 +43,16 @@ class GaussianProcess:
         self.failures += len(last.failed)
         worst = min(healthy, key=lambda slot: (means[slot], slot))
         replaced = {*last.failed, *([worst] if worst != elite else [])}
-        best, choices, proposed = last.member(elite).hyperparameters, [], {}
+        best, choices = last.member(elite).hyperparameters, []
         for slot in range(history.capacity):
             if slot in replaced:
                 lr = min(max(low * (high / low) ** self._sample(rng), low), high)
-                proposed[slot] = replace(best, lr=lr)
-                choices.append(Choice(parent=elite, reason=f"{len(self.observed)} observations suggest lr {lr:.3g}"))
+                reason = f"{len(self.observed)} observations suggest lr {lr:.3g}"
+                choices.append(Choice(parent=elite, reason=reason, hyperparameters=replace(best, lr=lr)))
             else:
                 empty = slot in last.empty
                 choices.append(Choice(parent=None if empty else slot, reason="empty" if empty else "kept"))
-        return Plan.from_choices(history, choices, proposed)
+        return Plan.from_choices(history, choices)
 
     @staticmethod
     def _place(lr: float, low: float, high: float) -> float:

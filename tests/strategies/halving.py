@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, History, Mutation, Plan, Proposal, Stateless, proposals
+from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, proposals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,6 @@ class Halving(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         last, first = history.last, history.generations[0]
         ranked = last.ranked  # the best first
-        if not ranked:
-            raise ValueError("every member failed")
         elite = ranked[0]
         if len(ranked) > self.survivors:
             kept = ranked[: max(self.survivors, len(ranked) // 2)]
@@ -38,15 +36,15 @@ class Halving(Stateless):
             ]
             return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
         space = history.space.for_samples_per_step(first.samples_per_step)
-        born: dict[int, Proposal] = {}
-        choices = []
+        new = proposals(Mutation(), history, last.member(elite), space)
+        choices, founded = [], False
         for slot in range(history.capacity):
             if slot in ranked:
                 choices.append(Choice(parent=slot, reason="kept: survived the round"))
                 continue
-            choices.append(Choice(parent=elite if born else None, reason="a new round"))
-            born[slot] = proposals(Mutation(), history, last.member(elite), space)
-        return Plan.from_choices(history, choices, born, rng=rng, samples_per_step=first.samples_per_step)
+            choices.append(Choice(parent=elite if founded else None, reason="a new round", hyperparameters=new))
+            founded = True
+        return Plan.from_choices(history, choices, rng=rng, samples_per_step=first.samples_per_step)
 
     def to_json(self) -> dict[str, Any]:
         return {"survivors": self.survivors}

@@ -84,7 +84,7 @@ def test_reported_members_are_those_of_the_last_plan(run):
             else:
                 assert (new.index, new.parent, new.born) == (old.index, old.parent, old.born)
                 assert new.hyperparameters == old.hyperparameters
-    indices = [birth.index for birth in run.population.lineage.births]
+    indices = [birth.index for birth in run.population.lineage]
     assert indices == list(range(len(indices)))
 
 

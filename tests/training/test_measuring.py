@@ -321,10 +321,9 @@ def test_costs_of_evaluations_add_up(tmp_path):
     reports = finish(run)
     generations = [report for report in reports if isinstance(report, GenerationReport)]
     spent = 0
-    for report, stored in zip(generations, run.run_state.history, strict=True):
+    for report in generations:
         each = [member.evaluation.tokens for member in report.members]
         assert min(each) > 0
-        assert [record.evaluation_tokens for record in stored.slots] == each
         total = report.evaluation.tokens
         assert sum(each) == total - spent or spent == 0  # the first total includes the untrained network's
         spent = total

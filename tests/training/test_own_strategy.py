@@ -146,7 +146,7 @@ def test_half_retires_at_doubled_cost_until_all_slots_fill(halving):
         assert sorted(report.learned) == [member.slot for member in members]
         samples = run.run_state.history[report.generation - 1].samples_per_step
         assert {learned.samples for learned in report.learned.values()} == {samples}
-    births = {birth.index: birth for birth in run.population.lineage.births}
+    births = {birth.index: birth for birth in run.population.lineage}
     newcomers = [birth for birth in births.values() if birth.born == 3]
     assert [birth.index for birth in newcomers] == [4, 5, 6]
     assert [birth.parent is None for birth in newcomers] == [True, False, False]

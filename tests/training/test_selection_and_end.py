@@ -81,7 +81,11 @@ def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
     )
     best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
     assert best.fitness > reports[0].best.fitness + 0.1
-    assert (1e-9, 2e-2) in [birth.changes.get("lr") for birth in population.lineage.path(best.index)]
+    ancestors, index = [], best.index
+    while index is not None:
+        ancestors.append(next(member for member in population.lineage if member.index == index))
+        index = ancestors[-1].parent
+    assert (1e-9, 2e-2) in [member.changes.get("lr") for member in ancestors]
     births = {
         member["index"]: member
         for event in read_journal(tmp_path / "run" / "journal.jsonl")

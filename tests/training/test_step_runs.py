@@ -74,7 +74,7 @@ def test_plan_lineage_and_checkpoint_agree_on_networks(whole):
     }
     assert any(planned.values())
     saved = open_run(whole)
-    births = {birth.index: birth for birth in saved.lineage.births}
+    births = {birth.index: birth for birth in saved.lineage}
     population, _ = saved.restore()
     for agent in population:
         words = births[agent.index].changes.get("network")
@@ -91,7 +91,7 @@ def test_children_without_mutation_keep_their_parents_network():
         run = step_run(None, strategy=strategy, size=4)
         finish(run)
         assert {run.population.members.banks["default"].architecture(slot).hidden for slot in range(4)} == {(6, 5)}
-        assert not any(birth.changes for birth in run.population.lineage.births)
+        assert not any(birth.changes for birth in run.population.lineage)
 
 
 def test_the_elite_keeps_network_and_weights():

@@ -169,7 +169,7 @@ def test_a_configuration_names_the_earlier_run_and_stores_the_founders(earlier, 
     assert stored["population"]["like"] == str(earlier)
     assert stored["population"]["founders"] == [each.to_json() for each in found]
     own = load_config(folder / "config.yaml").search_space
-    for birth, record in zip(run.population.lineage.births, found, strict=False):
+    for birth, record in zip(run.population.lineage, found, strict=False):
         assert birth.hyperparameters.lr == own["lr"].closest(record.lr)
         assert birth.hyperparameters.clip_coef == own["clip_coef"].closest(record.clip_coef)
     # The earlier run may be deleted by then.

@@ -25,7 +25,7 @@ from evogrpo.envs.control.observations import (
     unflatten,
 )
 from evogrpo.envs.control.rollout import PolicyEpisodes
-from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.networks.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
 from evogrpo.models.networks.bank import StackedBank
 from evogrpo.models.networks.networks import ObservationEncoder

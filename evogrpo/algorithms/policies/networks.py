@@ -42,7 +42,7 @@ from evogrpo.envs.control.observations import (
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
-from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import check_allocation
 from evogrpo.randomness import generator

@@ -22,7 +22,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.bank import PolicyBank, Sampler
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]

@@ -5,12 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from evogrpo.evolution.children import Perturbation, check_perturbation, proposals
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, no_selection
+from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.selection import no_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.evolution.strategies.tournament import Tournament
 
@@ -26,10 +25,7 @@ class Fixed(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Keep every healthy member; an empty slot stays empty."""
-        last = history.last
-        # Validate the space as other strategies do, so that a control accepts exactly their settings.
-        history.space.for_samples_per_step(last.samples_per_step)
-        return Plan.from_choices(history, no_selection(last, rng))
+        return Plan.from_choices(history, no_selection(history.last, rng))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +50,12 @@ class MutationOnly(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Mutate all members but the best; an empty slot stays empty."""
-        last = history.last
-        space = history.space.for_samples_per_step(last.samples_per_step)
-        choices, draws = list(no_selection(last, rng)), {}
-        for slot, choice in enumerate(choices):
-            if choice.parent is None:
-                continue
-            if slot == last.ranked[0]:
-                choices[slot] = Choice(parent=slot, reason="kept: the best")
-                continue
-            if choice.parent == slot:
-                choices[slot] = Choice(parent=slot, reason="mutated in place")
-            draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+        choices = no_selection(history.last, rng)
+        best, *others = history.last.ranked
+        choices[best] = Choice(parent=best, reason="kept: the best")
+        for slot in others:
+            choices[slot] = Choice(parent=slot, reason="mutated in place", mutate=True)
+        return Plan.from_choices(history, choices, mutation=self.mutation, rng=rng)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +74,12 @@ class RandomSearch(Stateless):
         """Keep every healthy member; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        choices, draws = list(no_selection(last, rng)), {}
-        oldest = min(last.ranked, key=lambda slot: last.indices[slot])  # its other hyperparameters are those of the run
+        choices = no_selection(last, rng)
+        oldest = min((member for member, _ in last.healthy), key=lambda member: member.index)
+        founder = partial(random_founder, space, oldest.hyperparameters)  # what does not evolve is that of the run
         for slot in last.failed:
-            choices[slot] = Choice(parent=None, reason="new founder: the member failed")
-            draws[slot] = partial(random_founder, space, last.member(oldest).hyperparameters)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+            choices[slot] = Choice(parent=None, reason="new founder: the member failed", hyperparameters=founder)
+        return Plan.from_choices(history, choices, rng=rng)
 
 
 @dataclass(frozen=True, kw_only=True)

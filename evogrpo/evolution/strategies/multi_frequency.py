@@ -8,12 +8,10 @@ import numpy as np
 
 from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.lineage import MemberRecord
-from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, truncation_selection
+from evogrpo.evolution.mutation import Mutation, Perturbation, Proposal, check_perturbation, proposals
+from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
 QUARTER = 0.25
@@ -63,26 +61,17 @@ class MultiFrequency(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Evolve the sub-populations whose interval has ended; failed members are always replaced."""
         last = history.last
-        space = history.space.for_samples_per_step(last.samples_per_step)
         groups = self._groups(history)
-        ready = [last.number % interval == 0 for interval in self.intervals]
-        choices = list(truncation_selection(last, QUARTER, rng, among=()))
-        hosts: dict[int, MemberRecord] = {}
+        choices = truncation_selection(last, QUARTER, rng, among=())
         for position, group in enumerate(groups):
+            is_ready = last.number % self.intervals[position] == 0
             selected = truncation_selection(last, QUARTER, rng, among=group)
             for slot in group:
-                if ready[position] or slot in last.failed:
+                if is_ready or slot in last.failed:
                     choices[slot] = selected[slot]
-            if ready[position]:
-                hosts |= self._migrants(history, groups, position, choices)
-        draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(choices):
-            if slot in hosts:
-                host = hosts[slot]
-                draws[slot] = _unless_taken(host.hyperparameters, proposals(self.mutation, history, host, space))
-            elif choice.parent is not None and choice.parent != slot:
-                draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+            if is_ready:
+                self._replace_by_migrants(history, groups, position, choices)
+        return Plan.from_choices(history, choices, mutation=self.mutation, rng=rng)
 
     def _groups(self, history: History) -> list[list[int]]:
         """Return the slots of each sub-population."""
@@ -93,26 +82,29 @@ class MultiFrequency(Stateless):
             [slot for position, (_, slot) in enumerate(founders) if position % count == group] for group in range(count)
         ]
 
-    def _migrants(
+    def _replace_by_migrants(
         self, history: History, groups: list[list[int]], number: int, choices: list[Choice]
-    ) -> dict[int, MemberRecord]:
-        """Clone better members of other sub-populations into one; return the hosts whose hyperparameters they take."""
+    ) -> None:
+        """Replace the quarter above the worst of a sub-population by better members of others."""
         last, group = history.last, groups[number]
+        space = history.space.for_samples_per_step(last.samples_per_step)
         residents = [slot for slot in last.ranked if slot in group]
         candidates = [slot for slot in last.ranked if slot not in group]
         quarter = max(1, round(QUARTER * len(residents)))
-        hosts: dict[int, MemberRecord] = {}
         for slot in residents[max(1, len(residents) - 2 * quarter) : len(residents) - quarter]:
             if not candidates or last.ranked.index(candidates[0]) > last.ranked.index(slot):
                 break
-            migrant = candidates.pop(0)
+            migrant, hyperparameters = candidates.pop(0), None
             origin = next(position for position, other in enumerate(groups) if migrant in other)
-            from_slower = origin > number
-            if not from_slower:
-                hosts[slot] = last.member(residents[0])
-            inherited = "weights and hyperparameters" if from_slower else "weights only"
-            choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: migrant with {inherited}")
-        return hosts
+            if origin < number:
+                host = last.member(residents[0])
+                hyperparameters = _unless_taken(host.hyperparameters, proposals(self.mutation, history, host, space))
+            inherited = "weights and hyperparameters" if hyperparameters is None else "weights only"
+            choices[slot] = Choice(
+                parent=migrant,
+                reason=f"replaced by slot {migrant}: migrant with {inherited}",
+                hyperparameters=hyperparameters,
+            )
 
 
 def _unless_taken(values: Hyperparameters, draw: Proposal) -> Proposal:

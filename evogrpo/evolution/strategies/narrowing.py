@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evogrpo.config.checks import finite_number, names_unknown, whole_between
-from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, has_stagnated, truncation_selection
+from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.selection import has_stagnated, truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
@@ -70,22 +69,17 @@ class Narrowing(Stateless):
         survivor_count = max(self.min_members, math.ceil(member_count / self.eta)) if is_rung else member_count
         survivors = last.ranked[:survivor_count]
         samples = first.samples_per_step * self._sample_factor(founders, len(survivors))
-        space = history.space.for_samples_per_step(samples)
-        choices = list(truncation_selection(last, self.quantile, rng, among=survivors))
-        draws: dict[int, Proposal] = {}
+        choices = truncation_selection(last, self.quantile, rng, among=survivors)
         for slot, record in enumerate(last.slots):
             if record.member is not None and slot not in survivors:
                 reason = "failed" if record.fitness is None else f"not among the best {survivor_count}"
                 choices[slot] = Choice(parent=None, reason=f"stopped: {reason}")
             elif stagnated and slot in last.ranked[1:]:
-                choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
-            parent = choices[slot].parent
-            if parent is not None and (parent != slot or (stagnated and slot in last.ranked[1:])):
-                draws[slot] = proposals(self.mutation, history, last.member(parent), space)
+                choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved", mutate=True)
         return Plan.from_choices(
             history,
             choices,
-            draws,
+            mutation=self.mutation,
             rng=rng,
             samples_per_step=None if samples == last.samples_per_step else samples,
         )

@@ -10,8 +10,7 @@ from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import check_group_size
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice
+from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
@@ -116,20 +115,17 @@ class Replay(Stateless):
         """
         last = history.last
         stage, steps = self.stage_of(last.number + 1)
-        choices, hyperparameters = [], {}
+        choices = []
         for slot, record in enumerate(last.slots):
             if record.member is None or record.fitness is None:
                 choices.append(Choice(parent=None, reason="empty" if record.member is None else "retired: failed"))
-                continue
-            if record.member.hyperparameters != stage.hyperparameters:
-                hyperparameters[slot] = stage.hyperparameters
-            reason = f"kept: stage of {stage.steps} learning steps" if slot not in hyperparameters else "next stage"
-            choices.append(Choice(parent=slot, reason=reason))
+            elif record.member.hyperparameters == stage.hyperparameters:
+                choices.append(Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps"))
+            else:
+                choices.append(Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters))
         new_samples = None if stage.samples_per_step == last.samples_per_step else stage.samples_per_step
         new_steps = None if steps == last.steps_per_generation else steps
-        return Plan.from_choices(
-            history, choices, hyperparameters, samples_per_step=new_samples, steps_per_generation=new_steps
-        )
+        return Plan.from_choices(history, choices, samples_per_step=new_samples, steps_per_generation=new_steps)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from evogrpo.evolution.children import perturbation_to_json
 from evogrpo.evolution.history import History
+from evogrpo.evolution.mutation import perturbation_to_json
 from evogrpo.evolution.plan import Plan
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, healthy_slots
+from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.strategies.strategy import Stateless
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
@@ -52,8 +51,6 @@ class SuccessiveHalving(Stateless):
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Retire failed members, and at a rung all but the best."""
         first, last = history.generations[0], history.last
-        history.space.for_samples_per_step(first.samples_per_step)
-        healthy_slots(last.fitness)
         rungs, remainder = divmod(last.number - first.number + 1, self.every)
         survivor_count = math.ceil(len(first.members) / self.eta**rungs)
         survivors = last.ranked[:survivor_count]

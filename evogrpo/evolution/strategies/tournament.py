@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
-from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plan import Plan
-from evogrpo.evolution.selection import Choice, best_slot, has_stagnated, tournament
+from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.selection import has_stagnated, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
@@ -59,19 +58,12 @@ class Tournament(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Hold one tournament per member; an empty slot stays empty."""
-        last = history.last
-        space = history.space.for_samples_per_step(last.samples_per_step)
-        elite = best_slot(last.fitness, last.ranked or None)
-        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, member_ids=last.indices))
+        choices = tournament(history.last, self.size, self.z, rng)
+        best, *others = history.last.ranked
         if not self.elitism:
-            choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
+            choices[best] = Choice(parent=best, reason="mutated: the best, without elitism", mutate=True)
         if self.explore_when_stuck and self.mutation is not None and has_stagnated(history, self.z):
-            for slot in last.ranked[1:]:
+            for slot in others:
                 if choices[slot].parent == slot:
-                    choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved")
-        draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(choices):
-            is_new = choice.parent != slot or choice.reason.startswith("mutated")
-            if self.mutation is not None and choice.parent is not None and is_new:
-                draws[slot] = proposals(self.mutation, history, last.member(choice.parent), space)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+                    choices[slot] = Choice(parent=slot, reason="mutated in place: no member improved", mutate=True)
+        return Plan.from_choices(history, choices, mutation=self.mutation, rng=rng)

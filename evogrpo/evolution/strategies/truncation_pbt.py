@@ -8,9 +8,16 @@ import numpy as np
 from evogrpo.config.checks import finite_number, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.evolution.children import Perturbation, Proposal, check_perturbation, proposals
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import checked_share, mutate, neighbour, other_choice, uniform_value
+from evogrpo.evolution.mutation import (
+    Perturbation,
+    check_perturbation,
+    checked_share,
+    mutate,
+    neighbour,
+    other_choice,
+    uniform_value,
+)
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
@@ -64,14 +71,8 @@ class TruncationPBT(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""
-        last = history.last
-        space = history.space.for_samples_per_step(last.samples_per_step)
-        choices = truncation_selection(last, self.quantile, rng)
-        draws: dict[int, Proposal] = {}
-        for slot, choice in enumerate(choices):
-            if choice.parent is not None and choice.parent != slot:
-                draws[slot] = proposals(self.mutation or self._explore, history, last.member(choice.parent), space)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+        choices = truncation_selection(history.last, self.quantile, rng)
+        return Plan.from_choices(history, choices, mutation=self.mutation or self._explore, rng=rng)
 
     def _explore(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator

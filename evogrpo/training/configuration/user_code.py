@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evogrpo.evolution.children import definition_of
-from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.mutation import Mutation, definition_of
 from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.synonyms import close_match

@@ -16,7 +16,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
-from evogrpo.evolution.lineage import Birth
+from evogrpo.evolution.history import MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
@@ -241,7 +241,7 @@ def generation_report(
         measured: Fitness of the members, by slot.
         best: Slot of the best member.
     """
-    births = {birth.index: birth for birth in population.lineage.births}
+    births = {birth.index: birth for birth in population.lineage}
     members = tuple(
         _member_report(agent, births[agent.index], run_state, measured.get(agent.slot, Measured()))
         for agent in population.agents
@@ -265,7 +265,7 @@ def generation_report(
     )
 
 
-def _member_report(agent: Agent, birth: Birth, run_state: RunState, measured: Measured) -> MemberReport:
+def _member_report(agent: Agent, birth: MemberRecord, run_state: RunState, measured: Measured) -> MemberReport:
     """Return the report of one member at the end of a generation."""
     return MemberReport(
         generation=run_state.generation,

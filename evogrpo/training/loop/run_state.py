@@ -11,8 +11,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_STEPS, declared_fields, whole_between
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation
-from evogrpo.evolution.lineage import MemberRecord
+from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.reporting.records import TestReport
 from evogrpo.reporting.step_records import EvaluationCost, Example
 

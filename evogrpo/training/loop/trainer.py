@@ -346,7 +346,7 @@ class Trainer:
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
-            lineage=population.lineage.to_json(),
+            lineage=[member.to_json() for member in population.lineage],
             **provenance(population),
         )
 
