@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,21 +40,6 @@ def timeout_minutes() -> float:
     if not 0 < minutes < 1e6:
         raise ValueError(f"EVOGRPO_TIMEOUT_MINUTES must be a number of minutes above 0, got {given!r:.40}")
     return minutes
-
-
-@dataclass(frozen=True)
-class _End:
-    """Reason why a rank did not complete its share of a section.
-
-    Attributes:
-        rank: The rank.
-        kind: "failed", "interrupted", "memory" (out of memory), or "lost" (another rank ended, which is the cause).
-        words: Text of its error.
-    """
-
-    rank: int
-    kind: str
-    words: str
 
 
 class ProcessError(RuntimeError):
@@ -97,7 +81,7 @@ class Processes:
     def run_section(self, work: Callable[[], T]) -> list[T]:
         """Run local work on every rank, exchange the outcomes, and return the results in rank order.
 
-        Sections may be nested: the other ranks learn of a failure between inner sections in their next exchange.
+        Sections may be nested: the other ranks learn of a failure between inner sections in their next section or sum.
 
         Args:
             work: Work of this rank.
@@ -156,30 +140,22 @@ class Processes:
             self.wait(lambda: dist.all_gather(list(outcomes.unbind()), outcome, group=self._group))
             if not outcomes[:, 0].any():
                 return int(outcomes[:, 1].max())
-            ends = self.all_gather(None if failure is None else _end_of(failure, self.rank))
+            own = None if failure is None else (_kind_of(failure), self.rank, f"{type(failure).__name__}: {failure}")
+            kind, rank, text = min(each for each in self.all_gather(own) if each is not None)
         except ProcessError as error:
             if failure is None or isinstance(failure, Interrupted):
                 raise
             raise failure from error
-        self._agreed = self._error([end for end in ends if end is not None], failure)
+        # An error of this rank is raised unchanged, unless another one is the cause.
+        text = f"Process {rank} of {self.size} failed: {text}"
+        if failure is not None and kind == _kind_of(failure):
+            self._agreed = failure
+        elif kind == INTERRUPTED:
+            self._agreed = Interrupted()
+        else:
+            self._agreed = torch.OutOfMemoryError(text) if kind == OUT_OF_MEMORY else ProcessError(text)
+            self._agreed.__cause__ = failure
         raise self._agreed
-
-    def _error(self, ends: list[_End], own: BaseException | None) -> BaseException:
-        """Return the error that this rank raises: its own unless another one is the cause."""
-        order = ("failed", "interrupted", "memory", "lost")
-        cause = min(ends, key=lambda end: (order.index(end.kind), end.rank))
-        if own is not None and _end_of(own, self.rank).kind == cause.kind:
-            return own
-        if cause.kind == "interrupted":
-            return Interrupted()
-        words = f"Process {cause.rank} of {self.size} failed: {cause.words}"
-        error = ProcessError(words)
-        if cause.kind == "memory":
-            import torch
-
-            error = torch.OutOfMemoryError(words)  # type: ignore[assignment]
-        error.__cause__ = own
-        return error
 
     # ---- collectives of plain values
 
@@ -195,13 +171,7 @@ class Processes:
 
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0 on every rank: plain values, arrays and tensors."""
-        if self.size == 1:
-            return value
-        import torch.distributed as dist
-
-        values = [value]
-        self.wait(lambda: dist.broadcast_object_list(values, src=0, group=self._group))
-        return values[0]
+        return self.all_gather(value if self.is_rank_zero else None)[0]  # type: ignore[return-value]
 
     def now(self) -> float:
         """Return `time.monotonic()` of rank 0, so that all ranks decide alike."""
@@ -223,6 +193,7 @@ class Processes:
         padded = torch.zeros(self.size * part, dtype=values.dtype)
         padded[: len(values)] = values.detach()
         received = torch.empty_like(padded)
+        self._exchange(None)  # a rank that failed since the last section does not take part
         self.wait(lambda: dist.all_to_all_single(received, padded, group=self._group))
         total, *others = received.view(self.size, part).unbind()
         for other in others:
@@ -238,27 +209,23 @@ class Processes:
             self.waiting_seconds += time.monotonic() - began
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
-                f"Process {self.rank} of {self.size} {LOST}: another process ended (see its output), or did not answer "
-                f"for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES). Start all processes again to resume "
-                f"from the last checkpoint ({error})."
+                f"Process {self.rank} of {self.size} lost the connection: another process ended (see its output), or "
+                f"did not answer for {timeout_minutes():g} minutes (EVOGRPO_TIMEOUT_MINUTES). Start all processes "
+                f"again to resume from the last checkpoint ({error})."
             ) from error
 
 
-LOST = "lost the connection"
+FAILED, INTERRUPTED, OUT_OF_MEMORY = range(3)
+"""Kinds of failure. If ranks fail in different ways, the lowest is taken for the cause."""
 
 
-def _end_of(failure: BaseException, rank: int) -> _End:
-    """Return the record of a failure that is sent to the other ranks."""
+def _kind_of(failure: BaseException) -> int:
+    """Return the kind of a failure."""
     import torch
 
-    kind = "failed"
     if isinstance(failure, Interrupted):
-        kind = "interrupted"
-    elif isinstance(failure, torch.OutOfMemoryError):
-        kind = "memory"
-    elif isinstance(failure, ProcessError) and LOST in str(failure):
-        kind = "lost"
-    return _End(rank, kind, f"{type(failure).__name__}: {failure}")
+        return INTERRUPTED
+    return OUT_OF_MEMORY if isinstance(failure, torch.OutOfMemoryError) else FAILED
 
 
 def cores_per_rank() -> int:

@@ -61,6 +61,7 @@ def divided() -> None:
     learn_both_ways(GuessTwice(tokenizer=shared_tokenizer()), TALK)
     play_together()
     differ()
+    fail_between_sections()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
 
@@ -131,6 +132,20 @@ def differ() -> None:
         population[1].load_state(state | {"weights": state["weights"] + 1})
     with pytest.raises(ProcessError, match=r"rank 0 and ranks \[1\]"):
         population.check_replicas()
+
+
+def fail_between_sections() -> None:
+    """Fail on one rank while the other sums gradients: both raise an error at once, and can go on."""
+
+    def work() -> None:
+        processes().run_section(lambda: None)
+        if processes().rank == 1:
+            raise LookupError("the buffer is gone")
+        processes().all_reduce(torch.ones(3))
+
+    with pytest.raises(LookupError if processes().rank == 1 else ProcessError, match="the buffer is gone"):
+        processes().run_section(work)
+    assert processes().all_reduce(torch.ones(3)).tolist() == [processes().size] * 3
 
 
 def run_out_of_memory(beta: float) -> None:
