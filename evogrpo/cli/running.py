@@ -27,6 +27,7 @@ from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.results import terms_of
 from evogrpo.storage.checkpoint import latest_checkpoint
+from evogrpo.storage.journal import read_journal
 from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record, user_line
@@ -36,7 +37,7 @@ from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.task_types.registry import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 
@@ -98,26 +99,28 @@ def resume_run(args: argparse.Namespace) -> int:
     if args.generations is not None:
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
-    for error in resumable.skipped:
+    saved = resumable.saved
+    for error in saved.skipped:
         say_warning(f"Skipped an unusable checkpoint: {error}")
     for remark in resumable.ignored:
         say_warning(remark)
     if resumable.ended is not None:
-        done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
+        done = pluralize(saved.run_state.generation, "generation")
         console.print(f"This run is finished: {done} ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
-            show_ending(console, run_dir, resumable.generation, resumable.schedule)
+            show_ending(console, run_dir, saved.run_state.generation, resumable.schedule)
         return OK
     with working(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     console.print(
-        f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
+        f"resuming {run_dir} after generation {saved.run_state.generation}, learning step {saved.run_state.step}",
+        soft_wrap=True,
     )
     with closing(prepared.env):
         _check_memory(prepared, args)
         with working(console, "loading the members"):
             trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
-        if resumable.cut_off:
+        if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
             console.print("The last process of this run was killed or crashed.")
         for change in trainer.changed_data:
             say_warning(f"Changed since the run began: {change}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,18 +14,16 @@ from evogrpo.config.default_space import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import DirectoryLock, is_unused
-from evogrpo.storage.manifest import CheckpointError
 from evogrpo.synonyms import counterpart
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
 from evogrpo.training.configuration.user_code import check_resumable
-from evogrpo.training.load_run import open_run
+from evogrpo.training.load_run import StoredRun, open_run
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import JOURNAL, RunDir
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types.task_type import PreparedRun
 from evogrpo.warnings import warn
@@ -120,83 +119,62 @@ class Resumable:
     """Stored run that can be resumed.
 
     Attributes:
+        saved: Its newest complete checkpoint.
         config: Its configuration, with overrides.
         schedule: Its schedule, with overrides.
-        generation: Generations evaluated in the checkpoint.
-        step: Learning steps taken in the checkpoint.
-        skipped: Errors of newer checkpoints, or of the best member, that cannot be used.
         ignored: Texts on changes of the stored configuration without effect.
-        cut_off: Its last process was killed.
         ended: Limit that is reached already, in words; None if the run can continue.
     """
 
+    saved: StoredRun
     config: AnyConfig
     schedule: Schedule
-    generation: int
-    step: int
-    skipped: tuple[CheckpointError, ...]
     ignored: tuple[str, ...]
-    cut_off: bool
     ended: str | None
 
 
 def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_changed_data: bool = False) -> Resumable:
-    """Read what a run needs to go on.
+    """Lock the directory of a run and read what `resume` needs.
 
     Args:
-        run_dir: The run's folder.
+        run_dir: Directory of the run.
         overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`, `device` or
             `base_parts`.
-        allow_changed_data: Whether the stored configuration may name another task.
+        allow_changed_data: The stored configuration may name another task.
 
     Raises:
-        ValueError: If the folder holds no run, its configuration is damaged or was changed, or an override is refused.
+        ValueError: If the directory holds no run or is locked, its configuration is damaged or was changed, or an
+            override is refused.
     """
-    if not (run_dir / CONFIG_FILE).is_file():
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
         raise ValueError(
-            f"{run_dir} holds no {CONFIG_FILE}: name the folder of a run started with `evogrpo demo` or `evogrpo "
-            "train`; one started by evolve() in Python goes on with evogrpo.resume()"
+            f"{run_dir} has no {CONFIG_FILE}. Give the directory of a run that `evogrpo demo` or `evogrpo train` "
+            "started. Resume a run of evolve() in Python with evogrpo.resume()."
         )
     limits, rest = _split_overrides(overrides)
-    config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
-    saved = open_run(run_dir)
-    ignored = _check_unchanged(
-        saved.record["config"],
-        saved.run_id,
-        config.to_json(),
-        run_dir / CONFIG_FILE,
-        allow_changed_data=allow_changed_data,
-    )
-    schedule = dataclasses.replace(saved.schedule, **limits)
-    run_state = saved.run_state
-    ended = schedule.ended_by(
-        **run_state.spent(evaluations=schedule.count_evaluations),
-        generation=run_state.generation,
-        seconds=max(run_state.seconds, run_state.out_of_time),
-        fitness=None if run_state.best is None else run_state.best.fitness.mean,
-    )
+    config = parse_config(override(read_yaml_file(path), rest))
+    saved = open_run(run_dir, go_on=True)
+    ignored = _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
+    schedule, run_state = dataclasses.replace(saved.schedule, **limits), saved.run_state
+    ended = None
     over = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
-    return Resumable(
-        config=config,
-        schedule=schedule,
-        generation=run_state.generation,
-        step=run_state.step,
-        skipped=saved.skipped,
-        ignored=ignored,
-        cut_off=read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"),
-        ended=ended if over and run_state.generation > 0 and run_state.step_in_generation == 0 else None,
-    )
+    if over and run_state.generation > 0 and run_state.step_in_generation == 0:
+        ended = schedule.ended_by(
+            **run_state.spent(evaluations=schedule.count_evaluations),
+            generation=run_state.generation,
+            seconds=max(run_state.seconds, run_state.out_of_time),
+            fitness=None if run_state.best is None else run_state.best.fitness.mean,
+        )
+    return Resumable(saved=saved, config=config, schedule=schedule, ignored=ignored, ended=ended)
 
 
-def _check_unchanged(
-    began: Mapping[str, Any] | None, run_id: str | None, now: Mapping[str, Any], path: Path, *, allow_changed_data: bool
-) -> tuple[str, ...]:
+def _check_unchanged(saved: StoredRun, config: AnyConfig, path: Path, *, allow_changed_data: bool) -> tuple[str, ...]:
     """Check that a stored configuration still describes the same experiment.
 
     Args:
-        began: Configuration in the checkpoint; None for a run that was started in Python.
-        run_id: Identity of the run.
-        now: Configuration in the file.
+        saved: The run, with the configuration that it began with.
+        config: Configuration in the file.
         path: The file.
         allow_changed_data: The task may differ; the environment is compared separately.
 
@@ -206,48 +184,42 @@ def _check_unchanged(
     Raises:
         ValueError: With every name that differs.
     """
-    if run_id is not None and now.get("run_id") not in (None, run_id):
+    if config.run_id not in (None, saved.run_id):
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
-    if began is None:
+    if saved.record["config"] is None:
         return ()
-    found = {name: change for name, *change in _differences(began, now) if name.split(".")[0] not in _RESUMABLE_KEYS}
-    ignored = {name: change for name, change in found.items() if name.startswith("schedule.")}
-    refused = {
-        name: change
-        for name, change in found.items()
-        if name not in ignored and not (allow_changed_data and name.startswith("task."))
+    old, new = _flat(saved.record["config"]), _flat(json.loads(json.dumps(config.to_json())))
+    changes = {
+        name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) and name.split(".")[0] not in _RESUMABLE_KEYS
     }
+    ignored = [name for name in changes if name.startswith("schedule.")]
+    allowed = [name for name in changes if allow_changed_data and name.startswith("task.")]
+    refused = [change for name, change in changes.items() if name not in ignored + allowed]
     if refused:
         raise ValueError(
-            f"{path} was changed since the run began: {_words(refused)}. Restore these values, or start a new run with "
-            "`evogrpo train`."
+            f"{path} was changed since the run began: {', '.join(refused)}. Restore these values, or start a new run "
+            "with `evogrpo train`."
         )
     return tuple(
-        f"The change of {name} in {path} has no effect ({_words({name: change})}). Pass limits to `evogrpo resume`."
-        for name, change in ignored.items()
+        f"The change of {name} in {path} has no effect ({changes[name]}). Pass limits to `evogrpo resume`."
+        for name in ignored
     )
 
 
-def _differences(began: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield dotted name, old and new value of every difference."""
-    if isinstance(began, Mapping) and isinstance(now, Mapping):
-        for key in began:
-            yield from _differences(began[key], now.get(key), f"{name}.{key}" if name else str(key))
-    elif _as_lists(began) != _as_lists(now):
-        yield name, began, now
-
-
-def _as_lists(value: Any) -> Any:
-    """Convert tuples to lists, as in JSON."""
-    return [_as_lists(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _words(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {old!r} -> {new!r}"[:200] for name, (old, new) in changes.items())
+def _flat(values: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted name."""
+    if not isinstance(values, Mapping):
+        return {name: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{name}.{key}" if name else str(key))
+    return flat
 
 
 def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False) -> Trainer:
-    """Restore the newest complete checkpoint of a run.
+    """Restore a run from its newest complete checkpoint.
 
     Args:
         prepared: Its prepared configuration.
@@ -258,7 +230,7 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_
     Raises:
         ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
     """
-    saved = open_run(run_dir, go_on=True)
+    saved = resumable.saved
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, run_state = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)

@@ -52,7 +52,6 @@ def elastic(
     *,
     kills: Sequence[float] = (),
     pace: Pace | None = None,
-    seed: int = 0,
     settings: Mapping[str, str] | None = None,
 ) -> Elastic:
     """Run a program in two processes under torchrun, and kill one of them at several moments.
@@ -63,10 +62,9 @@ def elastic(
         kills: The moments, in events of the journal, in order; a process started again later than that is killed
             within the time that it takes to start, wherever it is then.
         pace: Speed of the undisturbed run; needed with kills.
-        seed: Seed of the choice of rank and delay.
         settings: Additional environment variables.
     """
-    rng, killed = np.random.default_rng(seed), list[tuple[int, int]]()
+    rng, killed = np.random.default_rng(0), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_TIMEOUT_MINUTES": "2", **(settings or {})}
     began = time.time()

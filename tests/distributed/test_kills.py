@@ -1,4 +1,8 @@
-"""Runs whose ranks are killed at random moments under `torchrun --max-restarts`."""
+"""Runs whose ranks are killed at random moments under `torchrun --max-restarts`.
+
+The series makes 25 kills. It starts torchrun 10 times and two processes 35 times, which takes 12 minutes on two busy
+cores.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,22 +91,20 @@ def words(kind: str, project: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(
-    kind: str, seed: int, undisturbed: dict[str, tuple[Path, Pace]], tmp_path: Path
+    kind: str, undisturbed: dict[str, tuple[Path, Pace]], tmp_path: Path
 ) -> None:
     """Journal, train states and best member are bit-equal, apart from clock readings."""
     place, pace = undisturbed[kind]
-    moments = np.sort(np.random.default_rng(seed).uniform(0, events_in(place) - 1, KILLS))
+    moments = np.sort(np.random.default_rng(0).uniform(0, events_in(place) - 1, KILLS))
     seen = elastic(
         tmp_path,
         words(kind, place.parent),
         kills=moments.tolist(),
         pace=pace,
-        seed=seed,
         settings=SETTINGS.get(kind),
     )
-    print(kind, seed, seen.killed)
+    print(kind, seen.killed)
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"
     run, straight = tmp_path / "run", place / "run"
