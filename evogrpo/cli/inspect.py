@@ -16,9 +16,9 @@ def report(args: argparse.Namespace) -> int:
     """Write the figure and the HTML report of a run."""
     console = make_console()
     with working(console, "drawing"):
-        from evogrpo.reporting.report import write_html
+        from evogrpo.reporting.report import report as run_report
 
-        page = write_html(args.run_dir)
+        page = run_report(args.run_dir).write()
     for path in (page.with_name("report.png"), page):
         console.print(str(path), soft_wrap=True)
     return OK

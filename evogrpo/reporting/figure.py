@@ -1,75 +1,20 @@
-"""Figure of a run: fitness, learning curves and hyperparameters."""
+"""Figure of a run, drawn by matplotlib: fitness, learning steps and hyperparameters."""
 
 import io
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.reporting.figure_panels import (
-    BEST,
-    LEGEND_COLUMNS,
-    FigureData,
-    draw_fitness,
-    draw_hyperparameter,
-    draw_legend,
-    draw_segments,
-    figure_data,
-    generation_ticks,
-    legend_entries,
-)
+from evogrpo.reporting.charts import BASE, BEST, Chart, Line, Point, RunCharts, run_charts
 from evogrpo.reporting.results import processed
-from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
-from evogrpo.storage.atomic_files import replace_file
-from evogrpo.storage.journal import read_journal
-from evogrpo.text import duration_text, printable, shorten
+from evogrpo.reporting.summary import RunSummary
+from evogrpo.text import duration_text, number_text, printable, score_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def draw_measure(axes: "Axes", name: str, run: FigureData) -> None:
-    """Plot one metric of every member over the learning steps; the best member's lineage is highlighted.
-
-    Args:
-        axes: Target.
-        name: The metric.
-        run: The run.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    title, unit = MEASURES[name]
-    others: dict[str, list[Sequence[tuple[float, float]]]] = {}
-    for curve in run.summary.curves[name]:
-        last_best = run.lineage.get(curve.index, 0)
-        points = [(float(step), value) for step, _, value in curve.points]
-        inherited = sum(generation <= last_best for _, generation, _ in curve.points)
-        others_points = points[max(0, inherited - 1) :]  # starts at the last point of the best lineage
-        if len(others_points) > 1 or not inherited:
-            others.setdefault(run.colour(curve.slot), []).append(others_points)
-        if inherited:
-            _draw_curves(axes, [points[:inherited]], color=BEST, linewidth=1.8, zorder=3)
-    width, alpha = (0.6, 0.4) if run.crowded else (1.0, 0.7)
-    for colour, segments in others.items():
-        _draw_curves(axes, segments, color=colour, linewidth=width, alpha=alpha, zorder=2)
-    axes.set_title(title, loc="left", size=10.5, weight="bold", color="#222222")
-    axes.set_ylabel(unit, size=8.5)
-    axes.set_xlabel("learning step", size=8.5)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    axes.tick_params(labelsize=8.5)
-
-
-def _draw_curves(axes: "Axes", segments: Sequence[Sequence[tuple[float, float]]], **style: Any) -> None:
-    """Plot segments as lines, and single points as markers."""
-    draw_segments(axes, [segment for segment in segments if len(segment) > 1], **style)
-    single_points = [segment[0] for segment in segments if len(segment) == 1]  # a lone point has no line
-    if single_points:
-        axes.plot(
-            [x for x, _ in single_points], [y for _, y in single_points], "o", markersize=3, **style | {"linewidth": 0}
-        )
-
 
 _STYLE = {
     "font.size": 10,
@@ -77,31 +22,17 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.edgecolor": "#666666",
     "axes.labelcolor": "#333333",
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 10.5,
+    "axes.labelsize": 8.5,
     "xtick.color": "#555555",
     "ytick.color": "#555555",
     "axes.grid": True,
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-_WIDTH, _HEADER, _LEGEND_ROW, _FITNESS, _ROW = 11.0, 1.15, 0.2, 4.8, 2.35  # inches; two rows fit into the header
-
-
-def draw_report(run_dir: Path | str) -> Path:
-    """Write `report.png` to a run directory, without changing matplotlib's global settings or backend.
-
-    Args:
-        run_dir: Run directory; the run may still be active.
-
-    Returns:
-        The path of the figure.
-
-    Raises:
-        ValueError: If there is no journal, or it is invalid.
-    """
-    run_dir = Path(run_dir)
-    path = run_dir / "report.png"
-    replace_file(path, figure_png(summarise(read_journal(run_dir / "journal.jsonl"))))
-    return path
+_WIDTH, _HEADER, _FITNESS, _ROW = 11.0, 1.2, 4.8, 2.35  # inches
 
 
 def figure_png(summary: RunSummary) -> bytes:
@@ -110,7 +41,7 @@ def figure_png(summary: RunSummary) -> bytes:
 
     buffer = io.BytesIO()
     with _styled():
-        figure = _figure(figure_data(summary))
+        figure = _figure(run_charts(summary))
         figure.set_dpi(130)
         FigureCanvasAgg(figure).print_png(buffer)  # savefig would draw everything twice
     return buffer.getvalue()
@@ -119,7 +50,7 @@ def figure_png(summary: RunSummary) -> bytes:
 def run_figure(summary: RunSummary) -> "Figure":
     """Return the matplotlib figure of a run, without window or backend."""
     with _styled():
-        return _figure(figure_data(summary))
+        return _figure(run_charts(summary))
 
 
 @contextmanager
@@ -133,62 +64,130 @@ def _styled() -> Iterator[None]:
         yield
 
 
-def _figure(run: FigureData) -> "Figure":
-    """Lay out the panels and draw the figure."""
+def _figure(run: RunCharts) -> "Figure":
+    """Lay out the panels and draw them: fitness above, then learning steps in one row, then hyperparameters."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    results = [result for history in run.histories for result in history.results]
-    names = [
-        name for name in run.summary.evolvable if any(vars(item.hyperparameters)[name] is not None for item in results)
-    ]
-    columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
-    rows = -(-len(names) // columns)
-    curves = list(run.summary.curves) if run.histories else []
-    steps = [_ROW] if curves else []
-    entries = legend_entries(run, births=bool(names))
-    header = _HEADER + _LEGEND_ROW * max(0, -(-len(entries) // LEGEND_COLUMNS) - 2)
-    height = header + _FITNESS + sum(steps) + _ROW * rows
-    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - header / height), h_pad=0.06, w_pad=0.06)
-    figure = Figure(figsize=(_WIDTH, height), layout=layout)
+    count = len(run.hyperparameters)
+    columns = {1: 1, 2: 2, 4: 2}.get(count, 3)
+    rows = [run.measures, *(run.hyperparameters[start : start + columns] for start in range(0, count, columns))]
+    rows = [row for row in rows if row]
+    heights = [_HEADER + _FITNESS, *(_ROW for _ in rows)]
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1 + len(steps) + rows, columns, height_ratios=[_FITNESS, *steps] + [_ROW] * rows)
-    draw_fitness(figure.add_subplot(grid[0, :]), run)
-    if curves:
-        curve_grid = grid[1, :].subgridspec(1, len(curves))
-        for position, name in enumerate(curves):
-            draw_measure(figure.add_subplot(curve_grid[0, position]), name, run)
-    max_ticks = 8 if run.last_generation < 100 else 5  # ticks of small panels
-    for position, name in enumerate(names):
-        cell = grid[1 + len(steps) + position // columns, position % columns]
-        axes = figure.add_subplot(cell)
-        draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
-        axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
-        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, max_ticks))
-        if position + columns >= len(names):
-            axes.set_xlabel("generation")
-    _draw_title(figure, run.summary, height)
-    draw_legend(figure, entries, y=1 - 0.62 / height)
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    axes = figure.add_subplot(grid[0])
+    _draw_fitness(axes, run)
+    for place, charts in enumerate(rows, start=1):
+        # An unfinished row of hyperparameters keeps the width of the columns above it.
+        cells = grid[place].subgridspec(1, len(charts) if charts is run.measures else columns)
+        for column, chart in enumerate(charts):
+            draw_chart(figure.add_subplot(cells[0, column]), chart, run)
+    # Texts of the run are shown as they are, dollar signs included.
+    figure.suptitle(_one_line(run.summary.title, 120), x=0.01, ha="left", size=13.5, weight="bold", parse_math=False)
+    legend = axes.legend(
+        title=_facts(run.summary), alignment="left", loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4,
+        frameon=False, fontsize=8.8, title_fontsize=9.5,
+    )  # fmt: skip
+    legend.get_title().set_parse_math(False)
     return figure
 
 
-def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
-    """Draw the title and a line of facts about the run."""
-    facts = summary.facts
-    title = _one_line(summary.title, 120)
-    parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]
-    parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
+def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
+    """Plot the lines of a chart; the lineage of the best member is highlighted."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+    # 1. Lines of equal colour are one line with gaps, since thousands of single lines take minutes.
+    for colour in dict.fromkeys(line.colour for line in chart.lines):
+        lines = [line for line in chart.lines if line.colour == colour]
+        x, y, errors = _joined(lines)
+        best = colour == BEST
+        width, alpha = (3.0, 1.0) if best else (0.8, 0.5) if run.crowded else (1.4, 0.9)
+        style: dict[str, Any] = {"marker": "o", "markersize": 6 if best else 3} if chart.marked else {}
+        label = run.label(colour) if best or colour == chart.lines[0].colour else None
+        axes.plot(x, y, color=colour, linewidth=width, alpha=alpha, zorder=3 if best else 2, label=label, **style)
+        if chart.errors:
+            low = [mean - error for mean, error in zip(y, errors, strict=True)]
+            high = [mean + error for mean, error in zip(y, errors, strict=True)]
+            shade = 0.16 if best else 0.03 if run.crowded else 0.1
+            axes.fill_between(x, low, high, color=colour, alpha=shade, linewidth=0)
+    # 2. Births.
+    for colour in dict.fromkeys(birth.colour for birth in chart.births):
+        x, y, _ = _joined([birth for birth in chart.births if birth.colour == colour])
+        size = 6.5 if colour == BEST else 2.5 if run.crowded else 4.5
+        axes.plot(x, y, "o", color=colour, markersize=size, mec="white", mew=0.7, zorder=4 if colour == BEST else 2.5)
+    # 3. Axes.
+    if chart.log:
+        axes.set_yscale("log")
+    axes.set_ylim(*chart.limits)
+    if chart.ticks:
+        axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    names = chart.names
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: names[round(value)] if names else number_text(float(value)))
+    )
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(12 if chart is run.fitness else 5, integer=True, min_n_ticks=1))
+    axes.set_title(chart.title)
+    axes.set_ylabel(chart.unit)
+    axes.set_xlabel(chart.x_title)
+
+
+def _joined(lines: Sequence[Line]) -> tuple[list[float], list[float], list[float]]:
+    """Return x, y and error of the points of all lines, with gaps between the lines."""
+    gap = Point(math.nan, math.nan, 0, math.nan)
+    points = [point for line in lines for point in (*line.points, gap)]
+    return [point.x for point in points], [point.y for point in points], [point.error for point in points]
+
+
+def _draw_fitness(axes: "Axes", run: RunCharts) -> None:
+    """Plot the fitness of every member, failures, the untrained base and the test scores."""
+    summary = run.summary
+    first, last = run.generations
+    draw_chart(axes, run.fitness, run)
+    axes.set_title("")
+    axes.set_ylabel(f"fitness ({run.fitness.unit})")
+    if summary.start is not None:
+        words = f"{summary.terms.untrained}, {summary.split}"
+        axes.axhline(summary.start.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5, label=words)
+    for label, colour, x, estimate in run.tests:
+        axes.errorbar(
+            [x], [estimate.mean], yerr=[estimate.standard_error], fmt="D", color=colour, markersize=8, capsize=4,
+            zorder=6, label=f"{label} {score_text(estimate.mean, None)}",
+        )  # fmt: skip
+    failed = [point.x for line in run.failures for point in line.points]
+    if failed:
+        height = [0.03] * len(failed)
+        axes.plot(failed, height, "x", transform=axes.get_xaxis_transform(), color=BASE, mew=2, label="failed")
+    if any(chart.births for chart in run.hyperparameters):
+        axes.plot([], [], "o", color="#999999", markersize=4.5, label="birth")
+    width = last - first + 1
+    axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)
+    best = [line.points[-1] for line in run.fitness.lines if line.colour == BEST]
+    if best:
+        end = max(best, key=lambda point: point.x)
+        axes.annotate(f"#{run.best}", end[:2], (8, 4), textcoords="offset points", color=BEST, weight="bold")
+    if not run.fitness.lines:
+        words = "no member has a fitness yet" if run.histories else "no generation has finished yet"
+        axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
+    axes.text(0.995, 0.012, run.hidden, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
+
+
+def _facts(summary: RunSummary) -> str:
+    """Return a line of facts about the run."""
+    names = {
+        "population_size": "population of {}",
+        "seed": "seed {}",
+        "samples_per_step": "{} samples per member and step",
+    }
+    parts = [text.format(_one_line(str(summary.facts.get(name, "?")), 60)) for name, text in names.items()]
     if summary.generations:
         last = summary.generations[-1]
         parts += [processed(last, summary.terms), duration_text(last.seconds)]
-    style: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # show dollar signs as they are
-    figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **style)
-    figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **style)
-
-
-def _fact(facts: Mapping[str, Any], name: str) -> str:
-    return _one_line(str(facts.get(name, "?")), 60)
+    return " · ".join(parts)
 
 
 def _one_line(text: str, limit: int) -> str:

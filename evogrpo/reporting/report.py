@@ -1,93 +1,51 @@
-"""Report of a run: an HTML page with the data of its charts, and a figure."""
+"""Report of a run: an HTML page with tables and, if plotly is installed, charts; and a figure."""
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.markup import embedded, escape
-from evogrpo.reporting import page_tables
-from evogrpo.reporting.figure import draw_report, figure_png, run_figure
-from evogrpo.reporting.figure_panels import MEANINGS, FigureData, figure_data
-from evogrpo.reporting.lineage import MemberHistory
-from evogrpo.reporting.records import MemberReport
-from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
+from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
+from evogrpo.reporting.figure import figure_png, run_figure
+from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, fitness_estimate, member_histories
+from evogrpo.reporting.records import GenerationReport, MemberReport
+from evogrpo.reporting.results import processed, verdict
+from evogrpo.reporting.step_records import Estimate, Example
+from evogrpo.reporting.summary import MEASURES, PHASES, Decision, RunSummary, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, origin_text, printable, score_text, shorten
+from evogrpo.text import (
+    changes_text,
+    count_text,
+    duration_text,
+    extra_command,
+    number_text,
+    percent_text,
+    pluralize,
+    printable,
+    score_text,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure as PlotlyFigure
 
-_FILES = ("page.css", "lineage.js", "page.js")
-
-
-def write_html(run_dir: Path | str) -> Path:
-    """Write `report.html` and `report.png` to a run directory.
-
-    Args:
-        run_dir: Run directory; the run may still be active.
-
-    Returns:
-        The path of the page, a self-contained file.
-
-    Raises:
-        ValueError: If there is no journal, or it is invalid.
-    """
-    run_dir = Path(run_dir)
-    draw_report(run_dir)
-    page = html_page(summarise(read_journal(run_dir / "journal.jsonl")))
-    path = run_dir / "report.html"
-    replace_file(path, page.encode("utf-8"))
-    return path
-
-
-def html_page(summary: RunSummary) -> str:
-    """Return the HTML page of a run: tables, and charts that its script draws.
-
-    Args:
-        summary: The run.
-
-    Returns:
-        The HTML text. Values are escaped, and the content security policy allows only the page's own scripts.
-    """
-    title = escape(shorten(summary.title, 400))
-    style, *scripts = (files("evogrpo.reporting.page").joinpath(name).read_text("utf-8") for name in _FILES)
-    body = [
-        f"<header><h1>{title}</h1>\n{page_tables.outcome(summary)}</header>",
-        page_tables.fitness(summary),
-        page_tables.hyperparameters(summary),
-        page_tables.costs(summary),
-        page_tables.finalists(summary),
-        page_tables.ancestry(summary),
-        page_tables.members(summary),
-        page_tables.generations(summary),
-        page_tables.steps(summary),
-        page_tables.completions(summary),
-        page_tables.facts(summary),
-    ]
-    data = embedded(page_data(figure_data(summary)))
-    allowed = " ".join(f"'{_csp_hash(script)}'" for script in scripts)
-    policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src {allowed}; base-uri 'none'"
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title} · evogrpo</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in body if section)
-        + '\n</main>\n<aside id="shown" role="status" hidden></aside>\n'
-        f'<script type="application/json" id="run">{data}</script>\n'
-        + "\n".join(f"<script>{script}</script>" for script in scripts)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _csp_hash(text: str) -> str:
-    """Return the Content-Security-Policy hash of an inline element."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+_MAX_ROWS = 600  # rows of the table of members, and of all tables of generations
+_MAX_TEXT = 4000  # characters of one prompt or completion
+_MAX_TOTAL_TEXT = 100_000  # characters of all texts; above it, each is cut shorter
+_MAX_NAMED = 60  # members in the lineage chart; above it, births have no labels
+_DRAW = """"use strict";
+const charts = JSON.parse(document.getElementById("charts").textContent);
+for (const [name, { data, layout }] of Object.entries(charts))
+  Plotly.newPlot(name, data, layout, { responsive: true, displayModeBar: false });
+"""
 
 
 class RunReport:
@@ -118,7 +76,10 @@ class RunReport:
 
     def write(self) -> Path:
         """Write `report.html` and `report.png` to the run directory; returns the path of the page."""
-        return write_html(self.run_dir)
+        replace_file(self.run_dir / "report.png", figure_png(self._summary))
+        path = self.run_dir / "report.html"
+        replace_file(path, html_page(self._summary).encode("utf-8"))
+        return path
 
 
 def report(run_dir: str | Path) -> RunReport:
@@ -137,120 +98,522 @@ def report(run_dir: str | Path) -> RunReport:
     return RunReport(run_dir, summarise(read_journal(run_dir / "journal.jsonl")))
 
 
-_MAX_POINTS = 6000
-"""Maximum points per metric of learning steps; above it, neighbouring steps are averaged."""
+def html_page(summary: RunSummary) -> str:
+    """Return the HTML page of a run.
 
+    Args:
+        summary: The run.
 
-def page_data(run: FigureData) -> dict[str, Any]:
-    """Return the data of the page's charts as plain JSON values with printable texts."""
-    summary, names = run.summary, list(run.summary.evolvable)
-    test = summary.test
-    return {
-        "terms": {
-            "fitness": summary.fitness_words,
-            "tokens": summary.terms.tokens,
-            "base": summary.terms.untrained,
-            "split": summary.split,
-        },
-        "floor": _rounded(run.fitness_edge),
-        "first": run.first_generation - 1,
-        "last": run.last_generation,
-        "best": run.best,
-        "crowded": run.crowded,
-        "parameters": [_parameter(name, summary.evolvable[name]) for name in names],
-        "members": [_member(history, names, run) for history in run.histories],
-        "base": None if summary.start is None else _rounded(summary.start.mean),
-        "test": None if test is None else [_rounded(test.before.mean), _rounded(test.after.mean), test.index],
-        "retired": [[item.generation, index] for item in summary.decisions for index in item.retired.values()],
-        "curves": [
-            {
-                "title": MEASURES[name][0],
-                "unit": MEASURES[name][1],
-                "lines": [[item.index, _thinned(item.points, curves)] for item in curves],
-            }
-            for name, curves in summary.curves.items()
-        ],
-    }
-
-
-def _parameter(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name, meaning and axis of a hyperparameter."""
-    choices = fields.get("choices")
-    choices = choices if isinstance(choices, list) else []
-    numbers = sorted({float(choice) for choice in choices if isinstance(choice, (int, float))})
-    # Choices of equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
-    ratios = [after / before for before, after in pairwise(numbers) if before > 0]
-    geometric = len(ratios) > 1 and len(ratios) == len(numbers) - 1 and max(ratios) < 1.01 * min(ratios)
-    return {
-        "name": printable(name),
-        "meaning": MEANINGS.get(name, "value"),
-        "log": fields.get("scale") == "log" or geometric,
-        "ladder": numbers if len(numbers) <= 8 else [],
-        "names": [printable(shorten(choice, 24)) for choice in choices if isinstance(choice, str)],
-    }
-
-
-def _member(history: MemberHistory, names: Sequence[str], run: FigureData) -> dict[str, Any]:
-    """Return the data of one member for the charts."""
-    first = history.results[0]
-    origin = history.origin
-    return {
-        "i": history.index,
-        "slot": first.slot,
-        "colour": run.slots.index(first.slot),
-        "parent": first.parent,
-        "born": first.born,
-        "from": None if origin is None else [origin.index, origin.generation, _rounded(origin.fitness)],
-        "until": run.lineage.get(history.index),
-        "values": [_json_value(getattr(first.hyperparameters, name)) for name in names],
-        "changes": printable(changes_text(first.changes)),
-        "reason": printable(shorten(first.reason, 300)),
-        "source": origin_text(first.parent),
-        "failed": {
-            str(result.generation): printable(shorten(result.failed, 300))
-            for result in history.results
-            if result.failed is not None
-        },
-        "results": [
-            [
-                result.generation,
-                _rounded(result.fitness),
-                _rounded(result.standard_error),
-                result.tokens,
-                _rounded(result.seconds),
-                result.evaluation.tokens,
-                _other_measures(result),
-            ]
-            for result in history.results
-        ],
-    }
-
-
-def _other_measures(result: MemberReport) -> str:
-    """Return the other measures of a member; empty where fitness is the only one."""
-    # Members without validation have the fitness of their training rewards.
-    has_others = len(result.measured) > 1 or result.questions == 0
-    measures = result.measured.items() if has_others else ()
-    return ", ".join(
-        f"{measure} {score_text(estimate.mean, estimate.standard_error)}" for measure, estimate in measures
+    Returns:
+        The HTML text of a self-contained page. Values are escaped, the charts have no text of the run, and the content
+        security policy allows only the page's own scripts.
+    """
+    title = escape(shorten(summary.title, 400))
+    charts, scripts = _charts(summary)
+    body = [
+        f"<header><h1>{title}</h1>\n{_outcome(summary)}</header>",
+        charts,
+        _costs(summary),
+        _finalists(summary),
+        _ancestry(summary),
+        _members(summary),
+        _generations(summary),
+        _completions(summary),
+        _facts(summary),
+    ]
+    style = files("evogrpo.reporting").joinpath("page.css").read_text("utf-8")
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'" for script in scripts
+    )
+    # plotly.js writes style elements, so styles cannot be listed by their hashes.
+    allowed = hashes or "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title} · evogrpo</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main>\n"
+        + "\n".join(f"<script>{script}</script>" for script in scripts)
+        + "\n</body>\n</html>\n"
     )
 
 
-def _thinned(points: Sequence[tuple[int, int, float]], curves: Sequence[Any]) -> list[list[Any]]:
-    """Return a curve's points (step, generation, value), averaged over neighbours above the maximum."""
-    stride = -(-sum(len(curve.points) for curve in curves) // _MAX_POINTS)
-    thinned = []
-    for start in range(0, len(points), stride):
-        window = points[start : start + stride]
-        mean = sum(value for _, _, value in window) / len(window)
-        thinned.append([window[-1][0], window[-1][1], _rounded(mean)])
-    return thinned
+# ---- charts
 
 
-def _rounded(value: float | None) -> float | None:
-    """Round a number to five significant digits."""
-    return None if value is None else float(f"{value:.5g}")
+def _charts(summary: RunSummary) -> tuple[str, list[str]]:
+    """Return the sections of the charts and the scripts that draw them; without plotly, a line on how to install it."""
+    if not summary.generations:
+        return "", []
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return _section("Charts", f"Charts need plotly: {extra_command('report')}"), []
+    run = run_charts(summary)
+    results = [result for history in run.histories for result in history.results]
+    details = {(result.index, result.generation): _hover_text(result, summary) for result in results}
+    whole = {"fitness": _fitness_figure(run, details), "lineage": _lineage_figure(run, details)}
+    small = {
+        title: {f"{title.split()[0]}-{place}": _chart_figure(chart, run, {}) for place, chart in enumerate(charts)}
+        for title, charts in (("Hyperparameters", run.hyperparameters), ("Learning steps", run.measures))
+    }
+    lead = (
+        f"Bands: ± one standard error. {run.hidden and run.hidden + '. '}In the lineage, a line from another slot is "
+    )
+    lead += "a birth. Hover or tap to see a member."
+    parts = [_chart_section("Fitness and lineage", lead, whole)]
+    parts += [_chart_section(title, "", figures) for title, figures in small.items() if figures]
+    figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
+    data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
+    parts.append(f'<script type="application/json" id="charts">{data}</script>')
+    return "\n".join(parts), [get_plotlyjs(), _DRAW]
 
 
-def _json_value(value: float | str | None) -> float | str | None:
-    return printable(shorten(value, 24)) if isinstance(value, str) else _rounded(value)
+def _chart_section(title: str, lead: str, names: Iterable[str]) -> str:
+    """Return a section with places for charts, which a script draws."""
+    without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
+    places = "".join(f'<div class="chart{"" if "-" in name else " whole"}" id="{name}"></div>' for name in names)
+    return _section(title, lead, f'{without}<div class="charts">{places}</div>')
+
+
+def _hover_text(result: MemberReport, summary: RunSummary) -> str:
+    """Return the hover text of a result: numbers and names of hyperparameters, no text of the run."""
+    values = result.hyperparameters.to_json()
+    lines = [
+        f"fitness {score_text(result.fitness, result.standard_error)}",
+        *(f"{name} {number_text(values[name])}" for name in summary.evolvable),
+        "founder" if result.parent is None else f"child of #{result.parent}, born after generation {result.born}",
+        f"slot {result.slot}, {count_text(result.tokens)} {summary.terms.tokens}, {duration_text(result.seconds)}",
+    ]
+    return "<br>".join(lines)
+
+
+def _fitness_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
+    """Return the fitness chart with the untrained base, failures and tests."""
+    figure, summary = _chart_figure(run.fitness, run, details), run.summary
+    first, last = run.generations
+    if summary.start is not None:
+        base = [summary.start.mean] * 2
+        words = f"{summary.terms.untrained}, {summary.split}"
+        line = {"color": BASE, "dash": "dash", "width": 1.5}
+        figure.add_scatter(x=[first - 1, last], y=base, mode="lines", line=line, name=words, hoverinfo="name+y")
+    if run.failures:
+        marks = _points(run.failures, run.fitness, details)
+        figure.add_scatter(**marks, mode="markers", marker={"symbol": "x", "size": 9, "color": BASE}, name="failed")
+    for label, colour, x, estimate in run.tests:
+        marker = {"symbol": "diamond", "size": 11, "color": colour}
+        error = {"type": "data", "array": [estimate.standard_error], "thickness": 1.5}
+        name = f"{label} {score_text(estimate.mean, estimate.standard_error)}"
+        figure.add_scatter(
+            x=[x], y=[estimate.mean], mode="markers", marker=marker, error_y=error, name=name, hoverinfo="name"
+        )
+    figure.update_layout(
+        height=440, showlegend=True, legend={"orientation": "h", "y": -0.14}, hoverlabel={"namelength": -1}
+    )
+    return figure
+
+
+def _lineage_figure(run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
+    """Return the lineage chart; births of few members are labelled."""
+    figure = _chart_figure(run.lineage, run, details)
+    births = run.lineage.births
+    if len(births) <= _MAX_NAMED:
+        points = [birth.points[0] for birth in births]
+        figure.add_scatter(
+            x=[point.x for point in points],
+            y=[point.y for point in points],
+            text=[f"#{birth.index}" for birth in births],
+            mode="text",
+            textposition="top right",
+            hoverinfo="skip",
+        )
+    slots = round(run.lineage.limits[1] + 0.5)
+    figure.update_layout(height=min(130 + 32 * slots, 480))
+    return figure
+
+
+def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int], str]) -> "PlotlyFigure":
+    """Return a chart as a plotly figure; `details` are hover texts of members by (index, generation)."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout_template="none")
+    # 1. Lines of equal colour are one trace with gaps.
+    for colour in dict.fromkeys(line.colour for line in chart.lines):
+        lines, best = [line for line in chart.lines if line.colour == colour], colour == BEST
+        if chart.errors:
+            shade = 0.16 if best else 0.03 if run.crowded else 0.1
+            figure.add_scatter(**_bands(lines), fill="toself", fillcolor=colour, opacity=shade, mode="none")
+        width, opacity = (3.5, 1.0) if best else (1.0, 0.5) if run.crowded else (1.6, 0.9)
+        figure.add_scatter(
+            **_points(lines, chart, details),
+            mode="lines+markers" if chart.marked else "lines",
+            line={"color": colour, "width": width},
+            marker={"size": 8 if best else 5},
+            opacity=opacity,
+            name=run.label(colour),
+            showlegend=best or colour == chart.lines[0].colour,
+        )
+    # 2. Births.
+    for colour in dict.fromkeys(birth.colour for birth in chart.births):
+        births = [birth for birth in chart.births if birth.colour == colour]
+        marker = {"color": colour, "size": 9 if colour == BEST else 3 if run.crowded else 6}
+        figure.add_scatter(**_points(births, chart, details), mode="markers", marker=marker)
+    # 3. Axes.
+    ends = [point.x for line in chart.lines for point in (line.points[0], line.points[-1])] or [0, 1]
+    whole_numbers = {"dtick": 1} if max(ends) - min(ends) < 9 else {"nticks": 9}
+    limits = [math.log10(limit) if chart.log else limit for limit in chart.limits]
+    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    ticks: dict[str, Any] = {"nticks": 6}
+    if chart.ticks:
+        ticks = {"tickvals": chart.ticks, "ticktext": chart.names or [number_text(tick) for tick in chart.ticks]}
+    figure.update_layout(
+        title={"text": f"<b>{chart.title}</b> {chart.unit}", "font": {"size": 13}, "x": 0.01},
+        xaxis={"title": {"text": chart.x_title, "standoff": 4}, **whole_numbers, **grid},
+        yaxis={"range": limits, "type": "log" if chart.log else "linear", "exponentformat": "e", **ticks, **grid},
+        font={"size": 12, "family": "system-ui, sans-serif"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        hoverlabel={"bgcolor": "#30363d", "align": "left"},
+        margin={"l": 55, "r": 15, "t": 40, "b": 45},
+        height=250,
+        hovermode="closest",
+        dragmode=False,  # so that a finger scrolls the page
+        showlegend=False,
+    )
+    return figure
+
+
+def _points(lines: Iterable[Line], chart: Chart, details: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+    """Return the points of lines as x, y and hover texts, with gaps between the lines."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    texts: list[str] = []
+    for line in lines:
+        for point in line.points:
+            value = chart.names[round(point.y)] if chart.names else number_text(point.y)
+            told = details.get((line.index, point.generation), f"{chart.title} {value}")
+            x.append(point.x)
+            y.append(float(f"{point.y:.5g}"))
+            texts.append(f"<b>#{line.index}</b> in generation {point.generation}<br>{told}")
+        x.append(None)
+        y.append(None)
+        texts.append("")
+    return {"x": x, "y": y, "hovertext": texts, "hoverinfo": "text"}
+
+
+def _bands(lines: Iterable[Line]) -> dict[str, Any]:
+    """Return the outlines of ± one standard error around lines."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for line in lines:
+        x += [point.x for point in (*line.points, *reversed(line.points))]
+        y += [point.y + point.error for point in line.points]
+        y += [point.y - point.error for point in reversed(line.points)]
+        x.append(None)
+        y.append(None)
+    return {"x": x, "y": y, "hoverinfo": "skip", "showlegend": False}
+
+
+def _embedded(values: Any) -> str:
+    """Return JSON that is safe inside a script element; numbers must be finite."""
+    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    # No tag or comment can start or end in it; these characters occur in JSON strings only.
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+# ---- markup: every value of a run is escaped text
+
+
+def escape(value: Any) -> str:
+    """Return a value as escaped HTML text."""
+    return html.escape(printable(str(value)))
+
+
+def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
+    """Return a table of headings and rows; a row is a CSS class and its cells."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    body = "".join(f'<tr class="{kind}">{"".join(map(_cell, cells))}</tr>\n' for kind, cells in rows)
+    label = escape(f"table of {', '.join(text for text in heads if text) or 'facts'}")
+    # The frame scrolls, so it must be focusable by keyboard.
+    return (
+        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    text = str(value)
+    return f'<td class="long">{escape(text)}</td>' if len(text) > 24 else f"<td>{escape(text)}</td>"
+
+
+def _section(title: str, lead: str, *inside: str) -> str:
+    """Return a section; title and lead are text, the content is markup."""
+    words = f'<p class="quiet">{escape(lead)}</p>\n' if lead else ""
+    return f"<section><h2>{escape(title)}</h2>\n{words}" + "\n".join(inside) + "</section>"
+
+
+def _folded(summary: str, inside: str, *, opened: bool) -> str:
+    """Return a collapsible block; the summary is text, `inside` is markup."""
+    return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>\n{inside}</details>"
+
+
+# ---- tables
+
+
+def _outcome(summary: RunSummary) -> str:
+    """Return the summary line and the table of the main results."""
+    terms, lead = summary.terms, "No generation has finished yet."
+    if summary.generations:
+        last, count = summary.generations[-1], pluralize(len(summary.generations), "generation")
+        lead = f"{count}, {processed(last, terms)}, {duration_text(last.seconds)}."
+    if summary.resumes:
+        lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
+    if summary.changed_data:
+        lead += " Questions, rewards or environment changed during the run (see below), so fitness before and after is "
+        lead += "not comparable."
+    lead += f" Fitness: {summary.fitness_words}. End: {summary.ending}."
+    baseline, test, best = summary.baseline, summary.test, best_member(summary.generations)
+    rows: list[tuple[str, str, Estimate | None, int]] = []
+    if baseline is not None:
+        rows.append((f"{terms.untrained}, {summary.baseline_split}", "", baseline.fitness, baseline.questions))
+    if best is not None:
+        words = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
+        rows.append((words, "best", fitness_estimate(best), best.questions or (baseline.questions if baseline else 0)))
+    if test is not None:
+        rows.append((f"{terms.untrained}, test", "", test.before, test.questions))
+        rows.append((f"member #{test.index}, test", "best", test.after, test.questions))
+        rows.append(("paired difference, test", "", test.gain, test.questions))
+        warning = verdict(test, terms)
+        lead += f" {warning}" if warning else ""
+    cells = [(kind, [name, estimate, questions]) for name, kind, estimate, questions in rows if estimate is not None]
+    return f'<p class="quiet">{escape(lead)}</p>\n{_table(["", "fitness ± SE", terms.questions], cells)}'
+
+
+def _costs(summary: RunSummary) -> str:
+    """Return the table of costs by kind of work."""
+    if not summary.costs:
+        return ""
+    last, terms = summary.generations[-1], summary.terms
+    unit = "environment steps" if last.timesteps is not None else terms.tokens
+    totals = [math.fsum(getattr(cost, name) or 0 for cost in summary.costs) or 1.0 for name in ("seconds", "tokens")]
+    rows = [
+        ("", [cost.name, duration_text(cost.seconds), percent_text(cost.seconds / totals[0]), count_text(cost.tokens),
+              "–" if cost.tokens is None else percent_text(cost.tokens / totals[1])])
+        for cost in summary.costs
+    ]  # fmt: skip
+    seconds = math.fsum(cost.seconds for cost in summary.costs if cost.name in PHASES)
+    lead = f"{count_text(last.tokens / seconds)} {terms.tokens} per second of learning steps." if seconds else ""
+    if summary.waiting:
+        lead += f" Ranks waited for others {', '.join(map(percent_text, summary.waiting))} of that time."
+    return _section("Costs", lead, _table(["work", "time", "share of time", unit, f"share of {unit}"], rows))
+
+
+def _finalists(summary: RunSummary) -> str:
+    """Return the table of finalists; empty if there were none."""
+    found = summary.finalists
+    if found is None:
+        return ""
+    chosen = found.index, found.generation
+    rows = [
+        ("best" if (each.index, each.generation) == chosen else "",
+         [f"#{each.index}", each.generation, each.chosen, each.second])
+        for each in found.finalists
+    ]  # fmt: skip
+    lead = (
+        f"Finalists are evaluated on {count_text(found.questions)} more {summary.terms.questions}, since the maximum "
+        "of many fitness values is biased upwards. The best is highlighted."
+    )
+    heads = ["member", "generation", "fitness when selected", "on the second set"]
+    return _section("Finalists", lead, _table(heads, rows))
+
+
+def _ancestry(summary: RunSummary) -> str:
+    """Return the table of the best member's ancestors; empty before the first evaluation."""
+    best = best_member(summary.generations)
+    if best is None:
+        return ""
+    rows = [
+        ("best" if ancestor.index == best.index else "",
+         [f"#{ancestor.index}", _parent_text(ancestor.parent), _span_text(*ancestor.generations),
+          changes_text(ancestor.changes) or "–", *_values(ancestor.result, summary),
+          score_text(ancestor.result.fitness, ancestor.result.standard_error), ancestor.reason])
+        for ancestor in ancestors(summary, best)
+    ]  # fmt: skip
+    heads = ["member", "parent", "generations", "changed at birth", *summary.evolvable, "fitness at the end", "reason"]
+    return _section(f"Lineage of member #{best.index}", "", _table(heads, rows))
+
+
+def _members(summary: RunSummary) -> str:
+    """Return the table of all members; if there are too many, of the latest."""
+    histories = member_histories(summary)
+    if not histories:
+        return ""
+    best = best_member(summary.generations)
+    retired = {index for decision in summary.decisions for index in decision.retired.values()}
+    rows = [
+        ("best" if best is not None and history.index == best.index else "", _member_cells(history, summary, retired))
+        for history in histories[-_MAX_ROWS:]
+    ]
+    heads = ["member", "slot", "parent", "generations", *summary.evolvable]
+    heads += ["first fitness", "last fitness", "ended", "reason of birth"]
+    omitted = len(histories) - len(rows)
+    lead = f"{len(histories)} members in total."
+    lead += f" The {omitted} oldest are only in the chart and the journal." if omitted else ""
+    return _section("Members", lead, _folded("All members", _table(heads, rows), opened=len(rows) <= 40))
+
+
+def _member_cells(history: MemberHistory, summary: RunSummary, retired: set[int]) -> list[Any]:
+    """Return the cells of a member's row in the table of members."""
+    first, last = history.results[0], history.results[-1]
+    ending = "" if last.generation == summary.generations[-1].generation else "replaced"
+    if history.index in retired:
+        ending = "retired"
+    if last.failed is not None:
+        ending = f"failed: {last.failed}"
+    return [
+        f"#{history.index}",
+        first.slot,
+        _parent_text(first.parent),
+        _span_text(first.generation, last.generation),
+        *_values(first, summary),
+        score_text(first.fitness, first.standard_error),
+        score_text(last.fitness, last.standard_error),
+        ending,
+        first.reason,
+    ]
+
+
+def _generations(summary: RunSummary) -> str:
+    """Return the table of generations, and tables of the members of the latest."""
+    if not summary.generations:
+        return ""
+    decisions = {decision.generation: decision for decision in summary.decisions}
+    # The newest generations whose members fit into the maximum number of rows, at least one.
+    count, rows_left = 0, _MAX_ROWS
+    for generation in reversed(summary.generations):
+        rows_left -= len(generation.members)
+        count += rows_left >= 0
+    shown = summary.generations[-max(count, 1) :]
+    tables = [_generation_table(summary, each, decisions.get(each.generation)) for each in shown]
+    lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
+    heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "new budgets", "time so far"]
+    rows = [("", cells) for cells in _overview(summary, decisions)]
+    return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
+
+
+def _overview(summary: RunSummary, decisions: Mapping[int, Decision]) -> Iterator[list[Any]]:
+    """Yield the cells of each row of the table of generations."""
+    seen: set[int] = set()
+    for generation in summary.generations:
+        best, decision = generation.best, decisions.get(generation.generation)
+        scores = [member.fitness for member in generation.members if member.fitness is not None]
+        born = [f"#{member.index}" for member in generation.members if member.index not in seen]
+        seen.update(member.index for member in generation.members)
+        gone = [f"#{index}" for index in (decision.retired.values() if decision else ())]
+        gone += [f"#{member.index} failed" for member in generation.members if member.failed is not None]
+        yield [
+            generation.generation,
+            f"#{best.index}",
+            score_text(best.fitness, best.standard_error),
+            score_text(sum(scores) / len(scores), None) if scores else "–",
+            _join_names(born),
+            _join_names(gone),
+            decision.budgets if decision else "",
+            duration_text(generation.seconds),
+        ]
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _generation_table(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
+    """Return the collapsible table of one generation's members."""
+    terms, best = summary.terms, generation.best
+    measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
+    reasons = dict(enumerate(decision.reasons)) if decision else {}
+    rows = []
+    for member in generation.members:
+        kind = "failed" if member.fitness is None else "best" if member.index == best.index else ""
+        retired = "retired: " if decision and member.slot in decision.retired else ""
+        cells = [
+            member.slot,
+            f"#{member.index}",
+            _parent_text(member.parent),
+            *_values(member, summary),
+            *(number_text(member.metrics.get(name)) for name in summary.curves),
+            f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
+            *(member.measured.get(name, "–") for name in measures),
+            count_text(member.tokens),
+            count_text(member.evaluation.tokens),
+            duration_text(member.seconds),
+            member.reason,
+            *([retired + reasons.get(member.slot, "")] if reasons else []),
+        ]
+        rows.append((kind, cells))
+    heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.curves)]
+    heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
+    heads += ["next in slot"] if reasons else []
+    words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
+    words += f"; then {decision.budgets}" if decision and decision.budgets else ""
+    return _folded(words, _table(heads, rows), opened=generation is summary.generations[-1])
+
+
+def _values(result: MemberReport, summary: RunSummary) -> Iterator[str]:
+    """Yield the evolving hyperparameters of a member."""
+    return (number_text(getattr(result.hyperparameters, name)) for name in summary.evolvable)
+
+
+def _parent_text(parent: int | None) -> str:
+    return "founder" if parent is None else f"#{parent}"
+
+
+def _span_text(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _facts(summary: RunSummary) -> str:
+    """Return the table of run facts: version, seed, task, schedule and so on."""
+    rows = []
+    for name, value in summary.facts.items():
+        if name == "time" and isinstance(value, int | float) and 0 <= value < 1e11:
+            rows.append(("", ["started", f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"]))
+        elif name not in ("time", "members"):  # members have their own tables
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
+    rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]
+    return _section("Run", "", _table(["", ""], rows))
+
+
+def _completions(summary: RunSummary) -> str:
+    """Return one completion of each generation's best member, and of all members of the last; empty without any."""
+    examples_by_generation: dict[int, Sequence[Example]] = {}
+    for generation in summary.generations:
+        best = [example for example in generation.examples if example.index == generation.best.index]
+        last = generation is summary.generations[-1]
+        chosen = generation.examples if last else tuple(best) or generation.examples[:1]
+        if chosen:
+            examples_by_generation[generation.generation] = chosen
+    if not examples_by_generation:
+        return ""
+    texts = 2 * sum(map(len, examples_by_generation.values()))
+    limit = max(200, min(_MAX_TEXT, _MAX_TOTAL_TEXT // texts))
+    parts = []
+    for number, examples in examples_by_generation.items():
+        blocks = "".join(_example_block(example, limit) for example in examples)
+        parts.append(_folded(f"Generation {number}", blocks, opened=number == max(examples_by_generation)))
+    lead = "One completion of each generation's best member, and of all members of the last one. Texts are untrusted."
+    return _section("Sample completions", lead, *parts)
+
+
+def _example_block(example: Example, limit: int) -> str:
+    prompt, completion = (escape(shorten(text, limit)) for text in (example.prompt, example.completion))
+    score = f"reward {number_text(example.reward)}, advantage {number_text(example.advantage)}"
+    suffix = ", truncated" if example.truncated else ""
+    # Browsers drop a newline right after <pre>.
+    return (
+        f'<p class="quiet">member #{example.index}, prompt</p><pre>\n{prompt}</pre>'
+        f'<p class="quiet">completion, {escape(score)}{suffix}</p><pre>\n{completion}</pre><hr>'
+    )

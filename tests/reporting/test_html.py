@@ -4,23 +4,20 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from evogrpo.reporting.lineage import ancestors, best_member
-from evogrpo.reporting.page_tables import outcome
 from evogrpo.reporting.records import TestReport
-from evogrpo.reporting.report import html_page, write_html
+from evogrpo.reporting.report import html_page, report
 from evogrpo.reporting.results import LANGUAGE, verdict
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
-from evogrpo.text import changes_text, number_text, printable, score_text
+from evogrpo.text import changes_text, extra_command, number_text, printable, score_text
 from tests.reporting import journals
 
-SVG = "http://www.w3.org/2000/svg"
 HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
 VOID = {"meta", "img", "hr"}
 
@@ -78,32 +75,37 @@ def hostile_run(tmp_path, fake_run):
 
 
 def test_the_page_loads_no_other_file(tmp_path, fake_run):
-    path = write_html(fake_run(tmp_path))
+    path = report(fake_run(tmp_path)).write()
     assert path == tmp_path / "report.html"
     content = path.read_text(encoding="utf-8")
     page = Page(content)
     assert not {"link", "iframe", "object", "embed", "base", "form", "a", "img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name in ("src", "href", "style", "srcset", "action")]
-    # The only address is the XML namespace of SVG.
-    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(SVG, ""))
+    _, plotly, draw = page.scripts
+    assert "Plotly.newPlot" in draw
+    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(plotly, ""))
     assert (tmp_path / "report.png").exists()
 
 
-def test_the_content_security_policy_allows_the_pages_own_script_only(tmp_path, fake_run):
+def test_the_content_security_policy_allows_the_pages_own_scripts_only(tmp_path, fake_run):
     page = page_of(fake_run(tmp_path))
     (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
 
     def named(text):
         return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
-    _, *scripts = page.scripts  # what they read, and themselves
-    (style,) = page.styles
-    assert policy.split("; ") == [
-        "default-src 'none'",
-        f"style-src {named(style)}",
-        f"script-src {' '.join(map(named, scripts))}",
-        "base-uri 'none'",
-    ]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == "'none'"
+    assert rules["script-src"] == " ".join(map(named, page.scripts[1:]))  # the first is data
+
+
+def test_without_plotly_the_page_has_tables_and_the_install_command(tmp_path, fake_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    page = page_of(fake_run(tmp_path))
+    assert page.scripts == []
+    assert extra_command("report") in page.text
+    assert "table" in page.tags
 
 
 @pytest.mark.parametrize(
@@ -130,14 +132,7 @@ def test_the_winner_shows_its_held_out_score(tmp_path, fake_run):
         event if event["event"] != "generation" else event | {"members": [each | measured for each in event["members"]]}
         for event in [events[0] | {"fitness": {"by": "both"}}, *events[1:]]
     ]
-    assert "0.875" in outcome(summarise(told))
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")
-def test_embedded_data_are_valid(tmp_path, fake_run):
-    for script in page_of(fake_run(tmp_path, generations=1)).scripts[1:]:
-        (tmp_path / "script.js").write_text(script, encoding="utf-8")
-        subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
+    assert "0.875" in html_page(summarise(told)).partition("</header>")[0]
 
 
 def test_finals_are_shown_with_the_best_member(tmp_path, fake_run):
@@ -165,34 +160,21 @@ def estimate(mean):
     return {"fitness": mean, "standard_error": 0.1}
 
 
-def read_by_script(page):
-    return json.loads(page.scripts[0])
-
-
-@pytest.mark.parametrize("shape", [{"size": 5, "generations": 7, "failures": [(3, 1)]}, {"size": 66, "generations": 9}])
-def test_all_members_and_results_have_hover_texts(tmp_path, fake_run, shape):
-    path = fake_run(tmp_path, **shape) / "journal.jsonl"
+def test_the_fitness_chart_has_all_results(tmp_path, fake_run):
+    path = fake_run(tmp_path, size=5, generations=7, failures=[(3, 1)]) / "journal.jsonl"
     summary = summarise(read_journal(path))
-    page = Page(html_page(summary))
-    drawn = {member["i"]: member for member in read_by_script(page)["members"]}
-    told = {
-        (member.index, generation.generation): member.fitness
-        for generation in summary.generations
-        for member in generation.members
-    }
-    shown = {(index, result[0]): result[1] for index, member in drawn.items() for result in member["results"]}
-    assert shown == {key: None if value is None else float(f"{value:.5g}") for key, value in told.items()}
-    parents = {member.index: member.parent for each in summary.generations for member in each.members}
-    assert {index: member["parent"] for index, member in drawn.items()} == parents
-    if len(drawn) < 300:
-        assert {f"#{index}" for index in drawn} <= set(page.pieces)
+    charts = json.loads(Page(html_page(summary)).scripts[0])
+    traces = [trace for trace in charts["fitness"]["data"] if trace.get("hoverinfo") == "text"]
+    shown = {(x, y) for trace in traces for x, y in zip(trace["x"], trace["y"], strict=True) if y is not None}
+    results = [member for generation in summary.generations for member in generation.members]
+    assert {(r.generation, float(f"{r.fitness:.5g}")) for r in results if r.fitness is not None} <= shown
+    hovers = " ".join(text for trace in traces for text in trace["hovertext"])
+    for result in results:
+        assert f"<b>#{result.index}</b> in generation {result.generation}<br>" in hovers
 
 
 def test_very_many_results_are_shown_in_the_chart_only(tmp_path, fake_run):
-    size = len(markup_of(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).encode())
-    assert size < 400_000
-    summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
-    assert "last 18 generations" in Page(html_page(summary)).text
+    assert "last 18 generations" in page_of(fake_run(tmp_path, size=33, generations=22)).text
 
 
 def test_the_page_shows_the_run(tmp_path, fake_run):
@@ -211,7 +193,7 @@ def test_the_page_shows_the_run(tmp_path, fake_run):
         assert (changes_text(ancestor.changes) or "–") in page.pieces
     for estimate in (summary.baseline.fitness, summary.test.before, summary.test.after):
         assert score_text(estimate.mean, estimate.standard_error) in page.pieces
-    assert "256 questions" in page.pieces
+    assert "256" in page.pieces
 
 
 @pytest.mark.parametrize(("model", "title"), [("smollm2-135m", "sums · smollm2-135m"), (None, "sums")])
@@ -229,10 +211,11 @@ def test_hostile_text_is_escaped(hostile_run):
     content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
     page = Page(content)  # balanced tags: text stayed inside its element
     assert page.tags.count("script") == len(page.scripts) == 3
+    assert not re.search(r"alert|onload|replaced|founder with", page.scripts[0])  # charts have no text of the run
     assert not {"img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert page.blocks.count("\n" + printable(HOSTILE)) == 8  # prompt and completion in each generation
-    assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
+    assert not set(content.replace(page.scripts[1], "")) & {"\x1b", "\0", "\x9b", "\u202e"}
     for place in ("End: ", "#0", "founder"):
         assert place in page.text
     assert page.text.count("<script>alert(1)</script>") > 8  # visible in task, reasons and examples
@@ -269,12 +252,15 @@ def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
 
 def test_a_resumed_and_stopped_run_is_labelled(tmp_path, fake_run):
     summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
-    assert "Resumed 1 time. End: all generations done." in Page(html_page(summary)).text
+    assert (
+        "Resumed 1 time. Fitness: mean reward per validation question. End: all generations done."
+        in Page(html_page(summary)).text
+    )
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
-        write_html(tmp_path)
+        report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,5 +270,5 @@ def test_an_insignificant_improvement_is_labelled(tmp_path, fake_run, gain, told
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
     assert ("No significant improvement over the untrained base" in text) is not told
-    assert f"paired difference {score_text(gain, 0.1)}" in " ".join(text.split())
+    assert f"paired difference, test {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
+from evogrpo import report as run_report
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.reporting.report import write_html
 from evogrpo.reporting.results import LANGUAGE
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
@@ -69,7 +69,7 @@ def test_the_journal_holds_names_and_nulls(run):
 
 def test_page_and_tables_show_names(run):
     folder, reports = run
-    page = write_html(folder).read_text()
+    page = run_report(folder).write().read_text()
     assert ">cispo</td>" in page
     assert len(summarise(read_journal(folder / "journal.jsonl")).generations) == 3
     table = generation_table(reports[0], list(SPACE), 200, LANGUAGE)

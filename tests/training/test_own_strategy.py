@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from evogrpo import Tournament, evolve, resume
+from evogrpo import report as run_report
 from evogrpo.evolution import Fixed
 from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.report import write_html
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
@@ -187,7 +187,7 @@ def test_the_journal_shows_retirements_and_costs(halving, tmp_path):
     assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
     summary = summarise(events)
     assert [len(each.members) for each in summary.generations] == [4, 2, 1, 4, 2]
-    page = write_html(shutil.copytree(folder, tmp_path / "copy")).read_text(encoding="utf-8")
+    page = run_report(shutil.copytree(folder, tmp_path / "copy")).write().read_text(encoding="utf-8")
     newcomers = [sum(m.reason == "a new round" for m in each.members) for each in summary.generations]
     assert newcomers[:4] == [0, 0, 0, 3]
     assert newcomers[4] >= 1

@@ -1,0 +1,408 @@
+"""Charts of a run as plain data, which the figure and the page draw."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.step_records import Estimate
+from evogrpo.reporting.summary import MEASURES, Curve, RunSummary
+from evogrpo.text import number_text, pluralize
+
+# Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
+# Vermilion is the best member's lineage, grey the untrained base.
+BEST, BASE = "#D55E00", "#7D8590"
+_SLOTS = ("#0A7CC4", "#009E73", "#CC79A7", "#56B4E9", "#D99A00", "#8C8C8C", "#9467BD", "#8C6D31")
+_CROWD = "#7B93AD"
+_MAX_MARKED = 80  # generations; above it, markers would cover the lines
+_MAX_POINTS = 6000  # points of one chart of learning steps; above it, neighbouring steps are averaged
+
+MEANINGS: Mapping[str, str] = {
+    "lr": "AdamW step size",
+    "clip_coef": "half-width of trust region",
+    "group_size": "completions per prompt",
+    "beta": "weight of reference KL",
+    "temperature": "divides the logits",
+    "update_epochs": "passes per learning step",
+    "max_grad_norm": "bound on gradient norm",
+    "batch_size": "samples per optimizer step",
+    "clip_low": "trust region below 1",
+    "clip_high": "trust region above 1",
+    "entropy_coef": "weight of entropy bonus",
+    "advantage_clip": "bound on advantages",
+    "gamma": "discount per action",
+    "target_kl": "KL of a learning step",
+    "loss_type": "loss",
+    "advantage": "advantage estimator",
+}
+"""Short description of each hyperparameter."""
+
+
+class Point(NamedTuple):
+    """A point of a line.
+
+    Attributes:
+        x: Generation or learning step.
+        y: Value; for names and slots, their position.
+        generation: Generation that the value belongs to.
+        error: Standard error of the value.
+    """
+
+    x: float
+    y: float
+    generation: int
+    error: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A stretch of a member's line.
+
+    Attributes:
+        index: The member.
+        colour: Colour of its slot, or `BEST`.
+        points: In order of x.
+    """
+
+    index: int
+    colour: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart with one or several lines per member. All texts are constants or names of hyperparameters.
+
+    Attributes:
+        title: Title.
+        unit: Label of the y axis.
+        limits: Limits of the y axis.
+        lines: Lines; those of the best member's lineage come last.
+        x_title: Label of the x axis.
+        births: Points at births, as lines of one point.
+        log: True for a logarithmic y axis.
+        ticks: Ticks of the y axis; empty for any.
+        names: Names of the ticks; empty for numbers.
+        marked: True if the points of lines are marked.
+        errors: True if the lines have bands of ± one standard error.
+    """
+
+    title: str
+    unit: str
+    limits: tuple[float, float]
+    lines: tuple[Line, ...]
+    x_title: str = "generation"
+    births: tuple[Line, ...] = ()
+    log: bool = False
+    ticks: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+    marked: bool = False
+    errors: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCharts:
+    """All charts of a run.
+
+    Attributes:
+        summary: The run.
+        best: Index of the best member, or None.
+        histories: History of every member.
+        generations: First and last generation.
+        crowded: True if there are more slots than colours; all slots then share one.
+        fitness: Fitness by generation.
+        failures: Failed results, as lines of one point at the lower edge of the fitness chart.
+        hidden: Note on results below the fitness chart; empty if all are inside.
+        lineage: Slot of every member by generation.
+        measures: One chart per metric of learning steps.
+        hyperparameters: One chart per evolving hyperparameter.
+    """
+
+    summary: RunSummary
+    best: int | None
+    histories: tuple[MemberHistory, ...]
+    generations: tuple[int, int]
+    crowded: bool
+    fitness: Chart
+    failures: tuple[Line, ...]
+    hidden: str
+    lineage: Chart
+    measures: tuple[Chart, ...]
+    hyperparameters: tuple[Chart, ...]
+
+    def label(self, colour: str) -> str:
+        """Return the meaning of a line's colour."""
+        if colour == BEST:
+            return f"best member #{self.best} and its ancestors"
+        return "other members" if self.crowded else "other members, one colour per slot"
+
+    @property
+    def tests(self) -> tuple[tuple[str, str, float, Estimate], ...]:
+        """Test scores as (label, colour, x, estimate): of the untrained base and of the best member."""
+        test, (first, last) = self.summary.test, self.generations
+        if test is None:
+            return ()
+        return (
+            (f"{self.summary.terms.untrained}, test", BASE, first - 1, test.before),
+            (f"member #{test.index}, test", BEST, last + 0.07 * (last - first + 1), test.after),
+        )
+
+
+def run_charts(summary: RunSummary) -> RunCharts:
+    """Return the charts of a run."""
+    histories, best = member_histories(summary), best_member(summary.generations)
+    numbers = [generation.generation for generation in summary.generations] or [1]
+    painter = _Painter(
+        slots=tuple(sorted({history.results[0].slot for history in histories})),
+        lineage={ancestor.index: ancestor.generations[1] for ancestor in ancestors(summary, best)},
+    )
+    results = [result for history in histories for result in history.results]
+    limits, hidden = _fitness_limits(results, summary)
+    marked = numbers[-1] - numbers[0] < _MAX_MARKED
+    failures = [(result.index, result.slot, result.generation) for result in results if result.fitness is None]
+    spaces = {
+        name: space
+        for name, space in summary.evolvable.items()
+        if any(_value(result, name) is not None for result in results)
+    }
+    return RunCharts(
+        summary=summary,
+        best=None if best is None else best.index,
+        histories=histories,
+        generations=(numbers[0], numbers[-1]),
+        crowded=painter.crowded,
+        fitness=Chart(
+            title="fitness",
+            unit=f"{summary.fitness_words} ± SE",
+            limits=limits,
+            lines=painter.lines(
+                (history.index, history.results[0].slot, stretch)
+                for history in histories
+                for stretch in _fitness_stretches(history, summary.start)
+            ),
+            marked=marked,
+            errors=True,
+        ),
+        failures=tuple(
+            Line(index=index, colour=painter.colour(slot), points=(Point(number, limits[0], number),))
+            for index, slot, number in failures
+        ),
+        hidden=hidden,
+        lineage=_lineage_chart(histories, painter),
+        measures=tuple(_measure_chart(name, curves, painter) for name, curves in summary.curves.items() if histories),
+        hyperparameters=tuple(_hyperparameter_chart(name, space, histories, painter) for name, space in spaces.items()),
+    )
+
+
+@dataclass(frozen=True)
+class _Painter:
+    """Colours of lines.
+
+    Attributes:
+        slots: Slots with results, in order.
+        lineage: Last generation of the best member and each ancestor on the path, by index.
+    """
+
+    slots: tuple[int, ...]
+    lineage: Mapping[int, int]
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.slots) > len(_SLOTS)
+
+    def colour(self, slot: int) -> str:
+        return _CROWD if self.crowded else _SLOTS[self.slots.index(slot)]
+
+    def lines(self, stretches: Iterable[tuple[int, int, Sequence[Point]]]) -> tuple[Line, ...]:
+        """Return the lines of (index, slot, points), split where the best member's lineage leaves them."""
+        best, others = [], []
+        for index, slot, points in stretches:
+            inherited = sum(point.generation <= self.lineage.get(index, -1) for point in points)
+            if inherited:
+                best.append(Line(index=index, colour=BEST, points=tuple(points[:inherited])))
+            if inherited < len(points):  # starts at the last point of the lineage
+                rest = tuple(points[max(0, inherited - 1) :])
+                others.append(Line(index=index, colour=self.colour(slot), points=rest))
+        return (*others, *best)
+
+
+def _fitness_stretches(history: MemberHistory, start: Estimate | None) -> list[list[Point]]:
+    """Return the points of a member from its origin on, split where a fitness is missing."""
+    first = history.results[0]
+    stretches: list[list[Point]] = [[]]
+    if first.parent is None and start is not None:
+        # A founder starts as the untrained base, one generation before its first result.
+        before = first.generation - 1
+        stretches[-1].append(Point(before, start.mean, before, start.standard_error))
+    for result in (history.origin, *history.results):
+        if result is None:
+            continue
+        if result.fitness is None:
+            stretches.append([])
+        else:
+            number = result.generation
+            stretches[-1].append(Point(number, result.fitness, number, result.standard_error or 0.0))
+    return [stretch for stretch in stretches if stretch]
+
+
+def _fitness_limits(results: Sequence[MemberReport], summary: RunSummary) -> tuple[tuple[float, float], str]:
+    """Return the limits of the fitness axis, without results of collapsed members, and a note on those."""
+    estimates = [(result.fitness, result.standard_error or 0.0) for result in results if result.fitness is not None]
+    edge = None
+    if summary.start is not None:  # without it, low results may be where members started, not a collapse
+        edge = lower_edge([fitness for fitness, _ in estimates], summary.start.mean)
+    fixed = [summary.start, *([summary.test.before, summary.test.after] if summary.test else [])]
+    shown = [(fitness, error) for fitness, error in estimates if edge is None or fitness >= edge]
+    shown += [(estimate.mean, estimate.standard_error) for estimate in fixed if estimate is not None]
+    bounds = [mean + sign * error for mean, error in shown for sign in (-1, 1)]
+    low, high = _limits(bounds or [0.0, 1.0])
+    hidden = sum(fitness < low for fitness, _ in estimates)
+    return (low, high), f"{pluralize(hidden, 'result')} below {number_text(low)} not shown" if hidden else ""
+
+
+def lower_edge(values: Sequence[float], start: float) -> float | None:
+    """Return the smallest value that is not far below the others, as those of collapsed members are.
+
+    Args:
+        values: In any order.
+        start: Value of the untrained base, which is always inside.
+
+    Returns:
+        The value; None if no value is far below.
+    """
+    ordered = sorted(values)
+    if len(ordered) <= 10:  # too few for quantiles
+        return None
+    low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
+    # "Far below" is three times the usual spread below the start; without a spread there is no scale.
+    base = min(low, start)
+    limit = base - 3 * (high - base)
+    return next(value for value in ordered if value >= limit) if high > base and ordered[0] < limit else None
+
+
+def _limits(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
+    """Return axis limits with a margin around the values."""
+    low, high = min(values), max(values)
+    if log:
+        factor = max((high / low) ** 0.12, 1.1)
+        return low / factor, high * factor
+    space = 0.08 * (high - low) or 0.1 * abs(high) or 0.1
+    return low - space, high + space
+
+
+def _lineage_chart(histories: Sequence[MemberHistory], painter: _Painter) -> Chart:
+    """Return the slot of every member by generation; a line from another slot is a birth."""
+    position = {slot: place for place, slot in enumerate(painter.slots)}
+    stretches, births = [], []
+    for history in histories:
+        first = history.results[0]
+        start = Point(first.generation - 1, position[first.slot], first.generation)
+        births.append((history.index, first.slot, [start]))
+        origin = history.origin
+        parent = [] if origin is None else [Point(origin.generation, position[origin.slot], first.generation)]
+        lives = [Point(result.generation, position[result.slot], result.generation) for result in history.results]
+        stretches.append((history.index, first.slot, [*parent, start, *lives]))
+    return Chart(
+        title="lineage",
+        unit="slot of every member",
+        limits=(-0.5, len(position) - 0.5),
+        lines=painter.lines(stretches),
+        births=painter.lines(births),
+        ticks=tuple(position.values()) if not painter.crowded else (),
+        names=tuple(map(str, position)) if not painter.crowded else (),
+    )
+
+
+def _measure_chart(name: str, curves: Sequence[Curve], painter: _Painter) -> Chart:
+    """Return one metric of every member by learning step."""
+    title, unit = MEASURES[name]
+    stride = -(-sum(len(curve.points) for curve in curves) // _MAX_POINTS)
+    stretches = [
+        (curve.index, curve.slot, list(_averaged(curve.points, stride)))
+        for curve in curves
+        if curve.slot in painter.slots
+    ]
+    values = [value for curve in curves for _, _, value in curve.points]
+    few = max((step for curve in curves for step, _, _ in curve.points), default=0) <= _MAX_MARKED
+    return Chart(
+        title=title,
+        unit=unit,
+        limits=_limits(values),
+        lines=painter.lines(stretches),
+        x_title="learning step",
+        marked=few,
+    )
+
+
+def _averaged(points: Sequence[tuple[int, int, float]], stride: int) -> Iterator[Point]:
+    """Yield points of (step, generation, value), each the mean of `stride` neighbours."""
+    for start in range(0, len(points), stride):
+        window = points[start : start + stride]
+        step, generation, _ = window[-1]
+        yield Point(step, sum(value for _, _, value in window) / len(window), generation)
+
+
+def _hyperparameter_chart(
+    name: str, space: Mapping[str, Any], histories: Sequence[MemberHistory], painter: _Painter
+) -> Chart:
+    """Return one hyperparameter of every member by generation; `space` has the fields of its search space."""
+    results = [result for history in histories for result in history.results]
+    values = [value for result in results if (value := _value(result, name)) is not None]
+    choices = space.get("choices")
+    choices = choices if isinstance(choices, list) else []
+    # Names are those of members, which are validated; the search space of a journal is not.
+    names = sorted({value for value in values if isinstance(value, str)})
+    numbers = [value for value in values if not isinstance(value, str)]
+    ticks = sorted({choice for choice in choices if isinstance(choice, int | float)})
+    # Choices with equal ratios, such as 4, 8, 16, are evenly spaced on a log axis.
+    ratios = [after / before for before, after in pairwise(ticks) if before > 0]
+    geometric = len(ratios) > 1 and len(ratios) == len(ticks) - 1 and max(ratios) < 1.01 * min(ratios)
+    log = not names and min(numbers) > 0 and (space.get("scale") == "log" or geometric)
+
+    def height(result: MemberReport) -> float:
+        value = _value(result, name)
+        return float(names.index(value)) if isinstance(value, str) else float(value or 0.0)
+
+    stretches, births = [], []
+    for history in histories:
+        first, origin = history.results[0], history.origin
+        if _value(first, name) is None:  # as for a founder whose clip_low follows clip_coef
+            continue
+        points = [Point(first.generation - 1, height(first), first.generation)]
+        if origin is not None:
+            births.append((history.index, first.slot, list(points)))
+            if _value(origin, name) is not None:
+                points.insert(0, Point(origin.generation, height(origin), first.generation))
+        points += [Point(result.generation, height(result), result.generation) for result in history.results]
+        stretches.append((history.index, first.slot, points))
+    if names:
+        limits, ticks = (-0.5, len(names) - 0.5), list(range(len(names)))
+    else:
+        limits = _limits([*numbers, *(tick for tick in ticks if not log or tick > 0)], log=log)
+        if log and not ticks:
+            ticks = _log_ticks(*limits)
+    return Chart(
+        title=name,
+        unit=MEANINGS.get(name, "value"),
+        limits=limits,
+        lines=painter.lines(stretches),
+        births=painter.lines(births),
+        log=log,
+        ticks=tuple(ticks) if 2 <= len(ticks) <= 10 else (),
+        names=tuple(names),
+    )
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten within the limits; powers only, if there are many."""
+    steps = (1, 2, 5) if high < 1000 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+
+
+def _value(result: MemberReport, name: str) -> float | str | None:
+    value: float | str | None = getattr(result.hyperparameters, name)
+    return value

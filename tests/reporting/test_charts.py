@@ -1,0 +1,178 @@
+"""Charts hold the journal: fitness, lineage, learning steps and hyperparameters of every member."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from evogrpo.reporting.charts import BASE, BEST, lower_edge, run_charts
+from evogrpo.reporting.summary import read_curves, summarise
+from evogrpo.storage.journal import read_journal
+from tests.reporting.journals import generation, member
+
+ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm", "loss_type")
+RUN = {"event": "run", "evolvable": {}}
+
+
+def charts_of(run_dir):
+    return run_charts(summarise(read_journal(run_dir / "journal.jsonl")))
+
+
+def with_change(run_dir, change):
+    """Apply a function to every event of a journal and return its charts."""
+    path = run_dir / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        change(event)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return charts_of(run_dir)
+
+
+def results_of(run):
+    return [result for history in run.histories for result in history.results]
+
+
+def chart_of(run, name):
+    (chart,) = (chart for chart in run.hyperparameters if chart.title == name)
+    return chart
+
+
+def test_every_fitness_is_a_point_and_every_failure_a_mark(tmp_path, fake_run):
+    run = charts_of(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
+    points = {point[:2] for line in run.fitness.lines for point in line.points}
+    start = (0, run.summary.start.mean)
+    assert points == {(r.generation, r.fitness) for r in results_of(run) if r.fitness is not None} | {start}
+    assert sorted(point.x for line in run.failures for point in line.points) == [2, 4]
+    low, high = run.fitness.limits
+    assert all(low < y < high for _, y in points)
+
+
+def test_the_best_members_line_runs_from_the_baseline_to_its_last_result(tmp_path, fake_run):
+    run = charts_of(fake_run(tmp_path, size=6, generations=8, seed=4))
+    best = sorted(line.points for line in run.fitness.lines if line.colour == BEST)
+    assert len(best) > 1
+    assert best[0][0][:2] == (0, run.summary.baseline.fitness.mean)
+    assert all(before[-1][:2] == after[0][:2] for before, after in pairwise(best))
+    assert best[-1][-1].y == max(point.y for line in run.fitness.lines for point in line.points)
+    assert run.fitness.lines[-1].colour == BEST  # drawn last
+
+
+def test_test_scores(tmp_path, fake_run):
+    run = charts_of(fake_run(tmp_path))
+    test = run.summary.test
+    assert [(colour, estimate) for _, colour, _, estimate in run.tests] == [(BASE, test.before), (BEST, test.after)]
+    assert run.tests[0][2] == 0
+    assert run.tests[1][2] > run.generations[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "log"), [("lr", True), ("clip_coef", False), ("group_size", True), ("update_epochs", False)]
+)
+def test_hyperparameters_are_constant_between_births(tmp_path, fake_run, name, log):
+    run = charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
+    chart = chart_of(run, name)
+    assert chart.log is log
+    assert chart.unit
+    births = sorted(point[:2] for line in chart.births for point in line.points)
+    expected = sorted(
+        (history.origin.generation, getattr(history.results[0].hyperparameters, name))
+        for history in run.histories
+        if history.origin is not None
+    )
+    assert births == expected
+    assert births
+    low, high = chart.limits
+    assert all(low < getattr(result.hyperparameters, name) < high for result in results_of(run))
+
+
+def test_names_have_heights(tmp_path, fake_run):
+    chart = chart_of(charts_of(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("loss_type",))), "loss_type")
+    assert chart.names == ("cispo", "dapo", "grpo")
+    assert chart.ticks == (0, 1, 2)
+    assert {point.y for line in chart.lines for point in line.points} == {0, 1, 2}
+
+
+def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
+    """As a founder whose clip_low follows clip_coef."""
+
+    def change(event):
+        if event["event"] == "run":
+            event["evolvable"]["clip_low"] = {"min": 0.1, "max": 0.3, "scale": "linear", "factor": 1.2}
+        for each in event["members"] if event["event"] == "generation" else ():
+            each["hyperparameters"]["clip_low"] = 0.2 if each["index"] else None
+
+    run = with_change(fake_run(tmp_path, size=3, generations=2), change)
+    lines = chart_of(run, "clip_low").lines
+    assert {line.index for line in lines} == {history.index for history in run.histories} - {0}
+    assert {point.y for line in lines for point in line.points} == {0.2}
+
+
+def test_every_member_is_in_its_slot_of_the_lineage(tmp_path, fake_run):
+    run = charts_of(fake_run(tmp_path, size=4, generations=6, seed=2))
+    births = {line.index: line.points[0][:2] for line in run.lineage.births}
+    assert births == {h.index: (h.results[0].generation - 1, h.results[0].slot) for h in run.histories}
+    for history in run.histories:
+        if history.origin is not None:
+            points = [point[:2] for line in run.lineage.lines if line.index == history.index for point in line.points]
+            assert (history.origin.generation, history.origin.slot) in points
+
+
+def test_collapsed_scores_are_below_the_lower_edge_unless_at_the_start():
+    scores = [400.0 + each for each in range(20)]
+    assert lower_edge([*scores, 340.0], start=20.0) is None
+    assert lower_edge([*scores, -5000.0], start=20.0) == 400.0
+    assert lower_edge([1.0] * 20 + [0.0], start=1.0) is None  # most are equal, so that there is no scale
+    assert lower_edge([0.0, 500.0], start=0.0) is None
+
+
+def test_a_collapse_is_cut_off_and_counted(tmp_path, fake_run):
+    def change(event):
+        if event["event"] == "generation" and event["generation"] == 3:
+            event["members"][2]["fitness"] = -5000.0
+
+    run = with_change(fake_run(tmp_path, size=4, generations=8), change)
+    low, high = run.fitness.limits
+    assert -0.5 < low < run.summary.baseline.fitness.mean
+    assert high < 2
+    assert "1 result" in run.hidden
+
+
+def step(number, *members, generation=1):
+    times = {"seconds": 1.0, "phases": {"learning": 1.0}, "waiting": []}
+    return {"event": "step", "step": number, "generation": generation, **times, "members": list(members)}
+
+
+def measured(slot, index, **metrics):
+    return {"slot": slot, "index": index, **metrics}
+
+
+@pytest.mark.parametrize("value", ["much", True, [1], 1e301])
+def test_an_invalid_journal_is_refused(value):
+    with pytest.raises(ValueError, match="'reward' of a member of step 3"):
+        read_curves([step(3, measured(0, 0, reward=value))])
+
+
+def test_each_member_has_a_line_of_its_metrics():
+    events = [
+        RUN,
+        step(0, measured(0, 0, reward=0.5, entropy=2.0), measured(1, 1, reward=0.25, entropy=None)),
+        step(1, measured(0, 0, reward=0.75, entropy=1.0), measured(1, 2, reward=0.0), generation=2),
+        generation(1, member(0, 0, fitness=0.5), member(1, 1, fitness=0.25)),
+        generation(2, member(0, 0, fitness=0.75), member(1, 2, parent=0, fitness=0.5, born=1)),
+    ]
+    charts = {chart.title: chart for chart in run_charts(summarise(events)).measures}
+    assert list(charts) == ["reward", "entropy"]
+    lines = {line.index: [point[:2] for point in line.points] for line in charts["reward"].lines}
+    assert lines == {0: [(1, 0.5), (2, 0.75)], 1: [(1, 0.25)], 2: [(2, 0.0)]}
+    assert [line.colour == BEST for line in charts["reward"].lines] == [False, False, True]
+    assert [line.index for line in charts["entropy"].lines] == [0]
+
+
+def test_many_steps_are_averaged():
+    rewards = np.random.default_rng(0).random(20_000)
+    events = [RUN, *(step(number, measured(0, 0, reward=reward)) for number, reward in enumerate(rewards.tolist()))]
+    (chart,) = run_charts(summarise([*events, generation(1, member(0, 0))])).measures
+    points = [point for line in chart.lines for point in line.points]
+    assert len(points) == 5000
+    assert np.mean([point.y for point in points]) == pytest.approx(rewards.mean())
