@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import printable, shorten
@@ -17,6 +17,10 @@ MAX_ERRORS = 10
 """Maximum number of errors in one message."""
 MAX_SHOWN = 80
 """Maximum number of characters of a value in a message."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Real = Annotated[float, Field(ge=-1e150, le=1e150)]
+"""Numbers in files: integers of 64 bits, and floats whose squares are finite."""
 
 _RULES: Mapping[str, str] = {
     "bool_type": "true or false",
@@ -40,28 +44,30 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
-class ForwardRecord(Record):
-    """A record whose unknown keys are ignored, for readers of files that a later version may extend."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-def validate(model: type[T], data: object, source: str = "") -> T:
+def validate(model: type[T], data: object, source: str = "", *, ignore_unknown: bool = False) -> T:
     """Build a record from plain values, such as the result of `load_json`.
 
     Args:
-        model: A `Record`, or any other type that pydantic knows.
+        model: A `Record`, a dataclass, or any other type that pydantic knows. Types are exact.
         data: Plain JSON values; lists are read as tuples where the model declares these.
         source: Name of the file, for messages.
+        ignore_unknown: Ignore unknown keys, for files that a later version may extend.
 
     Raises:
         ValueError: With one line for each of the first errors: file, key, rule and value.
     """
     adapter: TypeAdapter[T] = _adapter(model)  # type: ignore[arg-type]  # a type is hashable
     try:
-        return adapter.validate_json(json.dumps(data))
+        return adapter.validate_json(json.dumps(data), strict=True, extra="ignore" if ignore_unknown else "forbid")
     except ValidationError as error:
         raise ValueError(describe(error, adapter, data, source)) from None
+
+
+def dump(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as plain values, which `dump_json` writes and `validate` reads."""
+    adapter: TypeAdapter[Any] = _adapter(type(record))  # type: ignore[arg-type]  # a type is hashable
+    values: dict[str, Any] = adapter.dump_python(record, by_alias=True, warnings=False)
+    return values
 
 
 @cache

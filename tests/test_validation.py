@@ -1,9 +1,12 @@
 """Records from plain values, and one sentence for each error."""
 
+from dataclasses import dataclass
+
 import pytest
 from pydantic import Field
 
-from evogrpo.validation import MAX_ERRORS, ForwardRecord, Record, validate
+from evogrpo.safe_parsing import dump_json, load_json
+from evogrpo.validation import MAX_ERRORS, Record, dump, validate
 
 
 class Child(Record):
@@ -19,8 +22,11 @@ class Parent(Record):
     source: str | tuple[int, ...] | None = None
 
 
-class Later(ForwardRecord):
+@dataclass(frozen=True)
+class Line:
     size: int
+    child: Child | None = None
+    others: tuple[float, ...] = ()
 
 
 def errors_of(model, data):
@@ -70,6 +76,12 @@ def test_all_errors_come_at_once_up_to_ten():
     assert lines[-1] == "f.json: and 20 more errors"
 
 
-def test_forward_records_ignore_unknown_keys():
-    assert validate(Later, {"size": 3, "added_later": [1]}) == Later(size=3)
-    assert errors_of(Later, {"added_later": 1}) == ["f.json: size must be given"]
+def test_readers_may_ignore_unknown_keys():
+    values = {"size": 3, "added_later": [1], "child": {"lr": 1, "added_later": 2}}
+    assert validate(Line, values, ignore_unknown=True) == Line(size=3, child=Child(lr=1.0))
+    assert len(errors_of(Line, values)) == 2
+
+
+def test_what_is_dumped_is_read_again():
+    line = Line(size=3, child=Child(lr=0.5), others=(1.0, 2.0))
+    assert validate(Line, load_json(dump_json(dump(line)))) == line
