@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -44,21 +44,27 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
-def validate(model: type[T], data: object, source: str = "", *, ignore_unknown: bool = False) -> T:
+class ForwardRecord(Record):
+    """A record whose unknown keys are ignored, for readers of files that a later version may extend."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def validate(model: type[T], data: object, source: str = "", *, extra: Literal["forbid", "ignore"] | None = None) -> T:
     """Build a record from plain values, such as the result of `load_json`.
 
     Args:
         model: A `Record`, a dataclass, or any other type that pydantic knows. Types are exact.
         data: Plain JSON values; lists are read as tuples where the model declares these.
         source: Name of the file, for messages.
-        ignore_unknown: Ignore unknown keys, for files that a later version may extend.
+        extra: Forbid or ignore unknown keys at every level; None = as each record declares.
 
     Raises:
         ValueError: With one line for each of the first errors: file, key, rule and value.
     """
     adapter: TypeAdapter[T] = _adapter(model)  # type: ignore[arg-type]  # a type is hashable
     try:
-        return adapter.validate_json(json.dumps(data), strict=True, extra="ignore" if ignore_unknown else "forbid")
+        return adapter.validate_json(json.dumps(data), strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(describe(error, adapter, data, source)) from None
 

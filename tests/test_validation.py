@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.validation import MAX_ERRORS, Record, dump, validate
+from evogrpo.validation import MAX_ERRORS, ForwardRecord, Record, dump, validate
 
 
 class Child(Record):
@@ -20,6 +20,10 @@ class Parent(Record):
     children: tuple[Child, ...] = ()
     by_name: dict[str, Child] = Field(default_factory=dict)
     source: str | tuple[int, ...] | None = None
+
+
+class Later(ForwardRecord):
+    size: int
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,16 @@ def test_all_errors_come_at_once_up_to_ten():
     assert lines[-1] == "f.json: and 20 more errors"
 
 
+def test_forward_records_ignore_unknown_keys():
+    assert validate(Later, {"size": 3, "added_later": [1]}) == Later(size=3)
+    assert errors_of(Later, {"added_later": 1}) == ["f.json: size must be given"]
+
+
 def test_readers_may_ignore_unknown_keys():
     values = {"size": 3, "added_later": [1], "child": {"lr": 1, "added_later": 2}}
-    assert validate(Line, values, ignore_unknown=True) == Line(size=3, child=Child(lr=1.0))
-    assert len(errors_of(Line, values)) == 2
+    assert validate(Line, values, extra="ignore") == Line(size=3, child=Child(lr=1.0))
+    with pytest.raises(ValueError, match="added_later"):
+        validate(Line, values, extra="forbid")
 
 
 def test_what_is_dumped_is_read_again():
