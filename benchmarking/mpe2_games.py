@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import SampledActions
-from evogrpo.envs.control.actions import AgentActionNoise
+from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, PolicySpec, map_policies
 from evogrpo.randomness import generator
@@ -253,7 +253,7 @@ def measure(game: Game, seed: int, paths: Mapping[str, Path]) -> dict[str, float
     acting = {method: actors(method, env, path) for method, path in paths.items()}
     found = {}
     for one, other in product(acting, acting) if game.rivals else zip(acting, acting, strict=True):
-        draws = AgentActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
+        draws = ActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
         playing = acting[one]
         if game.rivals:
             playing = {game.rivals[0]: acting[one][game.rivals[0]], game.rivals[1]: acting[other][game.rivals[1]]}

@@ -30,7 +30,7 @@ from torch.distributions import Categorical
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import SampledActions
-from evogrpo.envs.control.actions import AgentActionNoise
+from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.randomness import generator
@@ -98,7 +98,7 @@ def measure(actor: Any, env: PettingZooGroups, seed: int) -> dict[str, float]:
     """Return the mean sum of rewards on the held-out starts, greedily and by sampling."""
     found = {}
     for way in ("greedy", "sampled"):
-        draws = AgentActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
+        draws = ActionNoise(seed, "test", streams=[(0,)], rows=[TEST_STARTS], width_of=lambda agent: 1)
         played = env.open("test", range(TEST_STARTS)).play(
             {"shared": actor},
             mapping_of(env),

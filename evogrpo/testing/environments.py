@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import Conversation, SampledActions
-from evogrpo.envs.control.actions import AgentActionNoise, mask_sizes
+from evogrpo.envs.control.actions import ActionNoise, mask_sizes
 from evogrpo.envs.control.observations import flatten
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
@@ -373,9 +373,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
         """
         names = list(dict.fromkeys(members))
         counts = [members.count(name) for name in names]
-        noise = AgentActionNoise(
-            0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1
-        )
+        noise = ActionNoise(0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1)
         mapping = self.mapping(env)
         actors = {name: PseudoRandomActor(spec.action_space) for name, spec in mapping.specs.items()}
         played = env.open("train", starts).play(

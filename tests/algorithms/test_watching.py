@@ -168,7 +168,7 @@ class Blind(Shown):
 
 def test_environments_without_render_mode_raise(display):
     agent = shown_agent()
-    with pytest.raises(ValueError, match=r"Blind cannot be rendered: .*\['rgb_array'\]"):
+    with pytest.raises(ValueError, match="Blind cannot be rendered"):
         agent.test(GymnasiumGroups(Blind, max_episode_steps=10), render=True)
     with pytest.raises(ValueError, match="cannot be rendered"):
         agent.test(GymnasiumGroups(unseen, max_episode_steps=10), render=True)

@@ -1,8 +1,9 @@
-"""Deterministic policy for tests of environments."""
+"""Deterministic policy for tests of environments, and episodes of a single agent."""
 
 import numpy as np
 
-from evogrpo.data import SampledActions
+from evogrpo.data import DEFAULT_POLICY, SampledActions
+from evogrpo.envs.control.policy_mapping import single_agent
 
 
 class Rule:
@@ -13,3 +14,10 @@ class Rule:
 
     def act(self, observations, member_ids, *, uniforms, temperature, action_mask, base):
         return SampledActions(actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32))
+
+
+def play_rows(env, actor, starts, start_of_row, member_ids, *, split="train", **options):
+    """Open starts of a split and play one episode per row with one policy; see `StartBatch.play`."""
+    mapping = single_agent(env.observation_space, env.action_space)
+    played = env.open(split, starts).play({DEFAULT_POLICY: actor}, mapping, start_of_row, member_ids, **options)
+    return played.episodes[DEFAULT_POLICY]

@@ -10,13 +10,13 @@ from evogrpo.envs.control.rollout import PolicyEpisodes
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
-from tests.envs.actors import Rule
+from tests.envs.actors import Rule, play_rows
 
 CLASSIC = ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
 
 
 def draws(rows, width=1, seed=0):
-    return ActionNoise(seed, "sample", streams=[()], rows=[rows], width=width)
+    return ActionNoise(seed, "sample", streams=[()], rows=[rows], width_of=lambda agent: width)
 
 
 def leaves(tree):
@@ -47,8 +47,12 @@ def play(env, starts=3, group_size=4, members=(0, 1), *, uniforms=True, **kwargs
     member_ids = [member for member in members for _ in range(starts * group_size)]
     actor = PseudoRandomActor(env.action_space)
     per_member = starts * group_size
-    table = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[per_member] * len(members), width=1)
-    played = env.play(actor, range(starts), start_of_row, member_ids, uniforms=table if uniforms else None, **kwargs)
+    table = ActionNoise(
+        0, "sample", streams=[(m,) for m in members], rows=[per_member] * len(members), width_of=lambda agent: 1
+    )
+    played = play_rows(
+        env, actor, range(starts), start_of_row, member_ids, uniforms=table if uniforms else None, **kwargs
+    )
     return played, actor
 
 
@@ -101,15 +105,22 @@ def test_reordering_rows_reorders_episodes(vectorization):
     members, starts = np.repeat([2, 0, 1], 4), np.tile([0, 1, 2, 3], 3)
     actor = PseudoRandomActor(env.action_space)
     table = draws(12)
-    plain = episodes(env.play(actor, range(4), starts, members, uniforms=table))
+    plain = episodes(play_rows(env, actor, range(4), starts, members, uniforms=table))
     order = np.random.default_rng(0).permutation(12)
-    mixed = env.play(actor, range(4), starts[order], members[order], uniforms=lambda rows, t: table(order[rows], t))
+    mixed = play_rows(
+        env,
+        actor,
+        range(4),
+        starts[order],
+        members[order],
+        uniforms=lambda agents, rows, t: table(agents, order[rows], t),
+    )
     assert episodes(mixed) == [plain[row] for row in order]
 
 
 def test_episodes_equal_gymnasiums_for_the_same_seed():
     groups = GymnasiumGroups("CartPole-v1", seed=4)
-    played = groups.play(PseudoRandomActor(groups.action_space), [7], [0], [0], split="test", uniforms=draws(1))
+    played = play_rows(groups, PseudoRandomActor(groups.action_space), [7], [0], [0], split="test", uniforms=draws(1))
     env = gymnasium.make("CartPole-v1")
     seen, _ = env.reset(seed=groups.reset_seed("test", 7))
     for t in range(int(played.lengths[0])):
@@ -127,11 +138,11 @@ def balance(seen):
 @pytest.mark.parametrize("vectorization", ["native", "serial"])
 def test_truncation_and_termination_are_distinguished(vectorization):
     env = GymnasiumGroups("CartPole-v1", vectorization=vectorization, max_episode_steps=60)
-    played = env.play(Rule(balance), [0, 1], [0, 1], [0, 0])
+    played = play_rows(env, Rule(balance), [0, 1], [0, 1], [0, 0])
     assert played.truncated.all()
     assert not played.terminated.any()
     assert played.lengths.tolist() == [60, 60]
-    fallen = env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), [0, 1], [0, 1], [0, 0])
+    fallen = play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), [0, 1], [0, 1], [0, 0])
     assert fallen.terminated.all()
     assert not fallen.truncated.any()
 
@@ -142,9 +153,9 @@ def test_termination_at_the_time_limit_is_not_truncation(vectorization):
         return np.zeros(len(seen), np.int64)
 
     long = GymnasiumGroups("CartPole-v1", vectorization=vectorization)
-    steps = int(long.play(Rule(left), [0], [0], [0]).lengths[0])
+    steps = int(play_rows(long, Rule(left), [0], [0], [0]).lengths[0])
     exact = GymnasiumGroups("CartPole-v1", vectorization=vectorization, max_episode_steps=steps)
-    played = exact.play(Rule(left), [0], [0], [0])
+    played = play_rows(exact, Rule(left), [0], [0], [0])
     assert (played.terminated[0], played.truncated[0]) == (True, False)
 
 
@@ -196,7 +207,7 @@ def test_noise_is_common_unless_reseed_noise_is_set():
 
     def noise(reseed, num_envs=None, members=(0, 0, 0)):
         env = GymnasiumGroups(probes.NoisyWalk, reseed_noise=reseed, num_envs=num_envs)
-        return env.play(Rule(still), [5], [0] * len(members), members)
+        return play_rows(env, Rule(still), [5], [0] * len(members), members)
 
     common = noise(False)
     assert len(set(episodes(common))) == 1
@@ -221,7 +232,7 @@ def test_a_failure_in_act_leaves_no_state_behind():
             return super().act(*args, **kwargs)
 
     with pytest.raises(RuntimeError, match="stop"):
-        env.play(Failing(env.action_space), [0], [0, 0], [0, 0], uniforms=draws(2))
+        play_rows(env, Failing(env.action_space), [0], [0, 0], [0, 0], uniforms=draws(2))
     assert episodes(play(env)[0]) == expected
 
 
@@ -234,7 +245,7 @@ def test_members_share_few_environments_evenly():
             member_ids_of_calls.append(member_ids.tolist())
             return super().act(observations, member_ids, **rest)
 
-    env.play(Watching(env.action_space), [0], [0] * 24, [4] * 8 + [0] * 8 + [2] * 8)
+    play_rows(env, Watching(env.action_space), [0], [0] * 24, [4] * 8 + [0] * 8 + [2] * 8)
     assert member_ids_of_calls == [[0, 0, 2, 2, 4, 4]] * 4
 
 
@@ -247,4 +258,4 @@ def test_temperature_and_base_reach_the_actor():
             assert np.array_equal(temperature, member_ids + 0.5)
             return super().act(observations, member_ids, temperature=temperature, base=base, **rest)
 
-    env.play(Watching(env.action_space), [0], [0] * 4, [1, 0, 1, 0], temperature=[1.5, 0.5, 1.5, 0.5], base=True)
+    play_rows(env, Watching(env.action_space), [0], [0] * 4, [1, 0, 1, 0], temperature=[1.5, 0.5, 1.5, 0.5], base=True)

@@ -11,14 +11,14 @@ from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environm
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes
-from tests.envs.actors import Rule
+from tests.envs.actors import Rule, play_rows
 
 ROWS = 12
 
 
 def play(make, rule, **kwargs):
     env = GymnasiumGroups(make, **kwargs)
-    return env.play(Rule(rule), range(ROWS), range(ROWS), [0] * ROWS)
+    return play_rows(env, Rule(rule), range(ROWS), range(ROWS), [0] * ROWS)
 
 
 BEST = {
@@ -58,11 +58,15 @@ def test_nan_actions_affect_only_their_member():
         actions[0] = np.nan
         return actions
 
-    played = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(Rule(rule), range(2), [0, 1], [0, 1])
+    played = play_rows(GymnasiumGroups("Pendulum-v1", max_episode_steps=5), Rule(rule), range(2), [0, 1], [0, 1])
     assert np.isfinite(played.own_rewards).all()
     assert np.isnan(played.actions[0]).all()  # recorded as NaN, so that learning fails this member
-    still = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(
-        Rule(lambda seen: np.zeros((len(seen), 1), np.float32)), range(2), [0, 1], [0, 1]
+    still = play_rows(
+        GymnasiumGroups("Pendulum-v1", max_episode_steps=5),
+        Rule(lambda seen: np.zeros((len(seen), 1), np.float32)),
+        range(2),
+        [0, 1],
+        [0, 1],
     )
     assert np.array_equal(played.own_rewards, still.own_rewards)
     shifted = spaces.Box(np.float32(2), np.float32(3), (1,))
@@ -82,8 +86,8 @@ def test_images_stay_uint8_and_composite_observations_keep_their_structure():
 @pytest.mark.parametrize("num_envs", [3, 64])
 def test_action_masks_reach_policy_and_record(num_envs):
     env = GymnasiumGroups(probes.Masked, num_envs=num_envs)
-    draws = ActionNoise(0, "sample", streams=[()], rows=[ROWS], width=1)
-    played = env.play(PseudoRandomActor(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
+    draws = ActionNoise(0, "sample", streams=[()], rows=[ROWS], width_of=lambda agent: 1)
+    played = play_rows(env, PseudoRandomActor(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
     assert played.lengths.tolist() == [3] * ROWS  # an illegal action would raise
     assert np.array_equal(played.action_masks, played.observations.astype(bool))
     assert not played.action_masks.all()
@@ -106,7 +110,7 @@ class Occasional(probes.ConstantReward):
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
 def test_without_a_mask_all_actions_are_legal(vectorization):
     with GymnasiumGroups(Occasional, vectorization=vectorization, num_envs=2) as env:
-        played = env.play(Rule(lambda seen: np.ones(len(seen), int)), range(ROWS), range(ROWS), [0] * ROWS)
+        played = play_rows(env, Rule(lambda seen: np.ones(len(seen), int)), range(ROWS), range(ROWS), [0] * ROWS)
         odd = np.array(env.open("train", range(ROWS)).seeds) % 2 == 1
     assert 0 < odd.sum() < ROWS
     assert np.array_equal(played.action_masks[:, 0, 0], ~odd)
@@ -176,7 +180,7 @@ def test_non_finite_values_are_reported_with_their_seed(kwargs, message):
     env = GymnasiumGroups(lambda: Odd(**changing))
     changing.update(kwargs)  # changed after construction, which checks a few steps
     with env, pytest.raises(ValueError, match=message) as raised:
-        env.play(Rule(lambda seen: np.zeros(len(seen), int)), [4], [0], [0])
+        play_rows(env, Rule(lambda seen: np.zeros(len(seen), int)), [4], [0], [0])
     assert f"seed={env.reset_seed('train', 4)}" in str(raised.value)
     with pytest.raises(ValueError, match=message):
         GymnasiumGroups(Odd, env_kwargs=kwargs)
@@ -190,12 +194,12 @@ def test_observations_of_a_wrong_shape_are_refused():
 @pytest.mark.parametrize("actions", [np.array([2]), np.array([-1])])
 def test_actions_outside_the_space_are_refused(actions):
     with pytest.raises(ValueError, match="actions must lie in \\[0, 2\\)"):
-        GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: actions), [0], [0], [0])
+        play_rows(GymnasiumGroups("CartPole-v1"), Rule(lambda seen: actions), [0], [0], [0])
 
 
 def test_actions_of_a_wrong_shape_are_refused():
     with pytest.raises(ValueError, match=r"shape \(2,\) for Discrete\(2\), got \(2, 1\)"):
-        GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: np.zeros((2, 1), int)), [0, 1], [0, 1], [0, 0])
+        play_rows(GymnasiumGroups("CartPole-v1"), Rule(lambda seen: np.zeros((2, 1), int)), [0, 1], [0, 1], [0, 0])
 
 
 class Endless(Odd):
@@ -209,18 +213,18 @@ def test_endless_episodes_are_truncated_with_one_warning(vectorization):
     assert (env.max_episode_steps, env.uses_default_limit) == (1000, True)
     with env:
         with pytest.warns(UserWarning, match="max_episode_steps"):
-            played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
+            played = play_rows(env, Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
         assert played.lengths.tolist() == [1000] * 2
         assert played.truncated.all()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+            play_rows(env, Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
 
 
 def test_no_warning_if_episodes_end_before_the_default_limit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        played = GymnasiumGroups(Odd).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+        played = play_rows(GymnasiumGroups(Odd), Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
     assert not played.truncated.any()
 
 
@@ -233,7 +237,7 @@ def test_a_declared_limit_is_respected(name, declared):
 
     env = GymnasiumGroups(Declares)
     assert (env.max_episode_steps, env.uses_default_limit) == (declared, False)
-    played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+    played = play_rows(env, Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
     assert played.lengths.tolist() == [max(1000, declared)]  # its declared limit is not kept
 
 
@@ -256,23 +260,9 @@ def test_native_is_refused_for_other_environments():
         GymnasiumGroups(Odd, vectorization="native")
 
 
-def test_factories_must_return_environments():
-    with pytest.raises(ValueError, match="got int"):
-        GymnasiumGroups(lambda: 3)
-
-
-def test_invalid_rows_are_refused():
+def test_starts_outside_their_split_are_refused():
     env = GymnasiumGroups("CartPole-v1", validation_size=2)
-    actor = Rule(lambda seen: np.zeros(len(seen), int))
-    with pytest.raises(ValueError, match=r"member_ids .* got 1 for 2 rows"):
-        env.play(actor, [0], [0, 0], [0])
-    with pytest.raises(ValueError, match=r"start_of_row must lie in \[0, 0\], got \[0, 1\]"):
-        env.play(actor, [0], [0, 1], [0, 0])
-    with pytest.raises(ValueError, match="member_ids"):
-        env.play(actor, [0], [0], [-1])
-    with pytest.raises(ValueError, match="temperature"):
-        env.play(actor, [0], [0], [0], temperature=[1.0, 1.0])
-    with pytest.raises(ValueError, match=r"starts of validation must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match="validation"):
         env.open("validation", [2])
-    with pytest.raises(ValueError, match="split must be one of"):
+    with pytest.raises(ValueError, match="split"):
         env.open("dev", [0])

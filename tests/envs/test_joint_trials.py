@@ -74,9 +74,7 @@ def test_opposed_agents_of_published_games_are_reported(game, opposed):
 def test_warning_depends_on_credit_and_score(score, team_credit, said):
     env = PettingZooGroups(joint_probes.Hunt, **({} if score is None else {"score": score}))
     found = "".join(warnings_of(env, team_credit=team_credit))
-    for words in ("credit='agent'", "score='hunter'"):
-        assert (words in found) == (words in said)
-    assert bool(found) == bool(said)
+    assert [words for words in ("credit='agent'", "score='hunter'") if words in found] == said
 
 
 def test_warning_comes_before_learning():
@@ -151,7 +149,7 @@ def test_games_that_end_by_themselves_get_no_limit():
 
 
 def test_state_carried_over_is_detected_and_environments_recreated():
-    with pytest.warns(UserWarning, match="reward of red_0 after 1 steps was 1.0 and then 3.0.*recreate_env=True"):
+    with pytest.warns(UserWarning, match="reward of red_0 after 1 step .*recreate_env=True"):
         env = PettingZooGroups(joint_probes.Remembering)
     assert env.recreate_env
     mapping = map_policies(env.observation_spaces, env.action_spaces, "shared")
@@ -165,7 +163,7 @@ def test_state_carried_over_is_detected_and_environments_recreated():
     ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"recreate_env": False})]
 )
 def test_warning_if_recreating_does_not_help_or_is_off(make, options):
-    with pytest.warns(UserWarning, match=r"not deterministic.*reset\(seed=...\)"):
+    with pytest.warns(UserWarning, match="not deterministic"):
         env = PettingZooGroups(make, **options)
     assert not env.recreate_env
 

@@ -11,6 +11,7 @@ from evogrpo.envs.control.actions import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.observations import ObservationStatistics
 from tests.envs import probes
+from tests.envs.actors import play_rows
 
 
 def policy_for(env, size):
@@ -22,8 +23,10 @@ def play(env, policy, members):
     """Play 6 episodes of each member; return them, their members, and the random numbers of actions."""
     rows = np.repeat(members, 6)
     width = policy.bank.uniforms_per_action
-    noise = ActionNoise(0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width=width)
-    return env.play(policy, range(3), [0, 0, 1, 1, 2, 2] * len(members), rows, uniforms=noise), rows, noise
+    noise = ActionNoise(
+        0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width_of=lambda agent: width
+    )
+    return play_rows(env, policy, range(3), [0, 0, 1, 1, 2, 2] * len(members), rows, uniforms=noise), rows, noise
 
 
 def learn_statistics(env, policy, members):
@@ -38,7 +41,7 @@ def test_the_policy_acts_on_normalised_observations():
     played, rows, noise = play(env, policy, (0, 1))
     normalised, summary = policy.normalised(played, rows)
     row, t = np.nonzero(played.present)
-    acted = policy.bank.act(normalised[row, t], rows[row], uniforms=noise(row, t))
+    acted = policy.bank.act(normalised[row, t], rows[row], uniforms=noise((), row, t))
     assert np.array_equal(acted.actions, played.actions[row, t])
     assert (normalised[~played.present] == 0).all()
     for member in (0, 1):

@@ -15,7 +15,7 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.envs.control.actions import to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.configuration.environment_tasks import reward_threshold
-from tests.envs.actors import Rule
+from tests.envs.actors import Rule, play_rows
 
 EVERYWHERE = ("serial", "processes")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # stderr of worker processes that die
@@ -54,7 +54,7 @@ class Odd(gymnasium.Env):
 
 def play(env, rows=4, rule=lambda seen: np.zeros(len(seen), np.int64)):
     with env:
-        return env.play(Rule(rule), range(rows), range(rows), [0] * rows)
+        return play_rows(env, Rule(rule), range(rows), range(rows), [0] * rows)
 
 
 @pytest.mark.parametrize("name", ["CartPole", "CartPole-v1", "evogrpo_test_module:Mine-v0", "evogrpo_test_module:Mine"])
@@ -117,7 +117,7 @@ def test_bipedal_walker_is_recreated_by_default():
         env = GymnasiumGroups("BipedalWalker-v3", max_episode_steps=60, num_envs=num_envs)
         rule = Rule(lambda seen: np.tile(np.float32([0.9, -0.6, 0.4, 0.7]), (len(seen), 1)))
         with env:
-            return env.play(rule, range(2), [0] * 3 + [1] * 3, [0] * 6).rewards
+            return play_rows(env, rule, range(2), [0] * 3 + [1] * 3, [0] * 6).rewards
 
     assert np.array_equal(returns(1), returns(6))
     assert len(set(returns(2)[:3])) == 1
@@ -223,7 +223,7 @@ def test_an_error_in_an_episode_is_raised_even_if_close_fails():
     env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="serial")
     broken += ["step", "close"]
     with pytest.raises(RuntimeError, match="a step failed"):
-        env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
+        play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
     broken.clear()
     assert play(env).lengths.tolist() == [3] * 4
 
@@ -241,7 +241,7 @@ def test_all_environments_are_closed_even_if_one_close_raises():
     env = GymnasiumGroups(Closes, vectorization="serial")
     closed.clear()  # those of the trial
     second = 2
-    env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
+    play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
     with pytest.raises(RuntimeError, match="a close failed"):
         env.close()
     assert len(set(closed)) == 4
@@ -255,7 +255,7 @@ def test_a_dead_worker_process_is_reported_and_others_end():
     broken.append("die")  # changed after construction, which tries a few steps in this process
     for _ in range(2):
         with pytest.raises(RuntimeError, match="num_envs"):
-            env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(2), range(2), [0] * 2)
+            play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), range(2), range(2), [0] * 2)
         assert env._vector_env is None
 
 

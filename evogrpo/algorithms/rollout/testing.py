@@ -12,10 +12,9 @@ from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
 from evogrpo.envs.control.making import declared_limit, time_limit
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rendering import RENDER_MODE, explain_window_errors
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
-from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS
-from evogrpo.envs.control.vector_env import SerialVectorEnv
+from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, RENDER_MODE, explain_window_errors
+from evogrpo.envs.control.vector_env import GymnasiumVectorEnv
 from evogrpo.envs.protocol import GroupEnvironment, Split
 
 
@@ -57,13 +56,7 @@ class SingleEnvironment:
 
     def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
         """Play one episode after the other; see `StartBatch.play`."""
-        vector_env = SerialVectorEnv(
-            lambda: self._env,
-            recreate_env=False,
-            reseed=False,
-            observation_space=self.observation_space,
-            action_space=self.action_space,
-        )
+        vector_env = GymnasiumVectorEnv(lambda: self._env, self.observation_space, self.action_space)
         with explain_window_errors() if self._drawn else nullcontext():
             return play_episodes(vector_env, 1, actors, mapping, request, self.max_episode_steps)
 

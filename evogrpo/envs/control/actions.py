@@ -1,5 +1,6 @@
 """Actions: random numbers to sample them with, conversion to the environment's form, and legal-action masks."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,7 @@ from evogrpo.randomness import generator
 
 Array = NDArray[Any]
 
-StepUniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
-
-AgentUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+Uniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(agents `[m]`, or () for a single agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same
 for the same entry at every call."""
 
@@ -22,57 +20,18 @@ _FIRST_CHUNK = 64  # steps; each further chunk is twice as long
 
 
 class ActionNoise:
-    """Uniform random numbers in [0, 1) for every row and step, for episodes of unknown length.
+    """Uniform random numbers in [0, 1) for every agent, row and step, for episodes of unknown length.
 
     Row r of stream s uses, at its step t, entry [r, t] of the generators (seed, purpose, *streams[s], 0),
     (..., 1) and so on, each of which covers twice as many steps as the one before. The numbers depend on neither
-    the order nor the number of the calls.
-
-    Args:
-        seed: Root seed of the run.
-        purpose: Purpose of the random stream.
-        streams: Numbers that name the stream of each member, e.g. (learning step, index).
-        rows: Number of rows of each stream. Rows are numbered stream after stream.
-        width: Numbers per action.
-    """
-
-    def __init__(
-        self, seed: int, purpose: str, *, streams: Sequence[tuple[int, ...]], rows: Sequence[int], width: int
-    ) -> None:
-        if len(streams) != len(rows):
-            raise ValueError(f"rows must have one entry per stream, got {len(rows)} for {len(streams)} streams")
-        self._seed, self._purpose, self._width = seed, purpose, width
-        self._streams = tuple(zip(streams, rows, strict=True))
-        self._chunks = 0
-        self._table = np.empty((sum(rows), 0, width), dtype=np.float32)
-
-    def __call__(self, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the numbers `[m, width]` of rows `[m]` at their steps `t` `[m]`."""
-        while len(t) and self._table.shape[1] <= t.max():
-            length = _FIRST_CHUNK << self._chunks
-            chunk = [
-                generator(self._seed, self._purpose, *name, self._chunks).random(
-                    (count, length, self._width), dtype=np.float32
-                )
-                for name, count in self._streams
-            ]
-            self._table = np.concatenate([self._table, np.concatenate(chunk)], axis=1)
-            self._chunks += 1
-        uniforms: NDArray[np.float32] = self._table[rows, t]
-        return uniforms
-
-
-class AgentActionNoise:
-    """Uniform random numbers in [0, 1) for every agent, row and step: one `ActionNoise` per agent.
-
-    The purpose of agent a is "purpose for a", so its numbers do not depend on other agents. That of the single agent of
-    a Gymnasium environment is the plain purpose.
+    the order nor the number of the calls. The purpose of agent a is "purpose for a", so its numbers do not depend on
+    other agents. That of a single agent is the plain purpose.
 
     Args:
         seed: Root seed of the run.
         purpose: Purpose of the random streams.
         streams: Numbers that name the stream of each member, e.g. (learning step, index).
-        rows: Number of episodes of each stream. They are numbered stream after stream.
+        rows: Number of rows of each stream. Rows are numbered stream after stream.
         width_of: Returns the numbers per action of an agent; its name is "" if it is a single agent.
     """
 
@@ -85,26 +44,37 @@ class AgentActionNoise:
         rows: Sequence[int],
         width_of: Callable[[str], int],
     ) -> None:
-        self._seed, self._purpose, self._streams, self._rows = seed, purpose, streams, rows
-        self._width_of = width_of
-        self._agents: dict[str, ActionNoise] = {}
+        self._seed, self._purpose, self._width_of = seed, purpose, width_of
+        self._streams = tuple(zip(streams, rows, strict=True))
+        self._tables: dict[str, NDArray[np.float32]] = {}  # `[rows, steps, width]` of each agent
+        self._chunks: dict[str, int] = defaultdict(int)
 
     def __call__(self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
         names = sorted(set(agents)) or [""]
-        for name in names:
-            if name not in self._agents:
-                purpose = f"{self._purpose} for {name}" if name else self._purpose
-                self._agents[name] = ActionNoise(
-                    self._seed, purpose, streams=self._streams, rows=self._rows, width=self._width_of(name)
-                )
         if len(names) == 1:
-            return self._agents[names[0]](rows, t)
+            return self._numbers(names[0], rows, t)
         result = np.empty((len(rows), self._width_of(names[0])), dtype=np.float32)
         for name in names:
             own = np.array(agents) == name
-            result[own] = self._agents[name](rows[own], t[own])
+            result[own] = self._numbers(name, rows[own], t[own])
         return result
+
+    def _numbers(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+        table, width = self._tables.get(agent), self._width_of(agent)
+        while table is None or table.shape[1] <= t.max(initial=0):
+            length = _FIRST_CHUNK << self._chunks[agent]
+            purpose, part = f"{self._purpose} for {agent}" if agent else self._purpose, self._chunks[agent]
+            chunk = np.concatenate(
+                [
+                    generator(self._seed, purpose, *stream, part).random((count, length, width), dtype=np.float32)
+                    for stream, count in self._streams
+                ]
+            )
+            table = self._tables[agent] = chunk if table is None else np.concatenate([table, chunk], axis=1)
+            self._chunks[agent] += 1
+        uniforms: NDArray[np.float32] = table[rows, t]
+        return uniforms
 
 
 def check_action_space(space: spaces.Space[Any]) -> None:

@@ -1,7 +1,7 @@
 """Five classic-control environments in numpy, bit for bit those of Gymnasium."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import pi
@@ -12,20 +12,21 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
+from evogrpo.data import DEFAULT_POLICY
+from evogrpo.envs.control.policy_mapping import PolicyMapping
+from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
+
 Start = tuple[tuple[float, ...], tuple[float, ...]]
 """State and first observation of an episode, as numbers."""
 
-Step = tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]
-"""Observations `[m, d]`, rewards `[m]`, terminated `[m]`, truncated `[m]`."""
 
-
-class ClassicControl(ABC):
-    """Base class: `m` episodes of one environment, each with its own seed and step count, stepped together in numpy.
+class ClassicControl(VectorEnv):
+    """Base class: episodes of one environment, each with its own seed and step count, stepped together in numpy.
 
     Every episode equals `gymnasium.make(id)` reset with the same seed, bit for bit: observations, rewards, termination
     and truncation. The formulas therefore keep Gymnasium's order of operations, its mixture of float32 and float64,
     and its library functions: `x**2` of a numpy scalar is the C library's `pow`, which `np.float_power` calls and
-    `x * x` does not always equal. Episodes are appended by `add`, and kept, dropped or reordered by `select`.
+    `x * x` does not always equal.
 
     Args:
         max_episode_steps: Steps after which an episode is truncated, at least 1.
@@ -42,40 +43,49 @@ class ClassicControl(ABC):
         if max_episode_steps < 1:
             raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
         self.max_episode_steps = max_episode_steps
+        self._observations = np.empty((0, 0), dtype=np.float32)
+        self._finished = np.empty(0, dtype=np.bool_)
         # One contiguous row per quantity, so that every formula reads and writes plain vectors.
         self._state = np.empty((self.state_size, 0))
         self._elapsed = np.empty(0, dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self._elapsed)
-
-    def add(self, seeds: Sequence[int]) -> NDArray[np.float32]:
-        """Append one episode per seed; return their first observations `[k, d]`."""
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+        """See `VectorEnv`. Replicas are not used: these environments have no noise."""
         # The episodes of a group share a seed, and creating a generator costs as much as a hundred steps.
         distinct, episode = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
         starts = [self._start(int(seed)) for seed in distinct]
         state = np.array([state for state, _ in starts]).T[:, episode]
+        first = np.array([observation for _, observation in starts], dtype=np.float32)[episode]
+        self._observations = np.concatenate([self._observations, first]) if len(self._elapsed) else first
         self._state = np.concatenate([self._state, state], axis=1)
         self._elapsed = np.concatenate([self._elapsed, np.zeros(len(episode), dtype=np.int64)])
-        return np.array([observation for _, observation in starts], dtype=np.float32)[episode]
+        self._finished = np.concatenate([self._finished, np.zeros(len(episode), dtype=np.bool_)])
 
     def select(self, positions: NDArray[np.int64]) -> None:
-        """Keep the episodes at these positions, in this order, and drop the others."""
+        """See `VectorEnv`."""
+        self._observations = self._observations[positions]
         self._state = self._state.take(positions, axis=1)
         self._elapsed = self._elapsed.take(positions)
+        self._finished = self._finished.take(positions)
 
-    def step(self, actions: NDArray[np.generic]) -> Step:
-        """Step every episode once.
+    def finished(self) -> NDArray[np.bool_]:
+        """See `VectorEnv`."""
+        return self._finished
 
-        Args:
-            actions: `[m]` or `[m, k]` actions of the environment's action space, in its dtype; not checked.
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
+        """See `VectorEnv`."""
+        return {DEFAULT_POLICY: PolicyInput([self._observations], None)}
 
-        Returns:
-            Observations, rewards, terminated and truncated; ended episodes must not be stepped again.
-        """
-        rewards, terminated = self._advance(actions)
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
+        """See `VectorEnv`."""
+        rewards, terminated = self._advance(actions[DEFAULT_POLICY])
         self._elapsed += 1
-        return self._observe(), rewards, terminated, self._elapsed >= self.max_episode_steps
+        truncated = self._elapsed >= self.max_episode_steps
+        self._observations, self._finished = self._observe(), terminated | truncated
+        return VectorStep(rewards, terminated, truncated)
+
+    def close(self) -> None:
+        """Do nothing."""
 
     @staticmethod
     @abstractmethod
@@ -279,7 +289,7 @@ class MountainCar(ClassicControl):
         position = np.clip(position + velocity, _LOWEST, _HIGHEST)
         velocity[(position == _LOWEST) & (velocity < 0)] = 0
         self._state = np.stack([position, velocity])
-        return np.full(len(self), -1.0), (position >= _GOAL) & (velocity >= self._goal_velocity)
+        return np.full(len(self._elapsed), -1.0), (position >= _GOAL) & (velocity >= self._goal_velocity)
 
 
 class MountainCarContinuous(ClassicControl):
@@ -361,23 +371,12 @@ class Pendulum(ClassicControl):
         speed = speed + (self._pull * np.sin(theta) + 3.0 * torque) * _PENDULUM_SECONDS
         speed = np.clip(speed, -_PENDULUM_MAX_SPEED, _PENDULUM_MAX_SPEED)
         self._state = np.stack([theta + speed * _PENDULUM_SECONDS, speed])
-        return -costs, np.zeros(len(self), dtype=np.bool_)
+        return -costs, np.zeros(len(self._elapsed), dtype=np.bool_)
 
     def _observe(self) -> NDArray[np.float32]:
         theta, speed = self._state
         return rows_of(np.cos(theta), np.sin(theta), speed)
 
-
-__all__ = [
-    "Acrobot",
-    "CartPole",
-    "ClassicControl",
-    "MountainCar",
-    "MountainCarContinuous",
-    "Pendulum",
-    "native_class",
-    "native_ids",
-]
 
 _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.cartpole:CartPoleEnv": CartPole,

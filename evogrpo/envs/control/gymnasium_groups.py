@@ -1,36 +1,31 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import gymnasium
-from numpy.typing import ArrayLike
 
 from evogrpo.config.checks import names_unknown
-from evogrpo.data import DEFAULT_POLICY, Actor
 from evogrpo.distributed import cores_per_rank
-from evogrpo.envs.control.actions import StepUniforms, check_action_space
+from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import native_class
-from evogrpo.envs.control.determinism import check_determinism
 from evogrpo.envs.control.making import (
-    DistinctEnvs,
     EnvFactory,
     Wrap,
     check_wrapper,
     declared_limit,
     env_spec,
+    make_example,
     time_limit,
     wrapper_name,
 )
 from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.envs.control.policy_mapping import single_agent
-from evogrpo.envs.control.rendering import RENDER_MODE, check_renderable
-from evogrpo.envs.control.rollout import PolicyEpisodes
+from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
-from evogrpo.envs.control.vector_env import NativeVectorEnv, ProcessVectorEnv, SerialVectorEnv, VectorEnv
+from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
 
@@ -81,12 +76,12 @@ class GymnasiumGroups(SeededGroups):
     Attributes:
         seed: As passed.
         name: The id, or the name of the callable.
-        native: Whether a native environment is used.
-        render_tests: Whether tests are shown in a window.
-        recreate_env: Whether a new environment is created for every episode.
-        reseed_noise: Whether each position in a group gets its own noise.
+        native: True if a native environment is used.
+        render_tests: True if tests are shown in a window.
+        recreate_env: True if a new environment is created for every episode.
+        reseed_noise: True if each position in a group gets its own noise.
         max_episode_steps: Steps after which an episode is truncated.
-        uses_default_limit: Whether `max_episode_steps` is the default because no limit is known.
+        uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
         observation_space: Of one environment.
         action_space: Of one environment.
 
@@ -127,10 +122,9 @@ class GymnasiumGroups(SeededGroups):
             noise_seed=None,
             wrappers=tuple(wrappers),
         )
-        self._distinct = DistinctEnvs()
 
         # 1. Create an example for the spaces and the step limit.
-        example = self._create()
+        example = make_example(self._make)
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self._code = code_hash(type(example.unwrapped))
@@ -164,57 +158,24 @@ class GymnasiumGroups(SeededGroups):
         # 3. Check that episodes are deterministic; native environments carry no state and have no noise.
         self.recreate_env, self.reseed_noise = bool(recreate_env), bool(reseed_noise)
         if not self.native:
-            self.recreate_env, self.reseed_noise = check_determinism(
+            self.recreate_env, noisy = check_determinism(
                 self.name,
-                lambda noisy: self._distinct.check(replace(self._make, noise_seed=0 if noisy else None)()),
-                (self.observation_space, self.action_space),
+                lambda recreate_env, noisy: GymnasiumVectorEnv(
+                    replace(self._make, noise_seed=0 if noisy else None),
+                    self.observation_space,
+                    self.action_space,
+                    recreate_env=recreate_env,
+                ),
+                single_agent(self.observation_space, self.action_space),
                 recreate_env=recreate_env,
-                reseed_noise=reseed_noise,
                 interleaved=num_envs != 1 and not self._processes,
             )
+            self.reseed_noise = noisy if reseed_noise is None else reseed_noise
         if self.reseed_noise:
             self._make = replace(self._make, noise_seed=seed)
         default = _NATIVE_ENVS if self.native else cores_per_rank() if self._processes else _SERIAL_ENVS
         self._num_envs = default if num_envs is None else num_envs
         self._default_limit = self.max_episode_steps if self.uses_default_limit else None
-
-    def rendered(self) -> "GymnasiumGroups":
-        """Return the same starts in a single environment that renders in a window.
-
-        Raises:
-            ImportError: If a package is missing.
-            ValueError: If the environment cannot be rendered, or there is no display.
-        """
-        shown, plain = copy(self), self._make
-        check_renderable(lambda **mode: replace(plain, env_kwargs={**plain.env_kwargs, **mode})(), self.name)
-        shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": RENDER_MODE})
-        shown._native, shown._processes, shown._num_envs, shown._vector_env = None, False, 1, None
-        shown._distinct, shown._in_window = DistinctEnvs(), True
-        return shown
-
-    def play(
-        self,
-        actor: Actor,
-        starts: Sequence[int],
-        start_of_row: Sequence[int],
-        member_ids: Sequence[int],
-        *,
-        split: Split = "train",
-        uniforms: StepUniforms | None = None,
-        temperature: ArrayLike | None = None,
-        base: bool = False,
-    ) -> PolicyEpisodes:
-        """Open starts of a split and play one episode per row with one policy; see `StartBatch.play`."""
-        played = self.open(split, starts).play(
-            {DEFAULT_POLICY: actor},
-            single_agent(self.observation_space, self.action_space),
-            start_of_row,
-            member_ids,
-            uniforms=None if uniforms is None else lambda _, rows, t: uniforms(rows, t),
-            temperature=temperature,
-            base=base,
-        )
-        return played.episodes[DEFAULT_POLICY]
 
     def _identity(self) -> dict[str, str]:
         make = self._make
@@ -234,18 +195,14 @@ class GymnasiumGroups(SeededGroups):
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
 
-    def _create(self) -> "gymnasium.Env[Any, Any]":
-        return self._distinct.check(self._make())
+    def _create(self, **env_kwargs: Any) -> "gymnasium.Env[Any, Any]":
+        return replace(self._make, env_kwargs={**self._kwargs, **env_kwargs})()
 
     def _create_vector_env(self) -> VectorEnv:
-        if self._native is not None:
-            return NativeVectorEnv(self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs))
-        options: dict[str, Any] = {
-            "recreate_env": self.recreate_env,
-            "reseed": self.reseed_noise,
-            "observation_space": self.observation_space,
-            "action_space": self.action_space,
-        }
-        if self._processes:
-            return ProcessVectorEnv(self._make, count=self._num_envs, **options)
-        return SerialVectorEnv(self._create, **options)
+        if self._native is not None and not self._in_window:
+            return self._native(max_episode_steps=self.max_episode_steps, **self._spec_kwargs)
+        options: dict[str, Any] = {"recreate_env": self.recreate_env, "reseed": self.reseed_noise}
+        if self._processes and not self._in_window:
+            make, count = self._make, self._num_envs
+            return ProcessVectorEnv(make, self.observation_space, self.action_space, count=count, **options)
+        return GymnasiumVectorEnv(self._create, self.observation_space, self.action_space, **options)

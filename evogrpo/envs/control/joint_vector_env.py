@@ -1,10 +1,10 @@
 """Vector environments of several agents: episodes of a parallel PettingZoo environment."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -13,48 +13,15 @@ from pettingzoo import ParallelEnv
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import scalars
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep, close_all
+from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
 
 AgentValues = Mapping[Any, Any]
 """One value per agent."""
 
-MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
+AGENT_REWARDS = "rewards of agents"
+"""Key of the rewards of all agents in the infos of `JointGymEnv`."""
 
-_RESET = ("observations", "infos")
-_STEP = ("observations", "rewards", "terminations", "truncations", "infos")
-
-
-def reset_env(env: "ParallelEnv[Any, Any, Any]", seed: int) -> Sequence[AgentValues]:
-    """Reset an environment and return observations and infos.
-
-    Raises:
-        ValueError: If `reset` takes no seed or returns another form.
-    """
-    try:
-        result: object = env.reset(seed=seed)
-    except TypeError as error:
-        try:
-            inspect.signature(env.unwrapped.reset).bind(seed=seed)
-        except TypeError:
-            raise ValueError(f"{env.unwrapped} must accept reset(seed=...): {error}") from error
-        raise
-    return _checked(env, "reset()", _RESET, result)
-
-
-def _checked(
-    env: "ParallelEnv[Any, Any, Any]", call: str, names: Sequence[str], result: object
-) -> Sequence[AgentValues]:
-    expected = f"{env.unwrapped} must return ({', '.join(names)}) from {call}, each a dict by agent"
-    if not isinstance(result, tuple | list) or len(result) != len(names):
-        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        raise ValueError(f"{expected}, got {got}")
-    for name, values in zip(names, result, strict=True):
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{expected}, got {name} of type {type(values).__name__}")
-    for agent, info in result[-1].items():
-        if info is not None and not isinstance(info, Mapping):
-            raise ValueError(f"{expected}, and each info must be a dict, got {type(info).__name__} for {agent}")
-    return result
+AgentDict = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,49 +58,42 @@ class JointStep:
 
 
 class JointEnv:
-    """A parallel environment, one episode at a time, with checks and a step limit.
+    """A parallel environment with checks and a step limit, whose agents are named by text.
 
     Args:
-        make: Creates the environment.
+        env: The environment.
         max_episode_steps: Steps after which all active agents are truncated.
-        recreate_env: Create a new environment for every episode.
 
     Attributes:
-        env: Environment of the current episode.
+        env: As given.
     """
 
-    def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, recreate_env: bool = False) -> None:
-        self._make, self.env = make, make()
-        self._limit, self._recreate_env, self._used = max_episode_steps, recreate_env, False
+    def __init__(self, env: "ParallelEnv[Any, Any, Any]", max_episode_steps: int) -> None:
+        self.env, self._limit = env, max_episode_steps
         self._ids: dict[str, Any] = {}
         self._ended: set[str] = set()
         self._steps = 0
 
     def reset(self, seed: int) -> JointStep:
         """Start an episode."""
-        if self._recreate_env and self._used:
-            self.env.close()
-            self.env = self._make()
-        self._used = True
-        observations, infos = reset_env(self.env, seed)
-        self._ids, self._ended, self._steps = self._active(), set(), 0
-        return JointStep(**self._inputs(observations, infos))
+        observations, infos = self.env.reset(seed=seed)
+        self._ids, self._ended, self._steps = {str(agent): agent for agent in self.env.agents}, set(), 0
+        return self._latest(observations, infos)
 
     def step(self, actions: Mapping[str, Any]) -> JointStep:
         """Step with one action per active agent, in the environment's form.
 
         Raises:
-            ValueError: If an agent returns after its end, has no reward, or the environment returns another form.
+            ValueError: If an agent returns after its end or has no reward.
         """
         before = set(self._ids)
         own = {self._ids[name]: action for name, action in actions.items()}
-        result = _checked(self.env, "step()", _STEP, self.env.step(dict(own)))
-        observations, rewards, terminations, truncations, infos = result
+        observations, rewards, terminations, truncations, infos = self.env.step(dict(own))
         unpaid = [str(agent) for agent in own if agent not in rewards]
         if unpaid:
             raise ValueError(f"{self.env.unwrapped} must give a reward, possibly 0, to agents that acted: {unpaid}")
         self._steps += 1
-        active = self._active()
+        active = {str(agent): agent for agent in self.env.agents}
         terminated = before & {str(agent) for agent, flag in terminations.items() if flag}
         truncated = (before & {str(agent) for agent, flag in truncations.items() if flag}) - terminated
         terminated |= before - set(active) - truncated  # agents that left without a flag
@@ -147,8 +107,9 @@ class JointEnv:
             raise ValueError(f"agents {sorted(returned)} returned after their end. A new agent needs a new name.")
         self._ended |= terminated | truncated
         self._ids = active
-        return JointStep(
-            **self._inputs(observations, infos),
+        return self._latest(
+            observations,
+            infos,
             rewards={
                 str(agent): float(scalars([reward], np.float64, f"reward of {agent}")[0])
                 for agent, reward in rewards.items()
@@ -172,21 +133,12 @@ class JointEnv:
         """Close the environment."""
         self.env.close()
 
-    def _active(self) -> dict[str, Any]:
-        agents = self.env.agents
-        named = {str(agent): agent for agent in agents}
-        if len(named) != len(agents):
-            raise ValueError(f"agents must have distinct names, got {list(map(str, agents))}")
-        return named
-
-    def _inputs(self, observations: AgentValues, infos: AgentValues) -> dict[str, Any]:
-        missing = sorted(name for name, agent in self._ids.items() if agent not in observations)
-        if missing:
-            raise ValueError(f"{self.env.unwrapped} must give an observation to its active agents {missing}")
-        return {
-            "observations": {name: observations[agent] for name, agent in self._ids.items()},
-            "infos": {name: infos.get(agent) or {} for name, agent in self._ids.items()},
-        }
+    def _latest(self, observations: AgentValues, infos: AgentValues, **results: Any) -> JointStep:
+        return JointStep(
+            observations={name: observations[agent] for name, agent in self._ids.items()},
+            infos={name: infos.get(agent) or {} for name, agent in self._ids.items()},
+            **results,
+        )
 
 
 def plain_action(action: Any) -> Any:
@@ -194,32 +146,14 @@ def plain_action(action: Any) -> Any:
     return action.item() if np.ndim(action) == 0 else action.copy()
 
 
-class JointVectorEnv(VectorEnv):
-    """Vector environment of several agents, stepped one environment after another in this process.
+class JointVectorEnv(SerialVectorEnv):
+    """Vector environment of several agents in this process. Its environments get no noise of their own."""
 
-    Args:
-        make: Creates one environment.
-    """
+    _running: list[tuple[JointEnv, JointStep]]
+    _acting: Mapping[str, list[tuple[int, str]]]  # position and agent of each input
 
-    def __init__(self, make: Callable[[], JointEnv]) -> None:
-        self._make = make
-        self._free: list[JointEnv] = []
-        self._running: list[tuple[JointEnv, JointStep]] = []
-        self._acting: dict[str, list[tuple[int, str]]] = {}  # position and agent of each input
-
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `VectorEnv`. Replicas are not used: these environments get no noise of their own."""
-        for seed in seeds:
-            self.stop.check()
-            env = self._free.pop() if self._free else self._make()
-            self._running.append((env, env.reset(seed)))
-
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `VectorEnv`."""
-        kept = positions.tolist()
-        dropped = sorted(set(range(len(self._running))) - set(kept))
-        self._free += [self._running[position][0] for position in dropped]
-        self._running = [self._running[position] for position in kept]
+    def _reset(self, env: JointEnv, seed: int, replica: int) -> JointStep:
+        return env.reset(seed)
 
     def finished(self) -> NDArray[np.bool_]:
         """See `VectorEnv`; an episode has ended when no agent is active."""
@@ -269,8 +203,59 @@ class JointVectorEnv(VectorEnv):
             totals=np.array([sum(step.rewards.values()) for step in steps], dtype=np.float64),
         )
 
+
+class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
+    """A joint environment as a Gymnasium environment of a single player that acts for all agents.
+
+    Observations contain the agents that can act; the others take no action. The reward is the sum of all rewards. The
+    infos contain the action masks by agent, and every agent's reward under `AGENT_REWARDS`.
+
+    Args:
+        env: The joint environment.
+        max_episode_steps: Steps after which all active agents are truncated.
+        observation_space: Observation spaces by agent.
+        action_space: Action spaces by agent.
+    """
+
+    def __init__(
+        self,
+        env: "ParallelEnv[Any, Any, Any]",
+        max_episode_steps: int,
+        observation_space: gymnasium.spaces.Dict,
+        action_space: gymnasium.spaces.Dict,
+    ) -> None:
+        self._env = JointEnv(env, max_episode_steps)
+        self._latest = JointStep(observations={}, infos={})
+        self.observation_space, self.action_space = observation_space, action_space
+        self.metadata = dict(getattr(env, "metadata", {}))
+        self.render_mode = getattr(env, "render_mode", None)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
+        """Start an episode; a seed is required."""
+        assert seed is not None
+        return self._inputs(self._env.reset(seed))
+
+    def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
+        """Step with the actions of all agents; the episode ends when no agent is active."""
+        agents = self._latest.observations
+        result = self._env.step(
+            {agent: action[agent] if agent in action else self._env.no_action(agent) for agent in agents}
+        )
+        over, cut = not result.observations, bool(result.truncated)
+        observations, infos = self._inputs(result)
+        return observations, float(sum(result.rewards.values())), over and not cut, over and cut, infos
+
+    def render(self) -> Any:
+        """Render the joint environment."""
+        return self._env.env.render()
+
     def close(self) -> None:
-        """Close all environments."""
-        envs = [*self._free, *(env for env, _ in self._running)]
-        self._free, self._running = [], []
-        close_all(envs)
+        """Close the joint environment."""
+        self._env.env.close()
+
+    def _inputs(self, latest: JointStep) -> tuple[AgentDict, AgentDict]:
+        self._latest = latest
+        acting = {agent: latest.mask(agent) for agent in latest.observations if latest.can_act(agent)}
+        masks = {agent: mask for agent, mask in acting.items() if mask is not None}
+        infos = {"action_mask": masks, AGENT_REWARDS: latest.rewards}
+        return {agent: latest.observations[agent] for agent in acting}, infos

@@ -3,10 +3,7 @@
 import functools
 import importlib
 import inspect
-import pkgutil
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,76 +14,37 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.randomness import generator
-from evogrpo.synonyms import unknown_name_error
 
 Made = TypeVar("Made", bound=Any)
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 """A class of `gymnasium.Wrapper`, or another callable that returns an environment wrapped."""
 
-SEED_BITS = 31
+_SEED_BITS = 31
 
 
-# ---- checks
-
-
-def check_env_argument(env: object) -> None:
-    """Raise ValueError unless the argument is an id or a callable that creates environments."""
-    _check_single(env)
-    if isinstance(env, str) or (callable(env) and not isinstance(env, gymnasium.Env)):
-        return
-    known = _id_of(env)
-    raise ValueError(
-        f"env must be an id or a callable that creates environments, got {type(env).__name__}. Give "
-        f"{f'{known!r}, ' if known else ''}the class or a function."
-    )
+def noise_seed(seed: int, replica: int) -> int:
+    """Return a reset seed that also names the noise after reset; see `ReseededNoise`."""
+    return seed + (replica << _SEED_BITS)
 
 
 def check_env(env: object) -> None:
     """Raise ValueError unless the object is a single environment with spaces."""
-    try:
-        _check_single(env)
-    except ValueError:
-        with suppress(Exception):  # it may have processes
-            env.close()  # type: ignore[attr-defined]
-        raise
     name = type(env).__name__
+    if getattr(env, "num_envs", 1) != 1:
+        raise ValueError(
+            f"env must be a single environment, got a vector of several ({name}). Give the id or a callable that "
+            "creates a single one, and set num_envs."
+        )
     if not isinstance(env, gymnasium.Env):
-        fix = ""
-        if hasattr(env, "possible_agents") or hasattr(env, "agents"):
-            fix = " Use evogrpo.PettingZooGroups for environments of several agents."
-        elif hasattr(env, "step") and hasattr(env, "reset"):
-            fix = (
-                " Let its class inherit from gymnasium.Env, or convert an old Gym environment with the package shimmy: "
-                'gymnasium.make("GymV21Environment-v0", env=...).'
-            )
-        raise ValueError(f"env must create a gymnasium.Env, got {name}.{fix}")
+        raise ValueError(
+            f"env must create a gymnasium.Env, got {name}. Use evogrpo.PettingZooGroups for several agents, and the "
+            "package shimmy for environments of the old Gym."
+        )
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
         if not isinstance(space, gymnasium.Space):
             raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}")
-
-
-def _check_single(env: object) -> None:
-    """Raise ValueError for vector environments of Gymnasium, Stable-Baselines3 and others."""
-    if isinstance(env, type):
-        return
-    count = getattr(env, "num_envs", None)
-    vector = isinstance(env, gymnasium.vector.VectorEnv) or (count is not None and hasattr(env, "step_async"))
-    if vector or (isinstance(env, gymnasium.Env) and isinstance(count, int) and count > 1):
-        known = _id_of(env)
-        raise ValueError(
-            f"env must be a single environment, got a vector of {count} ({type(env).__name__}). Give "
-            f"{repr(known) if known else 'the id'} or a callable, and set num_envs."
-        )
-
-
-def _id_of(env: Any) -> str | None:
-    """Return the id that an environment, or the first one of a vector, was registered under."""
-    with suppress(Exception):  # attributes of unknown classes
-        spec = getattr(env, "spec", None) or env.envs[0].spec
-        return str(spec.id)
-    return None
 
 
 def env_spec(env: str) -> EnvSpec:
@@ -97,11 +55,6 @@ def env_spec(env: str) -> EnvSpec:
         ImportError: If the module does not exist.
     """
     module, _, name = env.rpartition(":")
-    if module.endswith(".py"):
-        raise gymnasium.error.NameNotFound(
-            f"Modules are named as in an import, here {module.removesuffix('.py')}:{name}. The module must call "
-            "gymnasium.register."
-        )
     if module:
         importlib.import_module(module)
     namespace, plain, version = parse_env_id(name)
@@ -110,14 +63,8 @@ def env_spec(env: str) -> EnvSpec:
     try:
         return gymnasium.spec(get_env_id(namespace, plain, version))
     except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
-        if module:
-            hint = f"Module {module} must call gymnasium.register(id='{name}', entry_point=...)."
-        else:
-            first = (namespace or plain).partition("-")[0].lower()
-            packages = [found.name for found in pkgutil.iter_modules() if found.name.lower() == first]
-            hint = "Environments of packages are registered on import: "
-            hint += f"did you mean {packages[0]}:{name}?" if packages else "write MODULE:ID."
-        raise type(error)(f"{error} {hint}") from error
+        fix = f"{module} must call gymnasium.register." if module else "For environments of a package write PACKAGE:ID."
+        raise type(error)(f"{error} {fix}") from error
 
 
 def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
@@ -139,19 +86,13 @@ def declared_limit(unwrapped: object) -> int | None:
     return None
 
 
-class DistinctEnvs:
-    """Checks that a callable creates a new environment at each call."""
-
-    def __init__(self) -> None:
-        self._known: list[weakref.ref[Any]] = []
-
-    def check(self, env: Made) -> Made:
-        """Return an environment; raise ValueError if it was created before."""
-        self._known = [each for each in self._known if each() is not None]
-        if any(each() is env.unwrapped for each in self._known):
-            raise ValueError("env must create a new environment at each call, but returned the same one twice.")
-        self._known.append(weakref.ref(env.unwrapped))
-        return env
+def make_example(make: Callable[[], Made]) -> Made:
+    """Create an environment; raise ValueError if another call returns the same one."""
+    env, other = make(), make()
+    if env.unwrapped is other.unwrapped:
+        raise ValueError("env must create a new environment at each call, but returned the same one twice.")
+    other.close()
+    return env
 
 
 # ---- wrappers
@@ -166,49 +107,17 @@ def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = N
         options: Further keyword arguments.
     """
     if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
-        got = f"the class {wrap.__module__}.{wrap.__qualname__}" if isinstance(wrap, type) else type(wrap).__name__
-        fix = " Pass the class, e.g. gymnasium.wrappers.FlattenObservation." if isinstance(wrap, str) else ""
         raise ValueError(
-            f"wrapper {name} must be a subclass of gymnasium.Wrapper, or a function that takes an environment, got "
-            f"{got}.{fix}"
+            f"wrapper {name} must be a subclass of gymnasium.Wrapper, such as gymnasium.wrappers.FlattenObservation, "
+            f"or a function that takes an environment, got {wrap!r}"
         )
     try:
-        parameters = inspect.signature(wrap).parameters
-    except (TypeError, ValueError):  # written in C
-        return
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {key: each for key, each in parameters.items() if each.kind in kinds}
-    own = list(named)[1:]  # the first is the environment
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        for option in options or {}:
-            if option not in own:
-                raise unknown_name_error(f"option of wrapper {name}:", option, own)
-    missing = [key for key in own if named[key].default is inspect.Parameter.empty and key not in (options or {})]
-    if missing:
-        values = ", ".join(f"{key}: ..." for key in missing)
+        inspect.signature(wrap).bind(None, **(options or {}))
+    except TypeError as error:
         raise ValueError(
-            f"wrapper {name} requires {' and '.join(missing)}. In a configuration or on the command line write "
-            f"task.wrappers=[{{name: {name}, options: {{{values}}}}}], in Python functools.partial(...)."
-        )
-
-
-def apply_wrappers(env: "gymnasium.Env[Any, Any]", wrappers: Sequence[Wrap]) -> "gymnasium.Env[Any, Any]":
-    """Apply wrappers to an environment, the first one innermost.
-
-    Raises:
-        ValueError: If a wrapper fails or returns no environment.
-    """
-    for wrap in wrappers:
-        try:
-            wrapped = wrap(env)
-        except Exception as error:
-            env.close()
-            raise ValueError(
-                f"wrapper {wrapper_name(wrap)} failed on {env}: {type(error).__name__}: {error}"
-            ) from error
-        check_env(wrapped)
-        env = wrapped
-    return env
+            f"wrapper {name}: {error}. Set its options by functools.partial(...) in Python, by "
+            f"task.wrappers=[{{name: {name}, options: {{...}}}}] in a configuration."
+        ) from error
 
 
 def wrapper_name(wrap: object) -> str:
@@ -242,7 +151,10 @@ class EnvFactory:
     wrappers: Sequence[Wrap] = ()
 
     def __post_init__(self) -> None:
-        check_env_argument(self.env)
+        if not isinstance(self.env, str) and not callable(self.env):
+            raise ValueError(
+                f"env must be an id or a callable that creates environments, got {type(self.env).__name__}."
+            )
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Create one environment.
@@ -265,7 +177,12 @@ class EnvFactory:
                         f"{self.max_episode_steps}"
                     )
                 env = TimeLimit(env, self.max_episode_steps)
-        env = apply_wrappers(env, self.wrappers)
+        for wrap in self.wrappers:
+            try:
+                env = wrap(env)
+            except Exception as error:
+                raise ValueError(f"wrapper {wrapper_name(wrap)} failed on {env}: {error!r}") from error
+            check_env(env)
         return env if self.noise_seed is None else ReseededNoise(env, self.noise_seed)
 
 
@@ -289,7 +206,7 @@ class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Reset with the lower 31 bits of the seed; None = a random start."""
         if seed is None:
             return self.env.reset(seed=None, options=options)
-        replica, start = divmod(seed, 1 << SEED_BITS)
+        replica, start = divmod(seed, 1 << _SEED_BITS)
         result = self.env.reset(seed=start, options=options)
         noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
         self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the generator class that environments expect

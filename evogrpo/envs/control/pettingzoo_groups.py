@@ -1,10 +1,8 @@
 """PettingZooGroups: groups of joint episodes of a parallel PettingZoo environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from copy import copy
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import gymnasium
@@ -14,11 +12,10 @@ from pettingzoo import ParallelEnv
 
 from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.data import Actor
-from evogrpo.envs.control.joint_checks import STARTS, check_joint_determinism, find_opposed_agent
-from evogrpo.envs.control.joint_vector_env import JointEnv, JointVectorEnv, reset_env
-from evogrpo.envs.control.making import DistinctEnvs, declared_limit
+from evogrpo.envs.control.joint_vector_env import JointEnv, JointGymEnv, JointVectorEnv
+from evogrpo.envs.control.making import declared_limit, make_example
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, prefix_of
-from evogrpo.envs.control.rendering import RENDER_MODE, JointGymEnv, check_renderable
+from evogrpo.envs.control.random_play import STARTS, check_determinism, find_opposed_agent
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
 from evogrpo.envs.control.vector_env import VectorEnv
@@ -61,15 +58,11 @@ class Scoring:
         function: Computes it.
         label: Description for readers.
         identity: Description for fingerprints.
-        is_default: Whether the sum is used because no score was set; it is meaningless if agents are opposed.
-        is_explicit_sum: Whether the sum was set by name.
     """
 
     function: ScoreFunction
     label: str
     identity: str
-    is_default: bool = False
-    is_explicit_sum: bool = False
 
 
 def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
@@ -82,14 +75,13 @@ def choose_scoring(score: Score, agents: Sequence[str]) -> Scoring:
     Raises:
         ValueError: If it names an unknown agent, or none.
     """
+    if isinstance(score, str) and score in _OVER_ALL:
+        function, label = _OVER_ALL[score]
+        return Scoring(function=function, label=label, identity=f"code {code_hash(function)}")
     if callable(score):
         name = getattr(score, "__name__", type(score).__name__)
         label = _OVER_ALL["sum"][1] if score is summed else f"your {name}"
-        return Scoring(function=score, label=label, identity=f"code {code_hash(score)}", is_default=score is summed)
-    if isinstance(score, str) and score in _OVER_ALL:
-        function, label = _OVER_ALL[score]
-        identity = f"code {code_hash(function)}"
-        return Scoring(function=function, label=label, identity=identity, is_explicit_sum=function is summed)
+        return Scoring(function=score, label=label, identity=f"code {code_hash(score)}")
     names = [score] if isinstance(score, str) else list(score) if isinstance(score, Sequence) else []
     prefixes = list(dict.fromkeys(map(prefix_of, agents)))
     wrong = [name for name in names if name not in agents and name not in prefixes]
@@ -117,9 +109,9 @@ class PettingZooGroups(SeededGroups):
     observation Dict with exactly "observation" and "action_mask". An agent whose mask allows no action does not act, as
     in a turn-based game.
 
-    An episode must be a function of its reset seed and its actions. The constructor plays one start twice with the same
-    actions, and warns about the first difference. Episodes of a group share the seed, and so all later randomness of
-    the environment (common random numbers).
+    An episode must be a function of its reset seed and its actions. The constructor checks this with at most a few
+    hundred steps, and warns about the first difference. Episodes of a group share the seed, and so all later
+    randomness of the environment (common random numbers).
 
     Args:
         env: Creates a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
@@ -142,10 +134,10 @@ class PettingZooGroups(SeededGroups):
         seed: As passed.
         name: Name of the environment.
         scoring: The score.
-        render_tests: Whether tests are shown in a window.
+        render_tests: True if tests are shown in a window.
         max_episode_steps: Steps after which all active agents are truncated.
-        uses_default_limit: Whether `max_episode_steps` is the default because no limit is known.
-        recreate_env: Whether a new environment is created for every episode.
+        uses_default_limit: True if `max_episode_steps` is the default because no limit is known.
+        recreate_env: True if a new environment is created for every episode.
         agents: Names of the agents known in advance: `possible_agents`, otherwise those of the first training start.
         observation_spaces: Of these agents, by name.
         action_spaces: Of these agents, by name.
@@ -174,10 +166,9 @@ class PettingZooGroups(SeededGroups):
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
-        self._distinct = DistinctEnvs()
 
         # 1. Create an example for the agents, their spaces and the step limit.
-        example = self._create()
+        example = make_example(self._create)
         inner = example.unwrapped
         own = declared_limit(inner) or declared_limit(getattr(inner, "env", None))
         self._set_limit, limit = max_episode_steps, own if max_episode_steps is None else max_episode_steps
@@ -189,7 +180,7 @@ class PettingZooGroups(SeededGroups):
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
-            reset_env(example, self.reset_seed("train", 0))
+            example.reset(seed=self.reset_seed("train", 0))
             known = example.agents
         self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
         self.observation_spaces: dict[str, gymnasium.Space[Any]] = {
@@ -200,27 +191,18 @@ class PettingZooGroups(SeededGroups):
         }
         self._code = code_hash(type(inner))
         example.close()
-        map_policies(self.observation_spaces, self.action_spaces, "independent")  # raises for unsupported spaces
         self.scoring: Scoring = choose_scoring(score, self.agents)
+        # The sum is meaningless if agents are opposed, unless the caller has set it by name.
+        self._sums_by_default, self._sums_by_name = score is summed, score == "sum"
 
-        # 2. Check that episodes are deterministic.
-        first, *_, last = self._reset_seeds("train", [0, self.size("train") - 1])
-        self.recreate_env, message = check_joint_determinism(self._create_joint, (first, last), seed, recreate_env)
-        if message is not None:
-            self._warn_once(f"{self.name} {message}")
-
-    def rendered(self) -> "PettingZooGroups":
-        """Return the same starts in a single environment that renders in a window.
-
-        Raises:
-            ImportError: If a package is missing.
-            ValueError: If the environment cannot be rendered, or there is no display.
-        """
-        check_renderable(self._create, self.name)
-        shown = copy(self)
-        shown._kwargs = {**self._kwargs, "render_mode": RENDER_MODE}
-        shown._vector_env, shown._num_envs, shown._distinct, shown._in_window = None, 1, DistinctEnvs(), True
-        return shown
+        # 2. Check that episodes are deterministic, with as few policies as the spaces allow.
+        self._mapping = map_policies(self.observation_spaces, self.action_spaces, "independent")
+        for policies in ("prefix", "shared"):
+            with suppress(ValueError):
+                self._mapping = map_policies(self.observation_spaces, self.action_spaces, policies)
+        self.recreate_env, _ = check_determinism(
+            self.name, lambda recreate_env, _: self._joint_env(recreate_env), self._mapping, recreate_env=recreate_env
+        )
 
     @property
     def observation_space(self) -> gymnasium.spaces.Dict:
@@ -253,16 +235,17 @@ class PettingZooGroups(SeededGroups):
         """Warn once if rewards of agents are opposed but learning or fitness uses their sum.
 
         Args:
-            team_credit: Whether members learn from the sum of all agents' rewards.
+            team_credit: True if members learn from the sum of all agents' rewards.
         """
-        if self.scoring.is_explicit_sum or not (team_credit or self.scoring.is_default) or "opposed" in self._issued:
+        if self._sums_by_name or not (team_credit or self._sums_by_default) or "opposed" in self._issued:
             return
         self._issued.add("opposed")
-        with closing(self._create_joint(self.recreate_env)) as env:
+        with closing(self._create_vector_env()) as env:
             seeds = self._reset_seeds("train", range(min(STARTS, self.size("train"))))
-            found = find_opposed_agent(env, seeds, self.seed)
-        if found is not None:
-            advice = found.advice(learning=team_credit, fitness=self.scoring.is_default)
+            advice = find_opposed_agent(
+                env, self._mapping, seeds, self.seed, learning=team_credit, fitness=self._sums_by_default
+            )
+        if advice is not None:
             self._warn_once(f"In {self.name}, {advice}")
 
     def gym_env(self, **env_kwargs: Any) -> JointGymEnv:
@@ -271,8 +254,7 @@ class PettingZooGroups(SeededGroups):
         Args:
             env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
         """
-        make = partial(self._create, **env_kwargs)
-        return JointGymEnv(make, self._enforced_limit, self.observation_space, self.action_space)
+        return JointGymEnv(self._create(**env_kwargs), self._enforced_limit, self.observation_space, self.action_space)
 
     def _identity(self) -> dict[str, str]:
         spaces = [f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}" for agent in self.agents]
@@ -286,16 +268,16 @@ class PettingZooGroups(SeededGroups):
         }
 
     def _create_vector_env(self) -> VectorEnv:
-        return JointVectorEnv(partial(self._create_joint, self.recreate_env))
+        return self._joint_env(self.recreate_env)
 
-    def _create_joint(self, recreate_env: bool) -> JointEnv:
-        return JointEnv(self._create, self._enforced_limit, recreate_env=recreate_env)
+    def _joint_env(self, recreate_env: bool) -> JointVectorEnv:
+        return JointVectorEnv(lambda: JointEnv(self._create(), self._enforced_limit), recreate_env=recreate_env)
 
-    def _create(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
-        env = self._make(**{**self._kwargs, **further})
+    def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
+        env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
                 f"env must create a pettingzoo ParallelEnv, got {type(env).__name__}. Convert an AECEnv with "
                 "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game."
             )
-        return self._distinct.check(env)
+        return env

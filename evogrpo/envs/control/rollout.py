@@ -1,6 +1,7 @@
 """Rollout: play whole episodes in a vector environment; each policy acts for all of its active agents at once."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
-from evogrpo.envs.control.actions import AgentUniforms, policy_action_shape, to_environment
+from evogrpo.envs.control.actions import Uniforms, policy_action_shape, to_environment
 from evogrpo.envs.control.observations import fits_float32, unflatten
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
@@ -119,54 +120,6 @@ def _total(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     return total
 
 
-class _Columns:
-    """Values of one policy, recorded step by step and scattered to arrays `[n, t, ...]` at the end.
-
-    The methods that return arrays take their `shape` (n, t) and the flat position `row * t + step` of every recorded
-    value in them, `cells`. They remove the column.
-
-    Attributes:
-        entries: For each recorded step, `[m]` entry of each value; see `EpisodeRecorder`.
-        t: For each recorded step, `[m]` step of each value in its episode.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[NDArray[np.int64]] = []
-        self.t: list[NDArray[np.int64]] = []
-        self._columns: dict[str, list[Any]] = {}
-
-    def add(self, name: str, values: NDArray[Any] | None) -> None:
-        """Append the values `[m, ...]` of one step to a column."""
-        self._columns.setdefault(name, []).append(values)
-
-    def array(self, name: str, shape: tuple[int, int], cells: NDArray[np.int64], fill: float = 0) -> NDArray[Any]:
-        """Return one column as an array `[n, t, ...]`, releasing its parts on the way."""
-        parts, first = self._columns.pop(name), 0
-        array = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
-        # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
-        for number in range(0, len(parts), _STEPS_AT_ONCE):
-            values = np.concatenate(parts[number : number + _STEPS_AT_ONCE])
-            array[cells[first : first + len(values)]] = values
-            first += len(values)
-            parts[number : number + _STEPS_AT_ONCE] = [None] * len(parts[number : number + _STEPS_AT_ONCE])
-        return array.reshape(*shape, *array.shape[1:])
-
-    def leaves(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """Return the leaves of the observations."""
-        return [self.array(name, shape, cells) for name in [*self._columns] if name.startswith("leaf ")]
-
-    def masks(self, shape: tuple[int, int], cells: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Return the action masks; None if no step has one. In steps without a mask, all actions are legal."""
-        masks = self._columns["masks"]
-        known = next((mask for mask in masks if mask is not None), None)
-        if known is None:
-            return None
-        for number, (mask, entries) in enumerate(zip(masks, self.entries, strict=True)):
-            if mask is None:
-                masks[number] = np.ones((len(entries), known.shape[1]), dtype=np.bool_)
-        return self.array("masks", shape, cells, fill=True)
-
-
 class EpisodeRecorder:
     """Records n episodes step by step.
 
@@ -180,7 +133,7 @@ class EpisodeRecorder:
     def __init__(self, mapping: PolicyMapping, groups: NDArray[np.int64]) -> None:
         self._mapping, self._groups = mapping, groups
         self._agents: dict[str, int] = {}
-        self._columns: dict[str, _Columns] = {}
+        self._columns: dict[str, dict[str, list[Any]]] = {}
         self._earned: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
         self._totals: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
         self._terminated: list[NDArray[np.int64]] = []
@@ -205,14 +158,14 @@ class EpisodeRecorder:
         log_probs: NDArray[np.float32],
     ) -> None:
         """Record the actions of one policy, in episodes `rows` `[m]` at their steps `t` `[m]`."""
-        columns = self._columns.setdefault(policy, _Columns())
-        columns.entries.append(self._entries(rows, inputs.agents))
-        columns.t.append(t)
-        columns.add("actions", actions)
-        columns.add("log_probs", log_probs)
-        columns.add("masks", inputs.action_masks)
+        columns = self._columns.setdefault(policy, defaultdict(list))
+        columns["entries"].append(self._entries(rows, inputs.agents))
+        columns["t"].append(t)
+        columns["actions"].append(actions)
+        columns["log_probs"].append(log_probs)
+        columns["masks"].append(inputs.action_masks)
         for number, leaf in enumerate(inputs.observations):
-            columns.add(f"leaf {number}", leaf)
+            columns[f"leaf {number}"].append(leaf)
 
     def record_step(self, rows: NDArray[np.int64], t: NDArray[np.int64], step: VectorStep) -> None:
         """Record the rewards and ends of the episodes `rows` `[m]` at their steps `t` `[m]`."""
@@ -231,8 +184,8 @@ class EpisodeRecorder:
     def finish(self) -> Episodes:
         """Return the episodes once all have ended; empties the recorder."""
         agents, n, steps = list(self._agents) or [AGENT], len(self._groups), max(1, int(self._lengths.max()))
-        earned = _scatter(self._earned, (len(agents) * n, steps))
-        totals = _scatter(self._totals, (n, steps)) if self._agents else earned
+        earned = _table(self._earned, (len(agents) * n, steps))
+        totals = _table(self._totals, (n, steps)) if self._agents else earned
         rewards = _total(totals)
         returns = self._returns if self._agents else [{AGENT: reward} for reward in rewards.tolist()]
         policies = [policy for policy in self._mapping.specs if policy in self._columns]
@@ -255,7 +208,12 @@ class EpisodeRecorder:
             totals: `[n, steps]` rewards of all agents together; `earned` itself if there is a single agent.
         """
         columns, n = self._columns.pop(policy), len(self._groups)
-        entries, t = np.concatenate(columns.entries), np.concatenate(columns.t)
+        masks = columns["masks"]
+        known = next((mask for mask in masks if mask is not None), None)
+        if known is not None:  # in steps without a mask, all actions are legal
+            everything = [np.ones((len(own), known.shape[1]), dtype=np.bool_) for own in columns["entries"]]
+            masks[:] = [full if mask is None else mask for mask, full in zip(masks, everything, strict=True)]
+        entries, t = np.concatenate(columns["entries"]), np.concatenate(columns["t"])
         # 1. One row per episode and agent that acts in the episode's group: by episode, then in the order of agents.
         acted = np.zeros(len(agents) * n, dtype=np.bool_)
         acted[entries] = True
@@ -274,15 +232,17 @@ class EpisodeRecorder:
         present = np.zeros(shape, dtype=np.bool_)
         present.reshape(-1)[cells] = True
         own_rewards = _credited(earned[chosen], present)
+        spaces = [name for name in columns if name.startswith("leaf ")]
+        leaves = [_scatter(columns[name], shape, cells) for name in spaces]
         ends = [np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)]
         return PolicyEpisodes(
             rows=rows,
             agents=tuple(agents[number] for number in own[places].tolist()),
             group_ids=self._groups[rows] * len(own) + places,
-            observations=unflatten(self._mapping.specs[policy].observation_space, columns.leaves(shape, cells)),
-            actions=columns.array("actions", shape, cells),
-            action_masks=columns.masks(shape, cells),
-            log_probs=columns.array("log_probs", shape, cells),
+            observations=unflatten(self._mapping.specs[policy].observation_space, leaves),
+            actions=_scatter(columns["actions"], shape, cells),
+            action_masks=None if known is None else _scatter(masks, shape, cells, fill=1),
+            log_probs=_scatter(columns["log_probs"], shape, cells),
             present=present,
             own_rewards=own_rewards,
             team_rewards=own_rewards if totals is earned else _credited(totals[rows], present),
@@ -291,7 +251,26 @@ class EpisodeRecorder:
         )
 
 
-def _scatter(
+def _scatter(parts: list[Any], shape: tuple[int, int], cells: NDArray[np.int64], fill: int = 0) -> NDArray[Any]:
+    """Return the values `[m, ...]` of all steps as an array `[n, t, ...]`; empties the list on the way.
+
+    Args:
+        parts: Values of each step.
+        shape: (n, t).
+        cells: Flat position `row * t + step` of every value.
+        fill: Value where there is none.
+    """
+    array, first = np.full((math.prod(shape), *parts[0].shape[1:]), fill, dtype=parts[0].dtype), 0
+    # A few dozen steps per assignment: one step is slow, and all steps would need twice the memory.
+    while parts:
+        values = np.concatenate(parts[:_STEPS_AT_ONCE])
+        del parts[:_STEPS_AT_ONCE]
+        array[cells[first : first + len(values)]] = values
+        first += len(values)
+    return array.reshape(*shape, *array.shape[1:])
+
+
+def _table(
     parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]], shape: tuple[int, int]
 ) -> NDArray[np.float64]:
     """Return rewards `[n, t]` from (row, t, reward) of each step; 0 where there is none."""
@@ -337,7 +316,7 @@ class EpisodeRequest:
     member_ids: NDArray[np.int64]
     groups: NDArray[np.int64]
     replicas: NDArray[np.int64]
-    uniforms: AgentUniforms | None
+    uniforms: Uniforms | None
     temperature: NDArray[np.float32] | None
     base: bool
     stop: Stop
@@ -369,7 +348,7 @@ class StartBatch:
         start_of_row: Sequence[int],
         member_ids: Sequence[int],
         *,
-        uniforms: AgentUniforms | None = None,
+        uniforms: Uniforms | None = None,
         temperature: ArrayLike | None = None,
         base: bool = False,
         stop: Stop = NEVER,
@@ -385,7 +364,7 @@ class StartBatch:
             mapping: Maps agents to policies.
             start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
             member_ids: For each row, the slot of the member whose policies act, at least 0.
-            uniforms: Random numbers to sample actions with, by agent, row and step (`AgentActionNoise`); None = greedy
+            uniforms: Random numbers to sample actions with, by agent, row and step (`ActionNoise`); None = greedy
                 actions.
             temperature: `[n]` sampling temperatures; None = 1.
             base: Use the untrained base policy.
@@ -395,23 +374,11 @@ class StartBatch:
             The episodes, in the order of the rows.
 
         Raises:
-            ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
-                action space, a reward or an observation is not finite, or an episode does not end.
+            ValueError: If an agent has no policy, actions or masks do not fit the action space, a reward or an
+                observation is not finite, or an episode does not end.
         """
-        missing = sorted(set(mapping.specs) - set(actors))
-        if missing:
-            raise ValueError(f"actors must contain all policies, got none for {missing}.")
         n, members = len(start_of_row), np.asarray(member_ids, dtype=np.int64)
-        if len(members) != n or n == 0:
-            raise ValueError(f"member_ids must have one entry per row, got {len(members)} for {n} rows.")
         starts = np.asarray(start_of_row, dtype=np.int64)
-        if starts.min() < 0 or starts.max() >= len(self.seeds):
-            raise ValueError(f"start_of_row must lie in [0, {len(self.seeds) - 1}], got {np.unique(starts).tolist()}.")
-        if members.min() < 0:
-            raise ValueError(f"member_ids must be at least 0, got {members.min()}.")
-        temperatures = None if temperature is None else np.asarray(temperature, dtype=np.float32)
-        if temperatures is not None and temperatures.shape != members.shape:
-            raise ValueError(f"temperature must have shape {members.shape}, got {temperatures.shape}.")
         _, groups = np.unique(members * len(self.seeds) + starts, return_inverse=True)
         # Position of each row among the rows of its group.
         order = np.argsort(groups, kind="stable")
@@ -423,7 +390,7 @@ class StartBatch:
             groups=groups,
             replicas=replicas,
             uniforms=uniforms,
-            temperature=temperatures,
+            temperature=None if temperature is None else np.asarray(temperature, dtype=np.float32),
             base=base,
             stop=stop,
         )
@@ -455,7 +422,12 @@ def play_episodes(
     """
     recorder = EpisodeRecorder(mapping, request.groups)
     env.stop = request.stop
-    queue = _queue(request.member_ids)
+    # Rows wait in an order in which members alternate, so that all have similar numbers of environments.
+    members = request.member_ids
+    by_member = np.argsort(members, kind="stable")
+    turns = np.empty(len(members), dtype=np.int64)
+    turns[by_member] = np.arange(len(members)) - np.searchsorted(members[by_member], members[by_member])
+    queue = np.lexsort((members, turns))
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), max_episode_steps
     progress = request.stop.progress("playing", total, "episodes")
@@ -472,7 +444,7 @@ def play_episodes(
             new, queue = queue[:free], queue[free:]
             env.add(request.seeds[new].tolist(), request.replicas[new].tolist())
             rows, t = np.concatenate([rows, new]), np.concatenate([t, np.zeros_like(new)])
-            order = np.lexsort((rows, request.member_ids[rows]))
+            order = np.lexsort((rows, members[rows]))
             env.select(order)
             rows, t = rows[order], t[order]
             continue
@@ -491,7 +463,7 @@ def play_episodes(
             space, action_space = mapping.specs[policy].observation_space, mapping.specs[policy].action_space
             acted = actors[policy].act(
                 unflatten(space, inputs.observations),
-                request.member_ids[own],
+                members[own],
                 uniforms=None if request.uniforms is None else request.uniforms(inputs.agents, own, own_t),
                 temperature=None if request.temperature is None else request.temperature[own],
                 action_mask=inputs.action_masks,
@@ -511,15 +483,6 @@ def play_episodes(
         check_finite_rewards(step, request.seeds[rows], t)
         recorder.record_step(rows, t, step)
         t = t + 1
-
-
-def _queue(member_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rows in the order of play: members alternate, so that all have similar numbers of environments."""
-    order = np.argsort(member_ids, kind="stable")
-    turns = np.empty(len(order), dtype=np.int64)
-    firsts = np.searchsorted(member_ids[order], member_ids[order])
-    turns[order] = np.arange(len(order)) - firsts
-    return np.lexsort((member_ids, turns))
 
 
 def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:

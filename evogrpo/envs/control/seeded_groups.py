@@ -1,23 +1,52 @@
-"""Reset seeds of train, validation and test starts, and the base class of environments that use them."""
+"""Base class of environments whose starts are reset seeds: splits, parallel episodes, and windows that show them."""
 
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from typing import Any, Self
+
+import gymnasium
 
 from evogrpo.config.checks import whole_between, whole_number
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
-from evogrpo.envs.control.rendering import RENDER_MODE, explain_window_errors
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
+from evogrpo.text import extra_command
 from evogrpo.warnings import warn
 
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts
 DEFAULT_MAX_EPISODE_STEPS = 1000
 """Steps after which an episode is truncated if neither the environment nor the caller sets a limit."""
+
+RENDER_MODE = "human"
+"""Render mode of environments that open a window and run at their own speed."""
+
+
+@contextmanager
+def explain_window_errors() -> Iterator[None]:
+    """Raise errors with advice if there is no display, a window does not open or a package is missing."""
+    # Without a display, some libraries would end the process.
+    if sys.platform == "linux" and not {"SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        raise ValueError(
+            "rendering in a window requires a display, but DISPLAY, WAYLAND_DISPLAY and SDL_VIDEODRIVER are not set. "
+            "Write a video: evogrpo.record_video(agent, env, 'play.mp4')"
+        )
+    try:
+        yield
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"rendering requires a missing package ({error}): {extra_command('video')}") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("pygame", "glfw", "pyglet", "_tkinter"):
+            raise
+        raise ValueError(
+            f"the window failed: {error}. Write a video: evogrpo.record_video(agent, env, 'play.mp4')"
+        ) from error
 
 
 class SeededGroups(ABC):
@@ -29,7 +58,7 @@ class SeededGroups(ABC):
         seed: Root seed of the starts and of their order.
         sizes: Number of starts of each split.
         env_kwargs: Keyword arguments of the environment.
-        options: Values of `max_episode_steps` and `num_envs`, for checks.
+        counts: Options that must be at least 1, by name; None = the default.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -45,11 +74,11 @@ class SeededGroups(ABC):
         seed: int,
         sizes: Mapping[Split, int],
         env_kwargs: Mapping[str, Any] | None,
-        options: Mapping[str, int | None],
+        counts: Mapping[str, int | None],
     ) -> None:
         for split, size in sizes.items():
             whole_between(f"{split}_size", size, 1, SEEDS_PER_SPLIT)
-        for name, value in options.items():
+        for name, value in counts.items():
             if value is not None:
                 whole_between(name, value, 1)
         self.seed, self._sizes = whole_number("seed", seed), dict(sizes)
@@ -84,6 +113,30 @@ class SeededGroups(ABC):
     @abstractmethod
     def _identity(self) -> dict[str, str]:
         """Return short texts that identify the environment."""
+
+    @abstractmethod
+    def _create(self, **env_kwargs: Any) -> Any:
+        """Return one environment, with further keyword arguments."""
+
+    def rendered(self) -> Self:
+        """Return the same starts in a single environment that renders in a window.
+
+        Raises:
+            ImportError: If a package is missing.
+            ValueError: If the environment cannot be rendered, or there is no display.
+        """
+        try:
+            with explain_window_errors():
+                example = self._create(render_mode=RENDER_MODE)
+        except TypeError as error:  # it does not accept the argument
+            raise ValueError(f"{self.name} cannot be rendered: {error}") from error
+        example.close()
+        if getattr(example, "render_mode", None) != RENDER_MODE:
+            raise ValueError(f'{self.name} cannot be rendered: it has no render mode "{RENDER_MODE}".')
+        shown = copy(self)
+        shown._kwargs = {**self._kwargs, "render_mode": RENDER_MODE}
+        shown._vector_env, shown._num_envs, shown._in_window = None, 1, True
+        return shown
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""

@@ -3,7 +3,7 @@
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape
-from evogrpo.envs.control.classic import ClassicControl
-from evogrpo.envs.control.making import SEED_BITS, MakeEnv
+from evogrpo.envs.control.making import MakeEnv, noise_seed
 from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack, unflatten
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.interruption import NEVER, Stop
@@ -93,197 +92,127 @@ class VectorEnv(ABC):
         """Close all environments and processes."""
 
 
-class SingleAgentVectorEnv(VectorEnv):
-    """Base class of single-agent vector environments; subclasses start, keep and step episodes.
-
-    Args:
-        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
-
-    Attributes:
-        latest: Inputs of the policy.
-    """
-
-    latest: PolicyInput
-
-    def __init__(self, *, reseed: bool = False) -> None:
-        self._reseed = reseed
-        self._finished = np.zeros(0, dtype=np.bool_)
-
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `VectorEnv`."""
-        if self._reseed:
-            # An environment gets nothing but a seed, so its upper bits name the noise: the position in the group.
-            seeds = [seed + (replica << SEED_BITS) for seed, replica in zip(seeds, replicas, strict=True)]
-        new, count = self._open(seeds), len(self._finished)
-        self._finished = np.concatenate([self._finished, np.zeros(len(seeds), dtype=np.bool_)])
-        if not count:
-            self.latest = new
-            return
-        before = self.latest
-        masks = [before.action_masks, new.action_masks]
-        present = next((mask for mask in masks if mask is not None), None)
-        if present is not None:  # environments without a mask allow every action
-            everything = [np.ones((number, present.shape[1]), np.bool_) for number in (count, len(seeds))]
-            masks = [full if mask is None else mask for mask, full in zip(masks, everything, strict=True)]
-        self.latest = PolicyInput(
-            observations=[np.concatenate(pair) for pair in zip(before.observations, new.observations, strict=True)],
-            action_masks=None if present is None else np.concatenate([mask for mask in masks if mask is not None]),
-        )
-
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `VectorEnv`."""
-        self._keep(positions)
-        masks = self.latest.action_masks
-        self.latest = PolicyInput(
-            observations=[leaf[positions] for leaf in self.latest.observations],
-            action_masks=None if masks is None else masks[positions],
-        )
-        self._finished = self._finished[positions]
-
-    def finished(self) -> NDArray[np.bool_]:
-        """See `VectorEnv`."""
-        return self._finished
-
-    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
-        """See `VectorEnv`."""
-        return {DEFAULT_POLICY: self.latest}
-
-    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
-        """See `VectorEnv`."""
-        self.latest, step = self._step(actions[DEFAULT_POLICY])
-        self._finished = step.terminated | step.truncated
-        return step
-
-    @abstractmethod
-    def _open(self, seeds: Sequence[int]) -> PolicyInput:
-        """Append episodes and return their first inputs."""
-
-    @abstractmethod
-    def _keep(self, positions: NDArray[np.int64]) -> None:
-        """Keep the episodes at these positions, in this order."""
-
-    @abstractmethod
-    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
-        """Step all environments; return the next inputs and the result."""
-
-
-class NativeVectorEnv(SingleAgentVectorEnv):
-    """Vector environment over a native classic-control environment, which has no noise after reset."""
-
-    def __init__(self, env: ClassicControl) -> None:
-        super().__init__()
-        self._env = env
-
-    def _open(self, seeds: Sequence[int]) -> PolicyInput:
-        return PolicyInput(observations=[self._env.add(seeds)], action_masks=None)
-
-    def _keep(self, positions: NDArray[np.int64]) -> None:
-        self._env.select(positions)
-
-    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
-        observations, rewards, terminated, truncated = self._env.step(actions)
-        inputs = PolicyInput(observations=[observations], action_masks=None)
-        return inputs, VectorStep(rewards, terminated, truncated)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class SerialVectorEnv(SingleAgentVectorEnv):
-    """Vector environment that steps its environments one after another in this process.
+class SerialVectorEnv(VectorEnv):
+    """Base class of vector environments that step their environments one after another in this process.
 
     Args:
         make: Creates one environment; called when more are needed.
         recreate_env: Create a new environment for every episode.
-        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, recreate_env: bool) -> None:
+        self._make, self._recreate_env = make, recreate_env
+        self._running: list[tuple[Any, Any]] = []  # environments and their latest results
+        self._idle: list[Any] = []
+
+    @abstractmethod
+    def _reset(self, env: Any, seed: int, replica: int) -> Any:
+        """Start an episode and return its first result."""
+
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+        """See `VectorEnv`."""
+        for seed, replica in zip(seeds, replicas, strict=True):
+            self.stop.check()
+            env = self._idle.pop() if self._idle else self._make()
+            self._running.append((env, None))  # so that it is closed if its reset fails
+            self._running[-1] = env, self._reset(env, seed, replica)
+
+    def select(self, positions: NDArray[np.int64]) -> None:
+        """See `VectorEnv`."""
+        kept = positions.tolist()
+        dropped = [self._running[position][0] for position in set(range(len(self._running))) - set(kept)]
+        self._running = [self._running[position] for position in kept]
+        if self._recreate_env:
+            close_all(dropped)
+        else:
+            self._idle += dropped
+
+    def close(self) -> None:
+        """Close all environments."""
+        envs = [*self._idle, *(env for env, _ in self._running)]
+        self._idle, self._running = [], []
+        close_all(envs)
+
+
+class GymnasiumVectorEnv(SerialVectorEnv):
+    """Vector environment of Gymnasium environments in this process.
+
+    Args:
+        make: Creates one environment; called when more are needed.
         observation_space: Of one environment.
         action_space: Of one environment.
+        recreate_env: Create a new environment for every episode.
+        reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
     """
 
     def __init__(
         self,
         make: MakeEnv,
-        *,
-        recreate_env: bool,
-        reseed: bool,
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
+        *,
+        recreate_env: bool = False,
+        reseed: bool = False,
     ) -> None:
-        super().__init__(reseed=reseed)
-        self._make, self._recreate_env = make, recreate_env
-        self._space, self._action_space = observation_space, action_space
+        super().__init__(make, recreate_env=recreate_env)
+        self._space, self._action_space, self._reseed = observation_space, action_space, reseed
         self._parts = leaf_spaces(observation_space)
-        self._running: list[gymnasium.Env[Any, Any]] = []
-        self._idle: list[gymnasium.Env[Any, Any]] = []
 
-    def _open(self, seeds: Sequence[int]) -> PolicyInput:
-        opened = []
-        for seed in seeds:
-            self.stop.check()
-            env = self._idle.pop() if self._idle else self._make()
-            self._running.append(env)
-            opened.append(env.reset(seed=seed))
-        return self._input([observation for observation, _ in opened], [_mask_from_info(info) for _, info in opened])
+    def _reset(self, env: Any, seed: int, replica: int) -> Any:
+        observation, info = env.reset(seed=noise_seed(seed, replica) if self._reseed else seed)
+        return observation, False, info.get("action_mask")
 
-    def _keep(self, positions: NDArray[np.int64]) -> None:
-        kept = positions.tolist()
-        dropped = sorted(set(range(len(self._running))) - set(kept))
-        free = [self._running[position] for position in dropped]
-        self._running = [self._running[position] for position in kept]
-        if self._recreate_env:
-            close_all(free)
-        else:
-            self._idle += free
+    def finished(self) -> NDArray[np.bool_]:
+        """See `VectorEnv`."""
+        return np.array([over for _, (_, over, _) in self._running], dtype=np.bool_)
 
-    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
+        """See `VectorEnv`."""
+        observations = [flatten(self._space, observation) for _, (observation, _, _) in self._running]
+        masks = [mask for _, (_, _, mask) in self._running]
+        return {DEFAULT_POLICY: PolicyInput(stack(self._parts, observations), legal_actions(self._action_space, masks))}
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
+        """See `VectorEnv`."""
         steps = []
-        for env, action in zip(self._running, actions, strict=True):
+        for (env, _), action in zip(self._running, actions[DEFAULT_POLICY], strict=True):
             self.stop.check()
             steps.append(env.step(action))
-        masks = [_mask_from_info(step[4]) for step in steps]
-        acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
-        return self._input([step[0] for step in steps], acting), VectorStep(
-            rewards=scalars([step[1] for step in steps], np.float64, "reward"),
-            terminated=scalars([step[2] for step in steps], np.bool_, "terminated"),
-            truncated=scalars([step[3] for step in steps], np.bool_, "truncated"),
+        result = VectorStep(
+            rewards=scalars([reward for _, reward, *_ in steps], np.float64, "reward"),
+            terminated=scalars([terminated for _, _, terminated, *_ in steps], np.bool_, "terminated"),
+            truncated=scalars([truncated for *_, truncated, _ in steps], np.bool_, "truncated"),
         )
-
-    def close(self) -> None:
-        """Close all environments."""
-        envs = [*self._running, *self._idle]
-        self._running, self._idle = [], []
-        close_all(envs)
-
-    def _input(self, observations: list[Any], masks: list[Any]) -> PolicyInput:
-        return PolicyInput(
-            observations=stack(self._parts, [flatten(self._space, observation) for observation in observations]),
-            action_masks=legal_actions(self._action_space, masks),
-        )
+        over = (result.terminated | result.truncated).tolist()
+        self._running = [
+            (env, (observation, ended, info.get("action_mask")))
+            for (env, _), (observation, *_, info), ended in zip(self._running, steps, over, strict=True)
+        ]
+        return result
 
 
-class ProcessVectorEnv(SingleAgentVectorEnv):
+class ProcessVectorEnv(VectorEnv):
     """Vector environment with one process per environment: `AsyncVectorEnv` without autoreset, with masked resets.
 
     Args:
         make: Creates one environment; sent to the processes.
+        observation_space: Of one environment.
+        action_space: Of one environment.
         count: Number of processes.
         recreate_env: Create a new environment for every episode.
         reseed: Pass replicas in the reset seeds, for `ReseededNoise`.
-        observation_space: Of one environment.
-        action_space: Of one environment.
     """
 
     def __init__(
         self,
         make: MakeEnv,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
         *,
         count: int,
         recreate_env: bool,
         reseed: bool,
-        observation_space: gymnasium.Space[Any],
-        action_space: gymnasium.Space[Any],
     ) -> None:
-        super().__init__(reseed=reseed)
         parent = os.getpid()
 
         def make_pausing() -> PauseAtEnd:
@@ -294,32 +223,56 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
             return PauseAtEnd(make, recreate_env=recreate_env)
 
         self._vector = AsyncVectorEnv([make_pausing] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-        self._count = count
+        self._count, self._reseed = count, reseed
         self._space, self._action_space = observation_space, action_space
         self._actions = np.zeros((count, *policy_action_shape(action_space)), dtype=action_space.dtype)
-        self._running: list[int] = []
+        self._observations: Any = None
+        self._running: list[int] = []  # worker of each episode
+        self._masks: list[Any] = [None] * count  # of each worker
+        self._over = np.zeros(count, dtype=np.bool_)
 
-    def _open(self, seeds: Sequence[int]) -> PolicyInput:
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+        """See `VectorEnv`."""
         workers = [worker for worker in range(self._count) if worker not in set(self._running)][: len(seeds)]
         worker_seeds: list[int | None] = [None] * self._count
-        for worker, seed in zip(workers, seeds, strict=True):
-            worker_seeds[worker] = seed
+        for worker, seed, replica in zip(workers, seeds, replicas, strict=True):
+            worker_seeds[worker] = noise_seed(seed, replica) if self._reseed else seed
         chosen = np.isin(np.arange(self._count), workers)
         with _explain_dead_worker():
-            observations, infos = self._vector.reset(seed=worker_seeds, options={"reset_mask": chosen})
+            self._observations, infos = self._vector.reset(seed=worker_seeds, options={"reset_mask": chosen})
         self._running += workers
-        return self._input(observations, infos, workers, np.zeros(len(workers), dtype=np.bool_))
+        self._over[workers] = False
+        self._read_masks(infos, workers)
 
-    def _keep(self, positions: NDArray[np.int64]) -> None:
+    def select(self, positions: NDArray[np.int64]) -> None:
+        """See `VectorEnv`."""
         self._running = [self._running[position] for position in positions.tolist()]
 
-    def _step(self, actions: NDArray[Any]) -> tuple[PolicyInput, VectorStep]:
+    def finished(self) -> NDArray[np.bool_]:
+        """See `VectorEnv`."""
+        return self._over[self._running]
+
+    def inputs(self, mapping: PolicyMapping) -> Mapping[str, PolicyInput]:
+        """See `VectorEnv`."""
+        # Indexing copies, because AsyncVectorEnv overwrites its buffers in the next step.
+        observations = [leaf[self._running] for leaf in flatten(self._space, self._observations)]
+        masks = legal_actions(self._action_space, [self._masks[worker] for worker in self._running])
+        return {DEFAULT_POLICY: PolicyInput(observations, masks)}
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
+        """See `VectorEnv`."""
         own = self._running
-        self._actions[own] = actions
+        self._actions[own] = actions[DEFAULT_POLICY]
         with _explain_dead_worker():
-            observations, rewards, terminated, truncated, infos = self._vector.step(self._actions)
-        inputs = self._input(observations, infos, own, (terminated | truncated)[own])
-        return inputs, VectorStep(rewards[own], terminated[own], truncated[own])
+            self._observations, rewards, terminated, truncated, infos = self._vector.step(self._actions)
+        self._over = terminated | truncated
+        self._read_masks(infos, own)
+        return VectorStep(rewards[own], terminated[own], truncated[own])
+
+    def _read_masks(self, infos: dict[str, Any], workers: Sequence[int]) -> None:
+        present = infos.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
+        for worker in workers:
+            self._masks[worker] = infos["action_mask"][worker] if present[worker] else None
 
     def close(self) -> None:
         """Close all environments and end their processes."""
@@ -330,20 +283,6 @@ class ProcessVectorEnv(SingleAgentVectorEnv):
                 process.terminate()
                 process.join()
             self._vector.closed = True
-
-    def _input(
-        self, observations: Any, infos: dict[str, Any], workers: list[int], ended: NDArray[np.bool_]
-    ) -> PolicyInput:
-        present = infos.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
-        masks = [
-            infos["action_mask"][worker] if present[worker] and not over else None
-            for worker, over in zip(workers, ended, strict=True)
-        ]
-        return PolicyInput(
-            # Copied, because AsyncVectorEnv overwrites its buffers in the next step.
-            observations=[leaf[workers] for leaf in flatten(self._space, observations)],
-            action_masks=legal_actions(self._action_space, masks),
-        )
 
 
 class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -373,7 +312,7 @@ class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.env = self._make()
         self._paused, self._used = False, True
         observation, info = self.env.reset(seed=seed, options=options or None)
-        return self._checked(observation), self._mask_only(info)
+        return self._checked(observation, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the episode, if one is running."""
@@ -384,24 +323,14 @@ class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
         flags = [bool(scalars([end], np.bool_, name)[0]) for end, name in zip(ends, names, strict=True)]
         self._paused = any(flags)
         reward = scalars([reward], np.float64, "reward")[0]
-        return self._checked(observation), reward, flags[0], flags[1], self._mask_only(info)
+        observation, info = self._checked(observation, info)
+        return observation, reward, flags[0], flags[1], info
 
-    def _checked(self, observation: Any) -> Any:
-        space = self.env.observation_space
+    def _checked(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return an observation in the dtypes of its space, and the action mask alone of an info."""
+        space, mask = self.env.observation_space, info.get("action_mask")
         leaves = stack(self._parts, [flatten(space, observation)])
-        return unflatten(space, [leaf[0] for leaf in leaves])
-
-    @staticmethod
-    def _mask_only(info: object) -> dict[str, Any]:
-        mask = _mask_from_info(info)
-        return {} if mask is None else {"action_mask": mask}
-
-
-def _mask_from_info(info: object) -> Any:
-    """Return the action mask in an environment's info; None if it has none."""
-    if not isinstance(info, Mapping):
-        raise ValueError(f"info must be a dict, got {type(info).__name__}")
-    return info.get("action_mask")
+        return unflatten(space, [leaf[0] for leaf in leaves]), {} if mask is None else {"action_mask": mask}
 
 
 @contextmanager

@@ -1,0 +1,319 @@
+"""Checks of environments by random play: determinism, and agents whose rewards are opposed."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from evogrpo.envs.control.actions import mask_sizes, policy_action_shape, to_environment
+from evogrpo.envs.control.policy_mapping import PolicyMapping, prefix_of
+from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
+from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
+from evogrpo.randomness import generator
+from evogrpo.warnings import warn
+
+MakeTrialEnv = Callable[[bool, bool], VectorEnv]
+"""(create a new environment for every episode, replace the noise after reset) -> a vector environment."""
+
+Values = dict[str, Any]
+"""Numbers by name: observations, masks, rewards and ends after a reset or a step."""
+
+_SEEDS = range(1, 9)  # several, since randomness may not show in a single short episode
+_STEPS = 64  # of all these episodes together, since environments may be slow
+_SHORT_SEEDS = (1, 9, 1, 9, 1)  # state carried over may depend on the previous start, and settle after a few resets
+_SHORT = 4
+_USABLE_BOUND = 1e6  # bounds beyond this are treated as no bounds
+
+
+# ---- random play
+
+
+def play_randomly(
+    env: VectorEnv, mapping: PolicyMapping, seed: int, rng: np.random.Generator, most_steps: int
+) -> Iterator[tuple[VectorStep | None, Values]]:
+    """Play an episode with random legal actions; yield each step, None for the reset, and its values.
+
+    Args:
+        env: Vector environment without running episodes.
+        mapping: Maps agents to policies.
+        seed: Reset seed.
+        rng: Generator of the actions.
+        most_steps: Maximum number of steps.
+
+    Raises:
+        ValueError: If an observation or a reward is not finite.
+    """
+    env.add([seed], [0])
+    step: VectorStep | None = None
+    for steps in range(most_steps + 1):
+        over, values, actions = bool(env.finished()[0]), Values(), dict[str, NDArray[Any]]()
+        if step is not None:
+            check_finite_rewards(step, np.array([seed]), np.array([steps - 1]))
+            columns = (("reward", step.rewards), ("terminated", step.terminated), ("truncated", step.truncated))
+            for row, agent in enumerate(step.agents or ("",)):
+                values |= {_name(name, agent): column[row] for name, column in columns}
+        for policy, inputs in {} if over else env.inputs(mapping).items():  # no action depends on the last observation
+            space, rows, masks = mapping.specs[policy].action_space, len(inputs.observations[0]), inputs.action_masks
+            check_finite(inputs, np.full(rows, seed), np.full(rows, steps))
+            for row, agent in enumerate(inputs.agents or ("",)):
+                for number, leaf in enumerate(inputs.observations, 1):
+                    part = f" (part {number})" if len(inputs.observations) > 1 else ""
+                    values[_name(f"observation{part}", agent)] = leaf[row]
+                if masks is not None:
+                    values[_name("action mask", agent)] = masks[row]
+            drawn = [random_action(space, None if masks is None else masks[row], rng) for row in range(rows)]
+            actions[policy] = to_environment(space, np.stack(drawn))
+        yield step, values
+        if over or steps == most_steps:
+            break
+        step = env.step(actions)
+    env.select(np.empty(0, dtype=np.int64))
+
+
+def _name(what: str, agent: str) -> str:
+    return f"{what} of {agent}" if agent else what
+
+
+def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.random.Generator) -> NDArray[Any]:
+    """Return one random action in a policy's form, uniform over the legal values or within the bounds.
+
+    Args:
+        space: Action space.
+        mask: `[k]` legal actions, from `legal_actions`; None = all are legal.
+        rng: Random generator. Entries of a Box without usable bounds are standard normal.
+    """
+    match space:
+        case spaces.Box():
+            low, high = np.float64(space.low), np.float64(space.high)
+            bounded = (np.abs(low) < _USABLE_BOUND) & (np.abs(high) < _USABLE_BOUND)
+            within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
+            chosen = np.where(bounded, within, rng.standard_normal(low.shape))
+        case spaces.MultiBinary():
+            chosen = rng.integers(2, size=policy_action_shape(space))
+        case _:
+            sizes = mask_sizes(space)
+            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask
+            parts = np.split(flags, np.cumsum(sizes)[:-1])
+            values = [rng.choice(np.flatnonzero(part)) for part in parts]
+            chosen = np.reshape(np.array(values), policy_action_shape(space))
+    return chosen.astype(space.dtype)
+
+
+# ---- determinism
+
+
+def check_determinism(
+    name: str, make: MakeTrialEnv, mapping: PolicyMapping, *, recreate_env: bool | None, interleaved: bool = True
+) -> tuple[bool, bool]:
+    """Replay a few episodes; return the value of `recreate_env` to use, and True if resets leave noise.
+
+    Takes at most 212 steps, and twice as many if replays differ. The result is the same each time. If replays differ,
+    one warning says how, and what was chosen or would help.
+
+    Args:
+        name: Name of the environment.
+        make: Creates environments.
+        mapping: Maps agents to policies.
+        recreate_env: Value set by the caller; None = True if only a new environment per episode makes replays equal.
+        interleaved: Several environments will be stepped alternately in one process.
+
+    Raises:
+        ValueError: If results have another form than Gymnasium's or PettingZoo's, do not fit the spaces or are not
+            finite.
+    """
+    chosen = bool(recreate_env)
+    try:
+        difference, noisy = _compare_replays(make, mapping, chosen, interleaved)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"{name} failed in a few steps of random play: {type(error).__name__}: {error}. reset(seed=...) must "
+            "return (observation, info) and step() (observation, reward, terminated, truncated, info); with several "
+            "agents, each is a dict by agent."
+        ) from error
+    if difference is None:
+        return chosen, noisy
+    again: str | None = difference
+    noisy_again = noisy
+    if not recreate_env:
+        again, noisy_again = _compare_replays(make, mapping, True, interleaved)
+    fix = (
+        "Let reset(seed=...) seed all of its randomness and discard the previous episode: draw from self.np_random, "
+        "not from a global generator. If other environments in the same process disturb it, set "
+        'vectorization="processes".'
+    )
+    if again is None and recreate_env is None:
+        chosen, noisy = True, noisy_again
+        fix = "A new environment per episode avoids this. Set recreate_env=True to confirm, or fix its reset()."
+    elif again is None:
+        fix = "State is carried over between episodes. Leave out recreate_env=False, or fix its reset()."
+    warn(f"{name} is not deterministic: with equal reset seed and actions, {difference}. {fix}")
+    return chosen, noisy
+
+
+def _compare_replays(
+    make: MakeTrialEnv, mapping: PolicyMapping, recreate_env: bool, interleaved: bool
+) -> tuple[str | None, bool]:
+    """Return the first difference between replays, and True if replacing the noise changes an episode."""
+
+    def replay(env: VectorEnv, seeds: Sequence[int], most_steps: int) -> Iterator[tuple[int, int, Values]]:
+        """Play one episode after another, together at most `_STEPS` steps; yield seed, step and values."""
+        left = _STEPS
+        for seed in seeds:
+            rng = generator(0, "actions of replays", seed)
+            for steps, (step, values) in enumerate(play_randomly(env, mapping, seed, rng, min(left, most_steps))):
+                left -= step is not None
+                yield seed, steps, values
+            if not left:
+                return
+
+    with (
+        closing(make(recreate_env, False)) as plain,
+        closing(make(recreate_env, True)) as noisy,
+        _global_generators() as reseed,
+    ):
+
+        def run(*replays: Iterator[tuple[int, int, Values]]) -> list[list[tuple[int, int, Values]]]:
+            """Run replays alternately, step by step."""
+            reseed()
+            return [[each for each in steps if each] for steps in zip(*zip_longest(*replays), strict=True)]
+
+        (first,) = run(replay(plain, _SEEDS, _STEPS))
+        (later,) = run(replay(plain, _SHORT_SEEDS, _SHORT))
+        replays = replay(plain, _SEEDS, _STEPS), replay(noisy, _SEEDS, _STEPS)
+        again, other = run(*replays) if interleaved else [run(each)[0] for each in replays]
+    difference = _first_difference(first, later, again)
+    return difference, difference is None and _first_difference(first, other) is not None
+
+
+def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None:
+    """Describe the first difference between episodes with the same seed; None if there is none."""
+    known: dict[tuple[int, int], Values] = {}
+    for seed, steps, values in chain(*replays):
+        when = f"after {steps} step{'' if steps == 1 else 's'}" if steps else "right after reset"
+        for name, value in known.setdefault((seed, steps), values).items():
+            again = values.get(name)
+            if again is None:
+                return f"{name} {when} was present and then missing"
+            differs = np.argwhere(value != again)
+            if len(differs):
+                place = tuple(differs[0])
+                entry = f"[{', '.join(map(str, place))}]" if place else ""
+                return f"{name}{entry} {when} was {float(value[place]):.9g} and then {float(again[place]):.9g}"
+    return None
+
+
+@contextmanager
+def _global_generators() -> Iterator[Callable[[], None]]:
+    """Yield a function that puts the global generators of Python and numpy into another known state at each call.
+
+    Environments that draw from them are so detected reliably. The caller's states are restored.
+    """
+    states, calls = (random.getstate(), np.random.get_state()), 0  # noqa: NPY002  # nothing is drawn here
+
+    def reseed() -> None:
+        nonlocal calls
+        calls += 1
+        random.seed(calls)
+        np.random.seed(calls)  # noqa: NPY002
+
+    try:
+        yield reseed
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+
+
+# ---- opposed agents
+
+STARTS = 64
+"""Maximum number of starts for `find_opposed_agent`."""
+
+_GROUP_SIZE = 4  # episodes per start
+_STAGES = (1024, 4096)  # total steps of the first and the second test; rare encounters require more steps
+_SHUFFLES = 199  # a correlation below all of them has probability 1/200 if rewards are independent
+_LEAST_CORRELATION = 0.2
+
+
+def find_opposed_agent(
+    env: VectorEnv, mapping: PolicyMapping, seeds: Sequence[int], seed: int, *, learning: bool, fitness: bool
+) -> str | None:
+    """Return a warning about the agent whose rewards are most clearly opposed to those of the others, or None.
+
+    Episodes from one start differ by their actions only, so the test correlates the deviation of an agent's reward from
+    its mean over the start's episodes at the same step with that of the sum of all other rewards. If agents are
+    independent, permuting the episodes of each agent within a start makes no difference. An agent is opposed if its
+    correlation is below -0.2 and below the lowest of any agent in each of 199 permutations: a permutation test at
+    0.5 %, for any distribution and autocorrelation of rewards. Unless all correlations are above 0.2, the test is
+    repeated with four times as many steps.
+
+    Args:
+        env: Vector environment to play in, without running episodes.
+        mapping: Maps agents to policies.
+        seeds: Reset seeds, as many as may be needed.
+        seed: Names the actions and the permutations.
+        learning: Members learn from the sum of all rewards.
+        fitness: Members are selected by the sum of all rewards.
+    """
+    episodes: list[list[dict[str, float]]] = []  # rewards by agent of every step
+    rng, waiting = generator(seed, "opposed"), iter(seeds)
+    for budget in _STAGES:
+        while sum(map(len, episodes)) < budget and (start := next(waiting, None)) is not None:
+            for replica in range(_GROUP_SIZE):
+                named = generator(seed, "by chance", start, replica)
+                steps = [step for step, _ in play_randomly(env, mapping, start, named, _STEPS) if step is not None]
+                episodes.append([dict(zip(step.agents, step.rewards.tolist(), strict=True)) for step in steps])
+        agents = tuple(dict.fromkeys(agent for episode in episodes for rewards in episode for agent in rewards))
+        if len(agents) < 2:
+            return None
+        # Rewards `[starts, episodes, steps, agents]`, 0 where an agent is absent.
+        table = np.zeros((len(episodes), max(map(len, episodes)), len(agents)))
+        for row, episode in enumerate(episodes):
+            for t, rewards in enumerate(episode):
+                table[row, t] = [rewards.get(agent, 0.0) for agent in agents]
+        grouped = table.reshape(-1, _GROUP_SIZE, *table.shape[1:])
+        deviations = grouped - grouped.mean(axis=1, keepdims=True)
+        found = _correlations(deviations)
+        place = int(found.argmin())
+        if found[place] > _LEAST_CORRELATION:
+            return None
+        if found[place] < -_LEAST_CORRELATION and all(
+            _correlations(_shuffled(deviations, rng)).min() > found[place] for _ in range(_SHUFFLES)
+        ):
+            return _opposed_text(agents[place], agents, found[place], learning=learning, fitness=fitness)
+    return None
+
+
+def _opposed_text(agent: str, agents: Sequence[str], correlation: float, *, learning: bool, fitness: bool) -> str:
+    others = [name for name in agents if name != agent]
+    groups = [prefix_of(name) for name in others if prefix_of(name) != prefix_of(agent)]
+    used = " and ".join(["learn from"] * learning + ["are selected by"] * fitness)
+    fixes = [
+        *["credit='agent' to learn from each agent's own rewards"] * learning,
+        *[f"score={(groups or others)[0]!r} or another agent to select by its returns"] * fitness,
+    ]
+    return (
+        f"rewards of {agent} are opposed to those of the other agents (correlation {correlation:.2f} in random play), "
+        f"but members {used} the sum of all rewards. Set {', and '.join(fixes)}; or score='sum' to keep the sum "
+        "without this warning."
+    )
+
+
+def _correlations(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return each agent's correlation with the sum of all others, `[agents]`; 0 if one of them is constant."""
+    rest = deviations.sum(axis=-1, keepdims=True) - deviations
+    spread = np.sqrt((deviations**2).sum(axis=(0, 1, 2)) * (rest**2).sum(axis=(0, 1, 2)))
+    together = (deviations * rest).sum(axis=(0, 1, 2))
+    result: NDArray[np.float64] = np.divide(together, spread, out=np.zeros_like(together), where=spread > 1e-12)
+    return result
+
+
+def _shuffled(deviations: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Permute the episodes of each agent within each start."""
+    starts, episodes, _, agents = deviations.shape
+    order = rng.permuted(np.broadcast_to(np.arange(episodes)[None, :, None], (starts, episodes, agents)), axis=1)
+    return np.take_along_axis(deviations, order[:, :, None, :], axis=1)
