@@ -65,7 +65,7 @@ def bank_over(
     """Build a population on a base model, with the forward pass of transformers if `slow`; adapters are not zero."""
     os.environ["EVOGRPO_SLOW"] = "1" if slow else "0"
     bank = AdapterBank(model, size=members, pad_token_id=pad, eos_token_ids=ends, micro_batch_tokens=tokens)
-    weights, rng = bank.weights.weights, torch.Generator().manual_seed(1)
+    weights, rng = bank.weights, torch.Generator().manual_seed(1)
     weights.add_(0.01 * torch.randn(weights.shape, generator=rng).to(weights.device))
     return bank
 

@@ -40,7 +40,6 @@ INTERFACES = {
     "evogrpo.algorithms.factory": ("CommonOptions", "Options", "MultiAgentOptions"),
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
-    "evogrpo.models.language.protocols": ("Weights",),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     "evogrpo.algorithms.policies.policy_set": ("PolicySet",),
     "evogrpo.training.task_types.task_type": ("TaskType",),

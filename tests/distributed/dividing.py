@@ -161,7 +161,7 @@ def run_out_of_memory(beta: float) -> None:
             raise torch.OutOfMemoryError("no memory left")
         yield
 
-    bank.autocast = small
+    bank.base.autocast = small
     together.learn(found.experience, step=0)
     assert processes().all_gather(bank.micro_batch_tokens) == [12] * processes().size
     alone.learn_together(alone.members, [alone.learner(0)], found.experience)
@@ -184,7 +184,7 @@ def passes_of(members: Any) -> list[None]:
         passes.append(None)
         yield
 
-    members.policies["default"].bank.autocast = counted
+    members.policies["default"].bank.base.autocast = counted
     return passes
 
 

@@ -139,7 +139,7 @@ def test_left_out_modules_are_warned_about(family, message):
 def test_unused_layers_are_adapted_if_named():
     named = lora(target_modules=["x_proj", "dt_proj"])  # as a starting adapter may name them
     bank = different_members(family_model("mamba"), 1, lora_config=named)
-    assert {target.name.split(".")[-1] for target in bank.weights.targets} == {"x_proj", "dt_proj"}
+    assert {target.name.split(".")[-1] for target in bank.targets} == {"x_proj", "dt_proj"}
 
 
 def test_no_warning_if_nothing_is_left_out():
@@ -163,7 +163,7 @@ def test_modules_misread_by_peft_are_named_by_weight():
     record = json.loads(bank.peft_files(0)[1])
     assert "model.layers.1.mlp.up_proj.weight" in record["target_parameters"]
     assert "model.layers.1.self_attn.q_proj" in record["target_modules"]
-    assert len(record["target_parameters"]) + len(record["target_modules"]) == len(bank.weights.targets)
+    assert len(record["target_parameters"]) + len(record["target_modules"]) == len(bank.targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,12 +26,10 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import SamplingOptions
 from evogrpo.functional import matmul as products
 from evogrpo.models.fast_llama import attention
-from evogrpo.models.fast_llama import decode as columns
 from evogrpo.models.fast_llama import decode as decoding
 from evogrpo.models.fast_llama.weight_layout import head_matrix
 from evogrpo.models.language import decode as generation
 from evogrpo.models.language import shared_prefixes
-from evogrpo.models.language.forward import share_prefixes
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.rounding import LOG_PROB
@@ -182,39 +180,10 @@ def test_members_with_equal_rows_share_products(members, fast_and_slow):
     assert_same(fast, slow, make_rows(members))
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS, tuple((*SYSTEM, *prompt) for prompt in PROMPTS)], ids=["apart", "root"])
-@pytest.mark.parametrize("members", [(0, 1, 2), (1, 1, 1)], ids=str)
-def test_joint_pass_of_prompts_and_rows_equals_separate_passes(members, prompts, fast_and_slow):
-    base = fast_and_slow(built(SUPPORTED["qwen3"]))[0]
-    rows = make_rows(members, prompts=prompts)
-    batch = as_batch(rows, base.sample(rows))
-    route = base.weights.hook_factory("weights")
-    pairs, of_rows = share_prefixes(batch.member_ids, batch.inputs.prompt_ids)
-    given = [batch.inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
-    ids, present, members = batch.actions[:, :-1], batch.present[:, :-1], batch.member_ids
-    with base.base.working(), torch.no_grad():
-        once = base.base.continued(*given, of_rows, ids, present, members, route)
-        apart = base.base.extend(base.base.prefix(*given, route), of_rows, ids, present, route(members))
-    counts = torch.cat([present.new_ones((len(ids), 1)), present], 1)
-    torch.testing.assert_close(once[counts], apart[counts], rtol=LOG_PROB, atol=LOG_PROB)
-
-
-def test_prompts_of_other_members_run_separately():
-    base = different_members(built(SUPPORTED["qwen3"]), SIZE).base
-    weights = different_members(base.model, SIZE).weights
-    route, ids = weights.hook_factory("weights"), torch.tensor([[5, 6], [7, 8]])
-    rows, members, present = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones_like(ids, dtype=torch.bool)
-    given = [(3, 4), (5, 9)], [0, 1]
-    with base.working(), torch.no_grad():
-        once = base.continued(*given, rows, ids, present, members, route)
-        apart = base.extend(base.prefix(*given, route), rows, ids, present, route(members))
-    torch.testing.assert_close(once, apart, rtol=LOG_PROB, atol=LOG_PROB)
-
-
 def test_no_backward_pass_below_the_first_adapter(fast_and_slow):
     fast, _ = fast_and_slow(built(SUPPORTED["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
     with fast.base.working():
-        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.hook_factory("weights"))
+        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.hook_factory("weights"))
     assert [keys.requires_grad for keys, _ in prefix.layers] == [False, False]
     assert prefix.last_hidden.requires_grad
 
@@ -265,33 +234,19 @@ def test_kv_cache_grows(architecture, fast_and_slow, monkeypatch):
     assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
 
 
-def test_custom_hooks_apply_in_decoding(fast_and_slow):
-    class Other:  # a hook that is no adapter
-        def __init__(self, view):
-            self.view = view
-
-        def __call__(self, module, inputs, output):
-            return self.view(module, inputs, output)
-
-    banks = fast_and_slow(built(SUPPORTED["qwen2"]))
-    plain = banks[1].sample(rows := with_robust_uniforms(banks[1], make_rows(range(SIZE))))
-    hook_factory = banks[0].weights.hook_factory
-    banks[0].weights.hook_factory = lambda policy: lambda slots: Other(hook_factory(policy)(slots))
-    other = banks[0].sample(rows)
-    assert torch.equal(other.actions, plain.actions)
-    torch.testing.assert_close(other.log_probs, plain.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
-
-
 def test_rows_in_any_order():
     base = different_members(built(SUPPORTED["llama 3"]), SIZE).base
     rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
-    present = torch.ones_like(ids, dtype=torch.bool)
+    present, prompts, members = torch.ones_like(ids, dtype=torch.bool), [(3, 4, 5, 6), (7, 8)], torch.zeros_like(rows)
+
+    def hidden(some):
+        chosen = rows[some], ids[some], present[some], members[some]
+        return base.hidden(prompts, [0, 0], *chosen, lambda slots: None)
+
     with base.working(), torch.no_grad():
-        prefix = base.prefix([(3, 4, 5, 6), (7, 8)], [0, 0], lambda slots: None)
-        together = base.extend(prefix, rows, ids, present, None)
+        together = hidden(slice(None))
         for row in range(5):
-            alone = base.extend(prefix, rows[row, None], ids[row, None], present[row, None], None)
-            torch.testing.assert_close(together[row, None], alone, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(together[[row]], hidden(slice(row, row + 1)), rtol=1e-4, atol=1e-4)
 
 
 class OneDNNCalls(TorchDispatchMode):
@@ -447,13 +402,6 @@ def test_mismatch_warns_and_uses_transformers():
     assert len(told) == 1
     with bank.base.working():
         assert not bank.base.uses_fast_llama
-
-
-def test_mismatch_in_decoding_warns(monkeypatch):
-    turned = columns._turned
-    monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
-    with pytest.warns(UserWarning, match="fast_llama"):
-        assert not uses_fast_llama(tiny_model("llama"))
 
 
 def test_head_matrix_requires_a_plain_linear_head():

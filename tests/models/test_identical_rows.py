@@ -41,13 +41,13 @@ def row_counts(monkeypatch):
     """Return a function that records the number of rows a bank runs."""
 
     def watch(bank):
-        sizes, continued = [], bank.base.continued
+        sizes, hidden = [], bank.base.hidden
 
         def watched(prompts, slots, rows, *others):
             sizes.append(len(rows))
-            return continued(prompts, slots, rows, *others)
+            return hidden(prompts, slots, rows, *others)
 
-        monkeypatch.setattr(bank.base, "continued", watched)
+        monkeypatch.setattr(bank.base, "hidden", watched)
         return sizes
 
     return watch

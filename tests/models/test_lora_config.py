@@ -9,8 +9,7 @@ from peft.tuners.lora import LoraLayer
 
 from evogrpo.models.language.adapter_files import peft_files
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.lora import check_supported, initial_weights, scaling
-from evogrpo.models.language.targets import find_targets
+from evogrpo.models.language.lora import check_supported, find_targets, initial_weights, scaling
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_model

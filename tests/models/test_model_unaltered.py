@@ -192,7 +192,7 @@ def test_model_is_prepared_once_per_update(monkeypatch):
         torch.nn.Module, "register_forward_hook", lambda self, hook: [hooked.append(self), register(self, hook)][1]
     )
     bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
-    assert len(hooked) == len(bank.weights.targets)
+    assert len(hooked) == len(bank.targets)
 
 
 def test_dropout_of_the_base_is_off():

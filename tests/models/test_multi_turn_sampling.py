@@ -229,10 +229,10 @@ def test_later_turns_match_a_plain_model(architecture, shared):
     tensors = {
         name: (1 - 0.9) * parameter.grad for name, parameter in member.parameters.items()
     }  # AdamW's first moment after one step
-    got = bank.weights.files(1, None)[0].keys()
+    got = bank.peft_files(1)[0].keys()
     assert set(got) == set(tensors)
     moment = bank.state(1)["exp_avg"]
-    for target in bank.weights.targets:
+    for target in bank.targets:
         stem = f"base_model.model.{target.name}"
         for name, view in (("lora_A", target.a), ("lora_B", target.b)):
             expected = tensors[f"{stem}.{name}.weight"]

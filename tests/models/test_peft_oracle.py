@@ -42,7 +42,7 @@ def assert_exports_to_peft(model, lora_config, folder):
         loaded = PeftModel.from_pretrained(fresh, folder).eval()
     assert {
         name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
-    } == {f"base_model.model.{target.name}" for target in bank.weights.targets}
+    } == {f"base_model.model.{target.name}" for target in bank.targets}
     batch = sampled_batch(bank, tokens=5)
     own = batch.select_members([1])
     scored = bank.log_probs(own)
@@ -159,7 +159,7 @@ def test_bank_equals_separate_peft_models(architecture):
 def compare(bank, slot, member, read, name, lr=None):
     """Compare one vector of a member's state, tensor by tensor, with `read` of the oracle's parameters."""
     state = bank.state(slot)
-    tensors, _ = peft_files(bank.weights.targets, bank.lora_config, state[name])
+    tensors, _ = peft_files(bank.targets, bank.lora_config, state[name])
     for key, got in tensors.items():
         expected = read(member.parameters[key])
         if lr is None:

@@ -86,7 +86,7 @@ def test_gradients_flow_through_the_prompt(architecture):
         one, other = (bank.state(slot)["exp_avg"] for bank in (shared, plain))
         assert_gradients_agree(one, other)
     # Queries of the last position alone would leave a rank-one gradient: keys and values of the prompt add to it.
-    keys = next(target for target in shared.weights.targets if target.name.endswith(("k_proj", "c_attn")))
+    keys = next(target for target in shared.targets if target.name.endswith(("k_proj", "c_attn")))
     gradient = keys.b(shared.state(0)["exp_avg"]) @ keys.a(shared.state(0)["adapter"])
     assert int(torch.linalg.matrix_rank(gradient)) > 1
 

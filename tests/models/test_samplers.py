@@ -34,7 +34,7 @@ class Returned:
         for slot in slots:
             tensors, _ = self._bank.peft_files(slot)
             state = self._copy.state(slot)
-            for target in self._copy.weights.targets:
+            for target in self._copy.targets:
                 stem = f"base_model.model.{target.name}"
                 target.a(state["adapter"]).copy_(tensors[f"{stem}.lora_A.weight"])
                 target.b(state["adapter"]).copy_(tensors[f"{stem}.lora_B.weight"])
@@ -56,5 +56,5 @@ def test_rollouts_are_exact_in_float32_only():
         bank = different_members(tiny_model("llama").to(dtype), 2)
         rows = make_rows(range(2))
         assert bank.sample(rows).exact is (dtype == torch.float32)
-    bank.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    bank.base.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     assert not bank.sample(rows).exact

@@ -52,11 +52,10 @@ from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.compatibility import check_token_ids
+from evogrpo.models.language.compatibility import check_context, check_token_ids
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
 from evogrpo.models.language.lora import lora_from_json, lora_to_json
-from evogrpo.models.language.protocols import check_context
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
@@ -178,7 +177,7 @@ class LanguagePolicySet:
             lora_config=None if self.start else self.bank.lora_config,
             start=self.start,
             source=self.source,
-            autocast=self.bank.autocast if wrap else nullcontext,
+            autocast=self.bank.base.autocast if wrap else nullcontext,
             recognised_by=self.fingerprint,
             observation_space=self.observation_space,
             action_space=self.action_space,
@@ -397,7 +396,7 @@ class LanguagePolicySet:
 
     def unwrap(self) -> None:
         """Stop using the accelerator's precision."""
-        self.bank.autocast = nullcontext
+        self.bank.base.autocast = nullcontext
 
     def propose_architecture(self, slot: int, rng: np.random.Generator) -> None:
         """Return None: the architecture of a language model does not change."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from evogrpo.models.language.low_rank import runs_of
+from evogrpo.models.language.adapters import runs_of
 
 FOLDED = 4
 """Keep attention weights for the backward pass up to this many keys per head dimension; recompute them beyond that."""

@@ -1,7 +1,6 @@
 """Decoding of Llama-like models: one token of every row per step."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from evogrpo.models.fast_llama.attention import (
     prompt_runs,
 )
 from evogrpo.models.fast_llama.forward import FastLlama
-from evogrpo.models.fast_llama.layers import NamedLinear, columns_of
-from evogrpo.models.fast_llama.weight_layout import Layer, Norm
+from evogrpo.models.fast_llama.weight_layout import Layer, NamedLinear, Norm
+from evogrpo.models.language.adapters import HookFactory, LoraHook, StackedAdapters
 from evogrpo.models.language.kv_cache import KVCache, Prefix
-from evogrpo.models.language.low_rank import LoraHook
-from evogrpo.models.language.protocols import AdapterHook, HookFactory
 
 AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 """(layer number, layer, queries `[kv, n, rep, d]`, keys and values `[kv, d, n]`) -> `[n, kv * rep * d]`."""
@@ -28,22 +25,6 @@ AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 
 Rotations = dict[str | None, tuple[Tensor, ...]]
 """By kind of layer: cosines and sines `[heads, d / 2, n]` for all heads of queries (scaled) and keys."""
-
-
-class _Adapters(NamedTuple):
-    """Adapters of layers with the same input, for adjacent segments of equally many rows.
-
-    Attributes:
-        rows: Rows of the segments; None = all.
-        a: `[s, layers * r, in]` of s segments.
-        b: For each adapted layer: its number, its rows of A x, and B `[s, out, r]`.
-        scale: Factor on B A x.
-    """
-
-    rows: slice | None
-    a: Tensor
-    b: list[tuple[int, slice, Tensor]]
-    scale: float
 
 
 class DecodeStep:
@@ -54,21 +35,21 @@ class DecodeStep:
         hook: Adapter hook.
     """
 
-    def __init__(self, passes: FastLlama, hook: AdapterHook | None) -> None:
-        self._passes, self.layout, self._adapter_hook = passes, passes.layout, hook
-        self._adapters = dict[tuple[str, ...], list[_Adapters]]()
+    def __init__(self, passes: FastLlama, hook: LoraHook | None) -> None:
+        self._passes, self._layout, self._hook = passes, passes.layout, hook
+        self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()  # by names of layers with the same input
 
     def run(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
         """Return final hidden states `[n, h]` of one token `[n]` of each row, at its position `[n]`."""
         hidden = self._passes.embed(tokens).float().T.contiguous()
-        rotations = self.rotations(positions)
-        for number in range(len(self.layout.layers)):
-            self.layer(number, hidden, rotations, attend)
-        return _normed(hidden, self.layout.final_norm).T.contiguous()
+        rotations = self._rotations(positions)
+        for number in range(len(self._layout.layers)):
+            self._layer(number, hidden, rotations, attend)
+        return _normed(hidden, self._layout.final_norm).T.contiguous()
 
-    def rotations(self, positions: Tensor) -> Rotations:
+    def _rotations(self, positions: Tensor) -> Rotations:
         """Return the rotary embeddings at positions `[n]`."""
-        kv, rep = self.layout.heads
+        kv, rep = self._layout.heads
         return {
             kind: tuple(
                 torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
@@ -77,58 +58,44 @@ class DecodeStep:
             for kind, (of_keys, of_queries) in self._passes.rotations_at(positions[:, None]).items()
         }
 
-    def layer(self, number: int, hidden: Tensor, rotations: Rotations, attend: AttendOnce) -> None:
+    def _layer(self, number: int, hidden: Tensor, rotations: Rotations, attend: AttendOnce) -> None:
         """Run one layer on the residual stream `[h, n]`, in place."""
-        layer, (kv, rep), width = self.layout.layers[number], self.layout.heads, self.layout.width
-        self._passes.gather(layer.module)
+        layer, (kv, rep), width = self._layout.layers[number], self._layout.heads, self._layout.width
+        if self._passes.sharded_layers is not None:
+            self._passes.sharded_layers.gather(layer.module)
         # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
-        q, k, v = self._products(self._read(hidden, layer.before_attention), layer.projections)
+        q, k, v = self._projected(self._normed_input(hidden, layer.before_attention), layer.projections)
         heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
         if layer.head_norms is not None:
-            own = heads.split([kv * rep, kv])
-            norms = zip(own, layer.head_norms, strict=True)
+            norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
             heads = torch.cat([_normed(x.view(-1, norm.width, x.shape[2]), norm).view(x.shape) for x, norm in norms])
-        heads = _turned(heads, *rotations[layer.kind])
+        heads = _rotated(heads, *rotations[layer.kind])
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
         # 2. Attention.
         attention = attend(number, layer, q, heads[kv * rep :], v)
-        (out,) = self._products(attention.T, [layer.output])
-        hidden += _added(out, layer.after_attention)
+        (out,) = self._projected(attention.T, [layer.output])
+        hidden += out if layer.after_attention is None else _normed(out, layer.after_attention)
         # 3. MLP.
-        gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates)
-        (down,) = self._products(self.layout.activation.into(gate).mul_(up), [layer.down])
-        hidden += _added(down, layer.after_mlp)
+        gate, up = self._projected(self._normed_input(hidden, layer.before_mlp), layer.gates)
+        (down,) = self._projected(self._layout.activation.into(gate).mul_(up), [layer.down])
+        hidden += down if layer.after_mlp is None else _normed(down, layer.after_mlp)
 
-    def _read(self, hidden: Tensor, norm: Norm | None) -> Tensor:
+    def _normed_input(self, hidden: Tensor, norm: Norm | None) -> Tensor:
         """Return the normalised input of products, in their dtype."""
-        return hidden.to(self.layout.final_norm.dtype) if norm is None else _normed(hidden, norm)
+        return hidden.to(self._layout.final_norm.dtype) if norm is None else _normed(hidden, norm)
 
-    def _products(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
+    def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
         """Return the outputs `[out, n]` of linear layers with adapters, given their common input `[in, n]`."""
-        parts = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
-        if isinstance(self._adapter_hook, LoraHook):
-            for adapters in self._acting(self._adapter_hook, layers, x):
-                _add(x, parts, adapters)
-        elif self._adapter_hook is not None:
-            whole = x.T[:, None].contiguous()
-            for (name, _), out in zip(layers, parts, strict=True):
-                if name in self._passes.changed:
-                    out.copy_(self._adapter_hook(name, whole, out.T[:, None].contiguous())[:, 0].T)
-        return parts
-
-    def _acting(self, hook: LoraHook, layers: Sequence[NamedLinear], x: Tensor) -> list[_Adapters]:
-        """Return the adapters of layers with the input `[in, n]`; cached."""
-        names = tuple(name for name, _ in layers)
-        if names in self._adapters:
-            return self._adapters[names]
-        acting, joined = list[_Adapters](), hook.joined(names, x.shape[1], x.dtype, first=True)
-        if joined is not None:
-            every = list(enumerate(zip(joined.b, columns_of(joined), strict=True)))
-            for rows, own, _ in joined.runs:
-                b = [(number, places, b[own]) for number, (b, places) in every if b is not None and places is not None]
-                acting.append(_Adapters(rows if len(joined.runs) > 1 else None, joined.a[own], b, joined.scale))
-        self._adapters[names] = acting
-        return acting
+        outputs = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
+        if self._hook is not None:
+            names = tuple(name for name, _ in layers)
+            if names not in self._adapters:
+                self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
+            for part in self._adapters[names]:  # add scale * B A x in place
+                low = torch.bmm(part.a, _by_segment(x, part))
+                for module, columns, b in part.b:
+                    _by_segment(outputs[module], part).baddbmm_(b, low[:, columns], alpha=part.scale)
+        return outputs
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
@@ -138,13 +105,8 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return (wide * inverse).mul_(norm.weight[:, None]).to(norm.dtype)
 
 
-def _added(x: Tensor, norm: Norm | None) -> Tensor:
-    """Apply the norm of a sublayer's output, if any."""
-    return x if norm is None else _normed(x, norm)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to heads `[heads, d, n]`; see `layers.rotated`."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to heads `[heads, d, n]`; see `forward.rotated`."""
     out = torch.empty_like(x)
     (left, right), (new_left, new_right) = x.chunk(2, 1), out.chunk(2, 1)
     torch.mul(left, cos, out=new_left).addcmul_(right, sin, value=-1.0)
@@ -152,17 +114,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _add(x: Tensor, outputs: Sequence[Tensor], adapters: _Adapters) -> None:
-    """Add scale * B A x to the outputs of layers, in place."""
-    rows, count = adapters.rows, len(adapters.a)
-    low = torch.bmm(adapters.a, _by_segment(x, rows, count))
-    for number, places, b in adapters.b:
-        _by_segment(outputs[number], rows, count).baddbmm_(b, low[:, places], alpha=adapters.scale)
-
-
-def _by_segment(x: Tensor, rows: slice | None, count: int) -> Tensor:
-    """View columns `[c, n]` of segments of equally many rows as `[count, c, rows of each]`."""
-    return (x if rows is None else x[:, rows]).view(len(x), count, -1).transpose(0, 1)
+def _by_segment(x: Tensor, part: StackedAdapters) -> Tensor:
+    """View the columns `[c, n]` of segments of equally many rows as `[segments, c, rows of each]`."""
+    return x[:, part.tokens].view(len(x), len(part.a), -1).transpose(0, 1)
 
 
 MIN_GROWTH = 16
@@ -170,7 +124,7 @@ MIN_GROWTH = 16
 
 
 class FastDecoding:
-    """Decoding with fast_llama; see `evogrpo.models.language.protocols.Decoding`.
+    """Decoding with fast_llama; see `evogrpo.models.language.kv_cache.Decoding`.
 
     Attention reads the whole storage of the KV cache with unfilled positions masked, because a slice of it would be
     copied for each product.
@@ -201,7 +155,7 @@ class FastDecoding:
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.layout.heads[0], passes.layout.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
-        self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `AttentionBias`
+        self._lowest = torch.finfo(self._own[0][0].dtype).min / 2  # as in `attention_biases`
         self._set_prompts(rows)
 
     def _set_prompts(self, rows: Tensor) -> None:

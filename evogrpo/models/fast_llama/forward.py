@@ -1,6 +1,6 @@
 """fast_llama: the forward pass of Llama-like models, computed from the weights of a transformers model."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
-from evogrpo.functional.matmul import padding_rows
+from evogrpo.functional.log_probs import row_tiles
+from evogrpo.functional.matmul import add_frozen_linear_, frozen_linear, padding_rows
 from evogrpo.models.fast_llama.attention import SharedPrompts, attention, prompt_runs
-from evogrpo.models.fast_llama.layers import gated_unit, projected, rms_norm, rotated
-from evogrpo.models.fast_llama.weight_layout import Layer, Norm, WeightLayout
+from evogrpo.models.fast_llama.weight_layout import Activation, Layer, NamedLinear, Norm, WeightLayout
+from evogrpo.models.language.adapters import LoraHook, StackedAdapters
 from evogrpo.models.language.fsdp import ShardedLayers
-from evogrpo.models.language.kv_cache import Prefix
-from evogrpo.models.language.protocols import AdapterHook
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys and values `[kv, n, t, d]`."""
@@ -23,45 +22,291 @@ Attend = Callable[..., Tensor]
 Rotations = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
 """By kind of layer: cosine and sine `[n, t, d / 2]` of each token's position, for keys and, scaled, for queries."""
 
+# ---- norms, gates and rotary embeddings, with their gradients
+
+
+def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split half-precision rows into tiles, so that their float32 copies fit into the CPU cache."""
+    if every[0].dtype == torch.float32:
+        return [every]
+    return (tuple(each[rows] for each in every) for rows in row_tiles(every[0]))
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Divides rows `[m, h]` by their root mean square, computed in float32, and multiplies by the frozen weight `[h]`.
+
+    If the weight has a higher precision than the rows, the result is rounded once.
+
+    Source: RMSNorm (arXiv:1910.07467).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
+        for rows, inverse, made in _cuts(x, inverses, out):
+            torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
+            inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            if weight.dtype == x.dtype:
+                torch.mul(rows, inverse, out=made).mul_(weight)
+            else:
+                torch.mul(rows * inverse, weight, out=made)
+        ctx.save_for_backward(x, weight, inverses)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverses = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for rows, inverse, slope, made in _cuts(x, inverses, grads[0], out):
+            torch.mul(slope, weight, out=made)
+            # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
+            mean = torch.linalg.vecdot(made, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            made.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
+        return out, None, None
+
+
+rms_norm = _RMSNorm.apply
+"""(rows `[m, h]`, weight `[h]`, eps) -> normalised rows."""
+
+
+class _GatedUnit(torch.autograd.Function):
+    """Computes activation(gate) * up of the gate and up projections `[m, w]`.
+
+    Source: SwiGLU and GEGLU (arXiv:2002.05202).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        out = gate.new_empty(gate.shape)
+        for rows in row_tiles(out):  # tiles fit into the CPU cache
+            torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slope, activation = grads[0], ctx.activation
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
+        for rows in row_tiles(slope):
+            torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
+            of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
+        return of_gate, of_up, None
+
+
+gated_unit = _GatedUnit.apply
+"""(gate `[m, w]`, up `[m, w]`, `Activation`) -> activation(gate) * up."""
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Apply rotary position embeddings and transpose to heads first.
+
+    Args:
+        x: `[n * t, kv * rep * d]` all heads of each token.
+        cos: `[n, t, d / 2]`, with any factor on the result.
+        sin: `[n, t, d / 2]`, with any factor on the result.
+        heads: (kv, rep): key-value heads, and query heads per key-value head.
+
+    Returns:
+        `[kv, n, rep * t, d]`.
+
+    Source: RoFormer (arXiv:2104.09864); the two halves of a head are paired, as in Llama.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin, heads)
+    return out
+
+
+def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
+    """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
+    return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
+    """Write rotated `[kv, n, rep, t, d]` into `out`."""
+    (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    torch.mul(left, cos, out=new_left)
+    new_left.addcmul_(right, sin, value=-sign)
+    torch.mul(right, cos, out=new_right)
+    new_right.addcmul_(left, sin, value=sign)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        n, t, half = cos.shape
+        out = x.new_empty((heads[0], n, heads[1], t, 2 * half))
+        _turn(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
+        return out.view(heads[0], n, heads[1] * t, 2 * half)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        n, t, half = cos.shape
+        kv, rep = ctx.heads
+        into = grads[0].new_empty((n * t, kv * rep * 2 * half))
+        _turn(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(into, cos.shape, ctx.heads))
+        return into, None, None, None
+
+
+# ---- linear layers with adapters
+
+
+def projected(x: Tensor, layers: Sequence[NamedLinear], hook: LoraHook | None) -> Sequence[Tensor]:
+    """Return the outputs `[m, out]` of linear layers with adapters, given their common input `[m, in]`."""
+    names, linears = tuple(name for name, _ in layers), [layer for _, layer in layers]
+    if hook is None or torch.is_grad_enabled():
+        leaves = [] if hook is None else hook.leaves(names)
+        return _Linears.apply(x, linears, hook, names, *leaves)  # type: ignore[no-any-return]
+    outputs = [frozen_linear(x, layer.weight, layer.bias) for layer in linears]
+    _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype, transposed=True))
+    return outputs
+
+
+def _add_adapters(x: Tensor, outputs: Sequence[Tensor], adapters: Sequence[StackedAdapters]) -> Tensor | None:
+    """Add scale * (x A^T) B^T to the outputs of layers in place, and return x A^T `[m, modules * r]`."""
+    low = x.new_empty((len(x), adapters[0].a.shape[1])) if adapters else None
+    for part in adapters:
+        assert low is not None
+        tokens, slots = part.tokens, len(part.a)
+        torch.bmm(x[tokens].view(slots, -1, x.shape[1]), part.a.mT, out=low[tokens].view(slots, -1, low.shape[1]))
+        for module, columns, b in part.b:
+            out = outputs[module]
+            low_of_module = low[tokens, columns].reshape(slots, -1, b.shape[2])
+            out[tokens].view(slots, -1, out.shape[1]).baddbmm_(low_of_module, b.mT, alpha=part.scale)
+    return low
+
+
+class _Linears(torch.autograd.Function):
+    """x W^T + b + scale * (x A^T) B^T for several layers at once; gradients of x are summed in one buffer.
+
+    Adapter products are in the dtype of `x`; their gradients are cast to that of the adapters. Segments of equal
+    length, and the A matrices of all layers, share batched products. `leaves` are the A and B of every slot, module by
+    module, which get the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layers: Sequence[nn.Linear], hook: LoraHook | None, names: tuple[str, ...], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = tuple(frozen_linear(x, layer.weight, layer.bias) for layer in layers)
+        low = None if hook is None else _add_adapters(x, outputs, hook.stacked(names, len(x), x.dtype))
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.hook, ctx.names = layers, hook, names
+        ctx.save_for_backward(x, low)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # 1. The frozen layers.
+        x, low = ctx.saved_tensors
+        grads = tuple(None if grad is None else grad.contiguous() for grad in grads)
+        grad_x: Tensor | None = None
+        for layer, grad in zip(ctx.layers, grads, strict=True):
+            if ctx.needs_input_grad[0] and grad is not None:
+                if grad_x is None:
+                    grad_x = frozen_linear(grad, layer.weight.T)
+                else:
+                    add_frozen_linear_(grad_x, grad, layer.weight.T)
+        if low is None:
+            return grad_x, None, None, None
+        # 2. B: its gradient, and that of x A^T.
+        adapters, slots = ctx.hook.stacked(ctx.names, len(x), x.dtype), len(ctx.hook.slots)
+        dtype = ctx.hook.adapters.weights.dtype
+        grad_low = torch.zeros_like(low)
+        grad_b = {module: b.new_zeros((slots, b.shape[2], b.shape[1]), dtype=dtype) for module, _, b in adapters[0].b}
+        for part in adapters:
+            tokens, count = part.tokens, len(part.a)
+            for module, columns, b in part.b:
+                grad = grads[module]
+                if grad is not None:
+                    grad = grad[tokens].view(count, -1, grad.shape[1])
+                    grad_low[tokens, columns] = torch.bmm(grad, b).mul_(part.scale).view(-1, b.shape[2])
+                    low_of_module = (low[tokens, columns] * part.scale).view(count, -1, b.shape[2])
+                    grad_b[module][part.slots] += torch.bmm(low_of_module.mT, grad)
+        # 3. A, and the adapters' part of the gradient of x.
+        grad_a = x.new_zeros((slots, *adapters[0].a.shape[1:]), dtype=dtype)
+        for part in adapters:
+            tokens, count = part.tokens, len(part.a)
+            low_part = grad_low[tokens].view(count, -1, low.shape[1])
+            grad_a[part.slots] += torch.bmm(low_part.mT, x[tokens].view(count, -1, x.shape[1]))
+            if grad_x is not None:
+                grad_x[tokens].view(count, -1, x.shape[1]).baddbmm_(low_part, part.a)
+        # 4. Gradients in the order of the leaves.
+        grad_leaves = list[Tensor | None]()
+        for module, columns, _ in adapters[0].b:
+            for slot in range(slots):
+                pair = (None, None) if grads[module] is None else (grad_a[slot, columns], grad_b[module][slot].mT)
+                grad_leaves += pair
+        return grad_x, None, None, None, *grad_leaves
+
+
+# ---- the forward pass
+
+PROBE = (3, 1, 2, 1, 5, 1, 6, 4)
+"""Token ids on which a model's own forward pass is compared."""
+TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
+"""Tolerated error of a layer's update, in norm: relative to the update, and to the rounded residual stream."""
+
 
 class FastLlama:
     """Forward passes with the weights of a decoder; see `evogrpo.models.language.causal_model.CausalModel`.
 
     Args:
         layout: Layout of the decoder.
-        changed: Dotted names of the modules whose output the adapter hook changes.
-        gathering: Sharded layers of an FSDP base, if any.
+        sharded_layers: Sharded layers of an FSDP base, if any.
     """
 
-    def __init__(self, layout: WeightLayout, changed: Collection[str], gathering: ShardedLayers | None = None) -> None:
-        self.layout, self.changed, self._gathering = layout, frozenset(changed), gathering
+    def __init__(self, layout: WeightLayout, sharded_layers: ShardedLayers | None = None) -> None:
+        self.layout, self.sharded_layers = layout, sharded_layers
 
-    def gather(self, layer: nn.Module) -> None:
-        """Gather a sharded layer before its weights are used."""
-        if self._gathering is not None:
-            self._gathering.gather(layer)
+    @torch.no_grad()
+    def matches_model(self) -> bool:
+        """Return True if embeddings, layers and final norm give the model's own results on a few tokens.
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: AdapterHook | None) -> Tensor:
+        Each layer gets the model's own input, because bfloat16 rounding errors of two correct passes grow over layers.
+        """
+        # 1. Record inputs and outputs of the model's own layers.
+        decoder, recorded = self.layout.decoder, list[tuple[Tensor, Tensor]]()
+        ids = torch.tensor([PROBE], device=decoder.embed_tokens.weight.device) % len(decoder.embed_tokens.weight)
+
+        def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            recorded.append((args[0][0], output[0]))
+
+        handles = [layer.module.register_forward_hook(record) for layer in self.layout.layers]
+        try:
+            final = decoder(input_ids=ids).last_hidden_state[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+        # 2. Compare the embeddings, what each layer adds to the residual stream, and the final norm.
+        def near(result: Tensor, expected: Tensor, residual: Tensor) -> bool:
+            relative, rounding = TOLERANCES[expected.dtype]
+            error, size, stream = (float(x.float().norm()) for x in (result - expected, expected, residual))
+            return error <= relative * size + rounding * stream
+
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        rotations, attend = self.rotations(mask, ids.shape[1]), self._attend_within(mask, ids.shape[1], None)
+        if not torch.equal(self.embed(ids)[0], recorded[0][0]):
+            return False
+        for number, (before, after) in enumerate(recorded):
+            result = self._layer(number, before, [rotations], None, lambda *heads: attend(*heads)[0])
+            if not near(result - before, after - before, after):
+                return False
+        last = recorded[-1][1]
+        return near(_normed(last, self.layout.final_norm), final, last)
+
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
-        hidden = self.embed(ids).flatten(0, 1)
-        rotations, attend = self.rotations(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
-        for number in range(len(self.layout.layers)):
-            hidden = self.layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
-        return self.final_norm(hidden).view(*ids.shape, -1)
-
-    def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None) -> Tensor:
-        """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `CausalModel.extend`."""
-        mask = torch.cat([prefix.mask[rows], present], dim=1)
         hidden, rotations = self.embed(ids).flatten(0, 1), self.rotations(mask, ids.shape[1])
-        follow = self._following(prefix.mask, rows, mask)
-
-        def attend(number: int, layer: Layer, heads: Heads) -> Tensor:
-            keys, values = (x.transpose(0, 1) for x in prefix.layers[number])
-            return follow(layer, heads, keys, values)
-
+        attend = self._attend_within(mask, ids.shape[1], cache)
         for number in range(len(self.layout.layers)):
-            hidden = self.layer(number, hidden, [rotations], hook, attend)
-        return self.final_norm(hidden).view(*ids.shape, -1)
+            hidden = self._layer(number, hidden, [rotations], hook, lambda *heads: attend(*heads)[0])
+        return _normed(hidden, self.layout.final_norm).view(*ids.shape, -1)
 
     def run_with_prompts(
         self,
@@ -69,7 +314,7 @@ class FastLlama:
         rows: Tensor,
         ids: Tensor,
         present: Tensor,
-        hook: AdapterHook | None,
+        hook: LoraHook | None,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and completions in one pass, which halves the number of matrix products.
 
@@ -84,41 +329,44 @@ class FastLlama:
             Hidden states of the prompts' last tokens `[m, h]`, and of the rows' tokens `[n, t, h]`.
         """
         # 1. Embed prompts and rows; pad the number of tokens to one for which products are fast.
-        read, mask, cache = prompts
-        whole = torch.cat([mask[rows], present], dim=1)
-        parts = [self.embed(part).flatten(0, 1) for part in (read, ids)]
-        rest = padding_rows(read.numel() + ids.numel(), parts[0].dtype, ids.device)
-        hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
-        rotations = [self.rotations(mask, read.shape[1]), self.rotations(whole, ids.shape[1])]
+        prompt_ids, prompt_mask, cache = prompts
+        mask = torch.cat([prompt_mask[rows], present], dim=1)
+        parts = [self.embed(part).flatten(0, 1) for part in (prompt_ids, ids)]
+        padding = padding_rows(prompt_ids.numel() + ids.numel(), parts[0].dtype, ids.device)
+        hidden = torch.cat([*parts, *_zeros(padding, parts[0])])
+        rotations = [self.rotations(prompt_mask, prompt_ids.shape[1]), self.rotations(mask, ids.shape[1])]
         # 2. Attention: prompts within themselves, rows on top of the prompts' keys and values.
-        within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
+        attend_prompts = self._attend_within(prompt_mask, prompt_ids.shape[1], cache)
+        attend_rows = self._attend_after_prompts(prompt_mask, rows, mask)
 
-        def attend(number: int, layer: Layer, first: Heads, later: Heads) -> Tensor:
-            made, keys, values = within(number, layer, first)
-            return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
+        def attend(number: int, layer: Layer, prompt_heads: Heads, row_heads: Heads) -> Tensor:
+            of_prompts, keys, values = attend_prompts(number, layer, prompt_heads)
+            of_rows = attend_rows(layer, row_heads, keys, values)
+            return torch.cat([of_prompts, of_rows, *_zeros(padding, of_prompts)])
 
         for number in range(len(self.layout.layers)):
-            hidden = self.layer(number, hidden, rotations, hook, attend)
+            hidden = self._layer(number, hidden, rotations, hook, attend)
         # 3. Split the hidden states again.
-        of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
-        last = of_prompts.view(*read.shape, -1)[:, -1]
-        return self.final_norm(last), self.final_norm(of_rows).view(*ids.shape, -1)
+        of_prompts, of_rows, _ = hidden.split([prompt_ids.numel(), ids.numel(), padding])
+        last = of_prompts.view(*prompt_ids.shape, -1)[:, -1]
+        norm = self.layout.final_norm
+        return _normed(last, norm), _normed(of_rows, norm).view(*ids.shape, -1)
 
-    def _within(
+    def _attend_within(
         self, mask: Tensor, t: int, cache: Cache | None
     ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
         """Return the attention over rows' own and cached tokens; it also returns these keys and values."""
-        biases = AttentionBias(self.layout, mask, mask.shape[1] - t, t)
+        biases = attention_biases(self.layout, mask, t, slice(None))
 
         def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = heads
             if cache is not None:
                 k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
-            return attention(q, k, v, t, biases.whole[layer.window], None, None), k, v
+            return attention(q, k, v, t, biases[layer.window], None, None), k, v
 
         return attend
 
-    def _following(
+    def _attend_after_prompts(
         self, prompts: Tensor, rows: Tensor, mask: Tensor
     ) -> Callable[[Layer, Heads, Tensor, Tensor], Tensor]:
         """Return the attention over rows' own tokens and keys and values `[kv, m, P, d]` of prompts.
@@ -129,22 +377,24 @@ class FastLlama:
             mask: `[n, P + t]` booleans: True for real tokens.
         """
         past = prompts.shape[1]
-        biases = AttentionBias(self.layout, mask, past, mask.shape[1] - past)
+        t = mask.shape[1] - past
+        own_biases = attention_biases(self.layout, mask, t, slice(past, None))
+        prompt_biases = attention_biases(self.layout, mask, t, slice(past))
         order, runs = prompt_runs(rows, len(prompts))
         numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
 
         def attend(layer: Layer, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = (x if order is None else x[:, order] for x in (keys, values))
             shared, window = SharedPrompts(keys, values, numbers, runs), layer.window
-            return attention(*heads, mask.shape[1] - past, biases.own[window], shared, biases.prompts[window])
+            return attention(*heads, t, own_biases[window], shared, prompt_biases[window])
 
         return attend
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings `[n, t, h]`."""
-        found = embedding(ids, self.layout.decoder.embed_tokens.weight)
+        embeddings = embedding(ids, self.layout.decoder.embed_tokens.weight)
         scale = self.layout.embedding_scale
-        return found if scale is None else found * scale.to(found.dtype)
+        return embeddings if scale is None else embeddings * scale.to(embeddings.dtype)
 
     def rotations(self, mask: Tensor, t: int) -> Rotations:
         """Return the rotary embeddings of the last t tokens; positions are counted from the first True."""
@@ -152,16 +402,16 @@ class FastLlama:
 
     def rotations_at(self, positions: Tensor) -> Rotations:
         """Return the rotary embeddings at positions `[n, t]`."""
-        half, scaling, found = self.layout.width // 2, self.layout.scaling, Rotations()
+        half, scaling, rotations = self.layout.width // 2, self.layout.scaling, Rotations()
         for kind in {layer.kind for layer in self.layout.layers}:
-            given = () if kind is None else (kind,)
-            cos, sin = self.layout.decoder.rotary_emb(self.layout.decoder.norm.weight, positions, *given)
+            by_kind = () if kind is None else (kind,)
+            cos, sin = self.layout.decoder.rotary_emb(self.layout.decoder.norm.weight, positions, *by_kind)
             cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
-            found[kind] = (cos, sin), (cos * scaling, sin * scaling)
-        return found
+            rotations[kind] = (cos, sin), (cos * scaling, sin * scaling)
+        return rotations
 
-    def layer(
-        self, number: int, hidden: Tensor, rotations: Sequence[Rotations], hook: AdapterHook | None, attend: Attend
+    def _layer(
+        self, number: int, hidden: Tensor, rotations: Sequence[Rotations], hook: LoraHook | None, attend: Attend
     ) -> Tensor:
         """Return the hidden states `[tokens, h]` after one layer.
 
@@ -174,42 +424,36 @@ class FastLlama:
             attend: Attention over the heads of all groups.
         """
         layer, (kv, rep) = self.layout.layers[number], self.layout.heads
-        own_rotations = [each[layer.kind] for each in rotations]
-        shapes = [of_keys[0].shape[:2] for of_keys, _ in own_rotations]
-        rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
-        self.gather(layer.module)
-        # 1. Queries, keys and values.
-        made = projected(_normed(hidden, layer.before_attention), layer.projections, hook, rows, self.changed)
+        if self.sharded_layers is not None:
+            self.sharded_layers.gather(layer.module)
+        # 1. Queries, keys and values `[tokens, heads * d]`, normalised by head.
+        qkv = projected(_normed(hidden, layer.before_attention), layer.projections, hook)
         if layer.head_norms is not None:
-            norms = zip(made[:2], layer.head_norms, strict=True)
-            made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
-        groups: Sequence[Any] = [made]
-        if len(shapes) > 1:  # leave out the padding tokens at the end
-            sizes = [shape.numel() for shape in shapes]
-            groups = list(zip(*(x.split([*sizes, len(x) - sum(sizes)])[:-1] for x in made), strict=True))
+            norms = zip(qkv[:2], layer.head_norms, strict=True)
+            qkv = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), qkv[2]]
+        # 2. Rotate the heads of each group; leave out the padding tokens at the end.
+        group_rotations = [rotation[layer.kind] for rotation in rotations]
+        shapes = [of_keys[0].shape[:2] for of_keys, _ in group_rotations]
+        sizes = [shape.numel() for shape in shapes]
+        groups = zip(*(x.split([*sizes, len(x) - sum(sizes)])[: len(sizes)] for x in qkv), strict=True)
         heads = [
             (
                 rotated(q, *of_queries, (kv, rep)),
                 rotated(k, *of_keys, (kv, 1)),
                 v.view(*shape, kv, self.layout.width).permute(2, 0, 1, 3).contiguous(),  # `[kv, n, t, d]`
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(groups, own_rotations, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(groups, group_rotations, shapes, strict=True)
         ]
-        # 2. Attention.
-        added = projected(attend(number, layer, *heads), [layer.output], hook, rows, self.changed)[0]
+        # 3. Attention.
+        (added,) = projected(attend(number, layer, *heads), [layer.output], hook)
         hidden = hidden + _normed(added, layer.after_attention)
-        # 3. MLP.
-        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook, rows, self.changed)
-        gated = gated_unit(gate, up, self.layout.activation)
-        added = projected(gated, [layer.down], hook, rows, self.changed)[0]
+        # 4. MLP.
+        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, hook)
+        (added,) = projected(gated_unit(gate, up, self.layout.activation), [layer.down], hook)
         after: Tensor = hidden + _normed(added, layer.after_mlp)
-        if self._gathering is not None:
-            self._gathering.gather_in_backward(layer.module, after)
+        if self.sharded_layers is not None:
+            self.sharded_layers.gather_in_backward(layer.module, after)
         return after
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return final hidden states `[m, h]`, given those after the last layer."""
-        return _normed(hidden, self.layout.final_norm)
 
 
 def _zeros(rows: int, like: Tensor) -> list[Tensor]:
@@ -221,35 +465,24 @@ def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
     return hidden if norm is None else rms_norm(hidden, norm.weight, norm.eps)
 
 
-class AttentionBias:
-    """Bias on attention scores for padding, causality and sliding windows; by window size, None = 0.
+def attention_biases(layout: WeightLayout, mask: Tensor, t: int, keys: slice) -> dict[int | None, Tensor | None]:
+    """Return the biases `[n or 1, t, keys]` on attention scores for padding, causality and windows, by window size.
 
     Args:
         layout: Layout of the decoder.
-        mask: `[n, P + s]` booleans: True for real tokens.
-        past: P.
+        mask: `[n, s]` booleans: True for real tokens.
         t: Number of query tokens, the last ones.
-
-    Attributes:
-        whole: `[n or 1, t, P + s]` biases of all keys.
-        own: `[n or 1, t, s]` biases of rows' own keys.
-        prompts: `[n or 1, t, P]` biases of prompts' keys.
+        keys: Keys that the scores are about. A bias is None where all of them are visible.
     """
-
-    def __init__(self, layout: WeightLayout, mask: Tensor, past: int, t: int) -> None:
-        dtype = layout.decoder.norm.weight.dtype
-        lowest = torch.finfo(dtype).min / 2  # not -inf: tokens without visible keys must not become NaN
-        place = torch.arange(mask.shape[1], device=mask.device)
-        distance = place[-t:, None] - place
-        real = bool(mask.all())
-        self.whole, self.own, self.prompts = (dict[int | None, Tensor | None]() for _ in range(3))
-        for window in {layer.window for layer in layout.layers}:
-            near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            seen = near[None] if real else near & mask[:, None]  # one bias for all rows if there is no padding
-            bias = torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, lowest)
-            for biases, keys in (
-                (self.whole, slice(None)),
-                (self.own, slice(past, None)),
-                (self.prompts, slice(past)),
-            ):
-                biases[window] = None if bool(seen[..., keys].all()) else bias[..., keys]
+    dtype = layout.decoder.norm.weight.dtype
+    lowest = torch.finfo(dtype).min / 2  # not -inf: tokens without visible keys must not become NaN
+    place = torch.arange(mask.shape[1], device=mask.device)
+    distance = place[-t:, None] - place[keys]
+    no_padding = bool(mask.all())
+    biases = dict[int | None, Tensor | None]()
+    for window in {layer.window for layer in layout.layers}:
+        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        visible = near[None] if no_padding else near & mask[:, None, keys]  # one bias for all rows without padding
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=mask.device)
+        biases[window] = None if bool(visible.all()) else zeros.masked_fill_(~visible, lowest)
+    return biases

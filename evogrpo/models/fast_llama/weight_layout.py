@@ -1,13 +1,15 @@
 """Architectures that fast_llama computes, and the layout of their weights."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import gelu, silu
 from transformers import (
     Gemma3TextModel,
     GemmaModel,
@@ -20,7 +22,6 @@ from transformers import (
     Qwen3Model,
 )
 
-from evogrpo.models.fast_llama.layers import ACTIVATIONS, Activation, NamedLinear
 from evogrpo.models.language.fsdp import hooks_of, own_hooks, unsharded_class
 
 
@@ -84,6 +85,30 @@ ARCHITECTURES: dict[type, Architecture] = {
 """Supported decoders of transformers."""
 
 
+class Activation(NamedTuple):
+    """Activation of gates.
+
+    Attributes:
+        of: The function.
+        into: The same in place.
+        slope: (gradient of the output, input) -> gradient of the input.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    into: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {
+    "silu": Activation(silu, torch.ops.aten.silu_, torch.ops.aten.silu_backward),
+    "gelu_pytorch_tanh": Activation(
+        partial(gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+}
+"""Activations, by their names in configs of transformers."""
+
 ROPES = ("default", "linear", "llama3", "yarn")
 PRECISIONS = (torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -92,6 +117,10 @@ DEVICES = ("cpu", "cuda", "meta")
 def fast_paths_disabled() -> bool:
     """Return True if EVOGRPO_SLOW=1: all rows run through the model's own `forward`."""
     return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
+
+
+NamedLinear = tuple[str, nn.Linear]
+"""Dotted name and linear layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
-"""Banks of language models: one frozen base model, one LoRA adapter per member."""
+"""Bank of language models: one frozen base model, one LoRA adapter per member."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import partial
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
 
 import torch
 from peft import LoraConfig
@@ -16,69 +15,108 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
-from evogrpo.models.language.adapter_files import StoredAdapter
-from evogrpo.models.language.adapter_weights import AdapterWeights
+from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
+from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
 from evogrpo.models.language.forward import ForwardPasses, share_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.loading import loadable_name
-from evogrpo.models.language.protocols import Weights
 from evogrpo.models.language.sampling import sample
 
-W = TypeVar("W", bound=Weights)
 
+class AdapterBank(AdapterStates):
+    """PolicyBank and Sampler of language models: LoRA adapters of all members on one frozen base model.
 
-class LanguageBank(Generic[W]):
-    """PolicyBank and Sampler of language models that share one frozen base model.
+    Adapters and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients
+    exist only until their optimizer step. The base is never changed and can be shared with other banks.
 
     Args:
-        base: The base model; never changed, can be shared with other banks.
-        weights: Weights of all members.
+        model: A causal language model of transformers, on its device and in its dtype.
+        size: Number of members.
+        pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
+        lora_config: LoRA configuration; rank 16 on all linear layers by default.
+        optimizer: AdamW settings shared by all members.
+        seed: Root seed of the initial adapters.
         micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
             memory.
         reduce_memory_peak: Compute logits in chunks of 256 tokens instead of a whole micro-batch at once. Results
             agree up to rounding.
+        explicit_positions: Pass position ids, counted without padding, to the model.
+        autocast: Returns the context manager of forward passes, for mixed precision.
+        own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
+            as the adapters. See `keep_reference` and `mix_reference`.
+        start: Adapter that every member starts from; brings its own lora_config.
+        like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
 
     Raises:
-        ValueError: If `eos_token_ids` is empty or `micro_batch_tokens` is below 1.
+        ValueError: If the model is not supported or an argument is invalid.
 
     Attributes:
         base: The base model.
-        weights: Weights of all members.
         passes: Scores batches and computes gradients.
         end_ids: Sorted `eos_token_ids`.
     """
 
+    rows_are_transitions = False  # a token depends on the tokens before it
+
     def __init__(
         self,
-        base: CausalModel,
-        weights: W,
+        model: PreTrainedModel,
         *,
+        size: int,
+        pad_token_id: int,
         eos_token_ids: Sequence[int],
+        lora_config: LoraConfig | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
         micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
         reduce_memory_peak: bool = True,
+        explicit_positions: bool = True,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        own_reference: bool = False,
+        start: StoredAdapter | None = None,
+        like: "AdapterBank | None" = None,
     ) -> None:
+        # 1. Check the arguments.
+        if start is not None and lora_config is not None:
+            raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
         if not eos_token_ids:
             raise ValueError("eos_token_ids must contain at least one token, got none")
         if micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
-        self.base = base
-        self.weights = weights
-        self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=base.device)
+        check_causal_class(model)
+        check_token_ids(model, [pad_token_id], "pad_token_id")
+        check_token_ids(model, eos_token_ids, "eos_token_ids")
+
+        # 2. Train states, and the base model with its compatibility checks.
+        def build() -> CausalModel:
+            super(AdapterBank, self).__init__(
+                model,
+                size,
+                lora_config,
+                optimizer or Optimizer(),
+                seed=seed,
+                own_reference=own_reference,
+                start=start,
+                trained=None if like is None else like.trained,
+            )
+            if like is not None:
+                return copy(like.base)
+            modules = [target.name for target in self.targets]
+            return CausalModel(model, pad_token_id, changed=modules, explicit_positions=explicit_positions)
+
+        self.base = build() if like is not None else run_on_all_ranks(model, build)
+        self.base.autocast = autocast
+        self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
         self.passes = ForwardPasses(
-            base,
-            weights,
+            self.base,
+            self,
             self.end_ids,
             micro_batch_tokens=micro_batch_tokens,
             logits_rows=256 if reduce_memory_peak else 1 << 30,
         )
-
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return self.weights.size
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -88,15 +126,6 @@ class LanguageBank(Generic[W]):
     @micro_batch_tokens.setter
     def micro_batch_tokens(self, tokens: int) -> None:
         self.passes.micro_batch_tokens = tokens
-
-    @property
-    def autocast(self) -> Callable[[], AbstractContextManager[None]]:
-        """Factory of the context manager of forward passes, for mixed precision."""
-        return self.base.autocast
-
-    @autocast.setter
-    def autocast(self, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        self.base.autocast = autocast
 
     # ---- sampling
 
@@ -117,7 +146,7 @@ class LanguageBank(Generic[W]):
             ValueError: If there are no rows, or a prompt is empty or exceeds the model's context.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast(), self.base.in_lockstep():
-            return sample(self.base, self.weights, rows, self.end_ids, base=base, on_finished=on_finished)
+            return sample(self.base, self, rows, self.end_ids, base=base, on_finished=on_finished)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Do nothing: the bank samples with the weights it trains."""
@@ -145,25 +174,7 @@ class LanguageBank(Generic[W]):
         Under the base, all members share the forward pass of a prompt.
         """
         with self.base.working():
-            return self.passes.score(batch, "reference" if self.weights.own_reference else "base")[0]
-
-    @property
-    def rows_are_transitions(self) -> bool:
-        """False: a token depends on the tokens before it."""
-        return False
-
-    @property
-    def running_stats(self) -> Tensor:
-        """`[p, 6]` running statistics; see `evogrpo.models.bank.RUNNING_STATS`."""
-        return self.weights.running_stats
-
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Copy the current adapters of these members to their own references."""
-        self.weights.keep_reference(slots)
-
-    def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its adapters; see `PolicyBank.mix_reference`."""
-        self.weights.mix_reference(slot, mixing)
+            return self.passes.score(batch, "base" if self.reference is None else "reference")[0]
 
     def update(
         self,
@@ -194,7 +205,7 @@ class LanguageBank(Generic[W]):
                 )
                 try:
                     for slot, gradient, loss in steps:
-                        reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
+                        reports[slot] = self.step(slot, gradient, hyperparameters[slot], loss)
                 except torch.OutOfMemoryError as error:  # a single row never raises, so the loop ends
                     self.passes.halve(error)
         return Update(reports=reports, log_probs=log_probs, entropies=entropies)
@@ -216,112 +227,12 @@ class LanguageBank(Generic[W]):
             tokens[slot] += length
         return tokens
 
-    def inherit(self, parents: Sequence[int | None]) -> None:
-        """Copy the train state of slot `parents[i]` to slot i; see `TrainStates.inherit`."""
-        self.weights.inherit(parents)
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """Keys of a train state."""
-        return self.weights.state_keys
-
-    def state_tensor(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one tensor of a member's train state."""
-        return self.weights.state_tensor(slot, name)
-
-    def state(self, slot: int) -> dict[str, Tensor]:
-        """Return a copy of a member's train state."""
-        return {name: self.state_tensor(slot, name) for name in self.state_keys}
-
-    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Load a train state into a slot; see `TrainStates.load_state`."""
-        self.weights.load_state(slot, state)
-
-
-class AdapterBank(LanguageBank[AdapterWeights]):
-    """LoRA adapters of all members on one frozen base model.
-
-    Adapters and AdamW moments of a member are rows of matrices `[p, k]`, so cloning a member copies rows. Gradients
-    exist only until their optimizer step. The base is never changed and can be shared with other banks.
-
-    Args:
-        model: A causal language model of transformers, on its device and in its dtype.
-        size: Number of members.
-        pad_token_id: Token used for padding.
-        eos_token_ids: Tokens that end a completion.
-        lora_config: LoRA configuration; rank 16 on all linear layers by default.
-        optimizer: AdamW settings shared by all members.
-        seed: Root seed of the initial adapters.
-        micro_batch_tokens: See `LanguageBank`.
-        reduce_memory_peak: See `LanguageBank`.
-        explicit_positions: Pass position ids, counted without padding, to the model.
-        autocast: Returns the context manager of forward passes, for mixed precision.
-        own_reference: Store one reference per member for the KL term, instead of using the base. Takes as much memory
-            as the adapters. See `keep_reference` and `mix_reference`.
-        start: Adapter that every member starts from; brings its own lora_config.
-        like: Bank over the same model with the same adapters; its compatibility checks are not repeated.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        size: int,
-        pad_token_id: int,
-        eos_token_ids: Sequence[int],
-        lora_config: LoraConfig | None = None,
-        optimizer: Optimizer | None = None,
-        seed: int = 0,
-        micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
-        reduce_memory_peak: bool = True,
-        explicit_positions: bool = True,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-        own_reference: bool = False,
-        start: StoredAdapter | None = None,
-        like: "AdapterBank | None" = None,
-    ) -> None:
-        if start is not None and lora_config is not None:
-            raise ValueError("An adapter brings its own lora_config. Leave lora_config out.")
-        check_causal_class(model)
-        check_token_ids(model, [pad_token_id], "pad_token_id")
-        check_token_ids(model, eos_token_ids, "eos_token_ids")
-        make_weights = partial(
-            AdapterWeights,
-            model,
-            size,
-            lora_config,
-            optimizer or Optimizer(),
-            seed=seed,
-            own_reference=own_reference,
-            start=start,
-        )
-
-        def checked() -> tuple[AdapterWeights, CausalModel]:
-            weights = make_weights()
-            options: dict[str, Any] = {"explicit_positions": explicit_positions, "autocast": autocast}
-            return weights, CausalModel(model, pad_token_id, changed=weights.modules, **options)
-
-        if like is None:
-            weights, base = run_on_all_ranks(model, checked)
-        else:
-            weights, base = make_weights(trained=like.weights.trained), copy(like.base)
-            base.autocast = autocast
-        super().__init__(
-            base,
-            weights,
-            eos_token_ids=eos_token_ids,
-            micro_batch_tokens=micro_batch_tokens,
-            reduce_memory_peak=reduce_memory_peak,
-        )
-
-    @property
-    def lora_config(self) -> LoraConfig:
-        """LoRA configuration of all members."""
-        return self.weights.lora_config
+    # ---- export
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member in PEFT's format: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
-        return self.weights.files(slot, loadable_name(self.base.model))
+        config = replace(self.lora_config, base_model_name_or_path=loadable_name(self.base.model))
+        return peft_files(self.targets, config, self.weights[slot])
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return one member as a module; it reads the weights of the bank."""
@@ -352,6 +263,6 @@ class MemberPolicy(nn.Module):
         """
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        hook = bank.weights.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
+        hook = bank.hook_factory(self._policy_version)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast(), bank.base.in_lockstep():
             return bank.base.head(bank.base.run(input_ids, mask.bool(), None, hook))

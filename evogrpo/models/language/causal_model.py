@@ -9,12 +9,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.functional.matmul import frozen_linear
-from evogrpo.models.fast_llama.compatibility import matches_model
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
+from evogrpo.models.language.adapters import HookFactory, LoraHook
 from evogrpo.models.language.compatibility import (
     check_causal,
     check_differentiable,
@@ -30,6 +29,7 @@ from evogrpo.models.language.compatibility import (
 from evogrpo.models.language.fsdp import sharded_layers
 from evogrpo.models.language.kv_cache import (
     CachedDecoding,
+    Decoding,
     KVCache,
     PlainDecoding,
     Prefix,
@@ -37,8 +37,6 @@ from evogrpo.models.language.kv_cache import (
     Prompts,
     gather_rows,
 )
-from evogrpo.models.language.low_rank import LoraHook
-from evogrpo.models.language.protocols import AdapterHook, Decoding, HookFactory
 from evogrpo.models.language.quantised import check_gradients_pass
 from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
 from evogrpo.warnings import warn
@@ -62,15 +60,7 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
     """Return the length of the common beginning of all prompts, at least one token shorter than each."""
     shortest = min(map(len, prompts)) - 1
     low, high = min(prompts), max(prompts)  # all prompts in between share what these two share
-    differing = (place for place in range(shortest) if low[place] != high[place])
-    return next(differing, shortest)
-
-
-def _same_adapters(first: AdapterHook | None, later: AdapterHook | None) -> bool:
-    """Return True if prompts and completions can share one forward pass: same adapters, or none."""
-    if isinstance(first, LoraHook) and isinstance(later, LoraHook):
-        return first.slots == later.slots
-    return first is None and later is None
+    return next((place for place in range(shortest) if low[place] != high[place]), shortest)
 
 
 class CausalModel:
@@ -88,7 +78,6 @@ class CausalModel:
         changed: Dotted names of the modules whose output the adapter hook changes.
         explicit_positions: Pass position ids, counted without padding. Only models with purely relative positions
             work without.
-        autocast: Returns the context manager of forward passes, for mixed precision.
 
     Raises:
         ValueError: If the model is not causal, its logits are not a function of its hidden states, or padding changes
@@ -98,6 +87,7 @@ class CausalModel:
         device: Device of the model.
         context: Maximum sequence length in tokens; None = no limit.
         shares_prefix: Rows that continue one prompt share its forward pass.
+        autocast: Returns the context manager of forward passes, for mixed precision.
     """
 
     def __init__(
@@ -107,14 +97,13 @@ class CausalModel:
         *,
         changed: Sequence[str] = (),
         explicit_positions: bool = True,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
         self.pad_id = pad_id
         self.explicit_positions = explicit_positions
-        self.autocast = autocast
+        self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
         self._changed = {name: model.get_submodule(name) for name in changed}
-        self._adapter_hook: AdapterHook | None = None
+        self._adapter_hook: LoraHook | None = None
         self._working = False
         self._fast: FastLlama | None = None
         self._sharded_layers = sharded_layers(model)
@@ -134,13 +123,36 @@ class CausalModel:
                 pad_id,
                 explicit_positions=explicit_positions,
             )
-            self.shares_prefix = self._check_prefix()
-            self._fast_llama = self._check_fast_llama()
+            self.shares_prefix, self._shortest_root = self._check_prefix(), SHORTEST_ROOT
+            self._fast_llama = self._checked_fast_llama()
         if not self.shares_prefix:
             warn(
                 f"The KV cache of {type(model).__name__} cannot be shared between completions. Sampling is slow: "
                 "every token recomputes the whole sequence."
             )
+
+    def _checked_fast_llama(self) -> FastLlama | None:
+        """Return fast_llama if it supports the model and gives its results."""
+        supported = self.explicit_positions and not fast_paths_disabled()
+        layout = find_weight_layout(self.model, self.decoder) if supported else None
+        fast_llama = None if layout is None else FastLlama(layout, self._sharded_layers)
+        if fast_llama is None or fast_llama.matches_model():
+            return fast_llama
+        warn(
+            f"fast_llama gives other results for {type(self.model).__name__}. The slower forward pass of transformers "
+            "is used instead."
+        )
+        return None
+
+    def _check_prefix(self) -> bool:
+        """Return True if completions on top of shared prompts get the model's own hidden states."""
+
+        def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
+            present, members = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(rows)
+            return self.hidden(prompts, [0] * len(prompts), rows, ids, present, members, lambda slots: None)[:, 1:]
+
+        self.shares_prefix, self._shortest_root = True, 1  # so that the check uses a root
+        return prefix_cache_works(continued, self.model, self.decoder)
 
     @property
     def exact(self) -> bool:
@@ -190,7 +202,7 @@ class CausalModel:
 
         return change
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: AdapterHook | None) -> Tensor:
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, hook: LoraHook | None) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
 
         Args:
@@ -215,11 +227,7 @@ class CausalModel:
         return hidden
 
     def prefix(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        slots: Sequence[int],
-        make_hook: HookFactory,
-        shortest_root: int = SHORTEST_ROOT,
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory
     ) -> Prefix | Prompts:
         """Run each prompt once and return its KV cache, gradients included.
 
@@ -230,16 +238,15 @@ class CausalModel:
             prompts: Token ids of each prompt.
             slots: Slot of each prompt, sorted.
             make_hook: Hooks of the policy version.
-            shortest_root: Minimum length of the common beginning to run it separately.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        root, rows, rest = self._run_root(prompts, slots, make_hook, shortest_root)
+        root, rows, rest = self._run_root(prompts, slots, make_hook)
         return self._run_on(root, rows, rest, make_hook(torch.tensor(slots)))
 
     def _run_root(
-        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory, shortest_root: int
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], make_hook: HookFactory
     ) -> tuple[KVCache | None, Tensor, Sequence[tuple[int, ...]]]:
         """Run the common beginning of all prompts (the root) once per slot, if that saves work.
 
@@ -249,13 +256,13 @@ class CausalModel:
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         # In lockstep, the number of passes must not depend on the prompts of a rank.
-        if self._sharded_layers is not None or common < shortest_root or len(owners) == len(prompts):
+        if self._sharded_layers is not None or common < self._shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
         beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
         root = self._run_on(None, every, beginnings, make_hook(owners))
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
-    def continued(
+    def hidden(
         self,
         prompts: Sequence[tuple[int, ...]],
         slots: Sequence[int],
@@ -265,7 +272,7 @@ class CausalModel:
         members: Tensor,
         make_hook: HookFactory,
     ) -> Tensor:
-        """Return the same as `prefix` and then `extend`, in a single forward pass with fast_llama.
+        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
 
         Args:
             prompts: Token ids of each prompt.
@@ -276,18 +283,29 @@ class CausalModel:
             members: `[n]` slot of each row, sorted.
             make_hook: Hooks of the policy version.
         """
-        hooks = make_hook(torch.tensor(slots)), make_hook(members)
-        if self._fast is None or not ids.shape[1] or not _same_adapters(*hooks):
-            return self.extend(self.prefix(prompts, slots, make_hook), rows, ids, present, hooks[1])
-        # The root runs before; what follows it runs together with the rows.
-        root, root_rows, rest = self._run_root(prompts, slots, make_hook, SHORTEST_ROOT)
-        read, mask, layers = self._prepare(root, root_rows, rest)
-        hook = None  # otherwise one hook for all prompt tokens, then all row tokens
-        if isinstance(hooks[0], LoraHook) and isinstance(hooks[1], LoraHook):
-            hook = hooks[0].followed(read.shape[1], hooks[1], ids.shape[1])
-        prepared = read, mask, Cache(layers=list(layers))
-        last, hidden = self._fast.run_with_prompts(prepared, rows, ids, present, hook)
-        return torch.cat([last[rows][:, None], hidden], dim=1)
+        hook = make_hook(members)
+        # 1. fast_llama: one pass for prompts and rows; only the root runs before.
+        if self._fast is not None and ids.shape[1]:
+            root, root_rows, rest = self._run_root(prompts, slots, make_hook)
+            prompt_ids, mask, layers = self._prepare(root, root_rows, rest)
+            prompt_hook = make_hook(torch.tensor(slots))
+            if prompt_hook is not None and hook is not None:
+                hook = prompt_hook.followed(prompt_ids.shape[1], ids.shape[1], hook)
+            prepared = prompt_ids, mask, Cache(layers=list(layers))
+            last, hidden = self._fast.run_with_prompts(prepared, rows, ids, present, hook)
+            return torch.cat([last[rows][:, None], hidden], dim=1)
+        # 2. Without a cache that can be shared: whole sequences.
+        prefix = self.prefix(prompts, slots, make_hook)
+        if isinstance(prefix, Prompts):
+            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
+            return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
+        # 3. With a cache: rows on top of the prompts' keys and values.
+        first = prefix.last_hidden[rows][:, None]
+        if not ids.shape[1]:
+            return first
+        cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
+        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, hook)
+        return torch.cat([first, hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
@@ -320,7 +338,7 @@ class CausalModel:
         root: KVCache | None,
         rows: Tensor,
         prompts: Sequence[tuple[int, ...]],
-        hook: AdapterHook | None,
+        hook: LoraHook | None,
     ) -> Prefix:
         """Run prompts on top of row number `rows[i]` of `root`, if any."""
         ids, mask, layers = self._prepare(root, rows, prompts)
@@ -351,30 +369,6 @@ class CausalModel:
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
         return ids, mask, layers
 
-    def extend(
-        self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, hook: AdapterHook | None
-    ) -> Tensor:
-        """Return hidden states `[n, 1 + t, h]` of each prompt's last token and of the tokens that follow.
-
-        Args:
-            prefix: Result of `prefix` or `resume`.
-            rows: `[n]` prompt of each row.
-            ids: `[n, t]` token ids after the prompt.
-            present: `[n, t]` booleans: True for real tokens.
-            hook: Adapter hook of the rows.
-        """
-        if isinstance(prefix, Prompts):
-            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
-            return self.run(*whole, None, hook)[:, prefix.ids.shape[1] - 1 :]
-        first = prefix.last_hidden[rows][:, None]
-        if not ids.shape[1]:
-            return first
-        if self._fast is not None:
-            return torch.cat([first, self._fast.extend(prefix, rows, ids, present, hook)], dim=1)
-        cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
-        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, hook)
-        return torch.cat([first, hidden], dim=1)
-
     def decode(
         self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, make_hook: HookFactory
     ) -> Decoding:
@@ -404,64 +398,9 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[m, v]` of hidden states `[m, h]`, without gradient."""
-        weight = self._matrix(hidden)
+        weight = self.head_matrix(hidden)
         return self.head(hidden) if weight is None else frozen_linear(hidden, weight)
 
-    def score(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        temperature: Tensor,
-        forbidden: Tensor,
-        forbidden_ids: Tensor,
-        chunk: int,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[k]` log-probabilities of tokens and `[k]` entropies in nats, given hidden states `[k, h]`.
-
-        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
-        """
-        return chunked_log_probs(
-            hidden,
-            self.head,
-            tokens,
-            temperature,
-            forbidden,
-            forbidden_ids,
-            chunk,
-            entropy_gradient=entropy_gradient,
-            weight=self._matrix(hidden),
-        )
-
-    def _matrix(self, hidden: Tensor) -> Tensor | None:
+    def head_matrix(self, hidden: Tensor) -> Tensor | None:
         """Return the vocabulary matrix `[v, h]` if fast_llama is in use and the head is nothing but this product."""
         return None if self._fast is None else head_matrix(self.head, hidden)
-
-    def _check_prefix(self) -> bool:
-        """Return True if completions on top of shared prompts get the model's own hidden states."""
-
-        def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
-            prefix = self.prefix(prompts, [0] * len(prompts), lambda slots: None, shortest_root=1)
-            return self.extend(prefix, rows, ids, torch.ones_like(ids, dtype=torch.bool), None)[:, 1:]
-
-        self.shares_prefix = True  # needed by the calls below
-        return prefix_cache_works(continued, self.model, self.decoder)
-
-    def _check_fast_llama(self) -> FastLlama | None:
-        """Return fast_llama if it supports the model and gives its hidden states."""
-        layout = (
-            None
-            if fast_paths_disabled() or not self.explicit_positions
-            else find_weight_layout(self.model, self.decoder)
-        )
-        if layout is None:
-            return None
-        passes = FastLlama(layout, self._changed, self._sharded_layers)
-        if matches_model(passes):
-            return passes
-        warn(
-            f"fast_llama gives other results for {type(self.model).__name__}. The slower forward pass of transformers "
-            "is used instead."
-        )
-        return None

@@ -105,6 +105,16 @@ def context_of(model: PreTrainedModel) -> int | None:
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
+def check_context(context: int | None, width: int, longest: str = "The longest prompt") -> None:
+    """Raise a ValueError if sequences of `width` tokens exceed the model's context; None = no limit."""
+    if context is not None and width > context:
+        raise ValueError(
+            f"{longest} and its completion take {width} tokens, but the model's context is {context}. Lower "
+            "max_output_tokens, or set max_prompt_length to leave long prompts out. The config sets the context: "
+            "max_position_embeddings, or original_max_position_embeddings (longrope), or floor_scale (Llama 4)."
+        )
+
+
 def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> None:
     """Raise a ValueError if a token id is not in the model's vocabulary."""
     size = vocabulary_of(model)
@@ -282,9 +292,9 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 
 PROMPTS, CONTINUED = ((3, 1, 2, 3), (3, 1, 1)), (0, 0, 1)
+FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length|window_size")
 LONGEST_PROBE = 1024  # tokens
-FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 
 
 def check_padding(

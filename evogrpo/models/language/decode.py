@@ -19,7 +19,7 @@ from evogrpo.functional.log_probs import (
 from evogrpo.functional.matmul import padded_rows
 from evogrpo.interruption import ProgressCounter
 from evogrpo.models.language.causal_model import CausalModel
-from evogrpo.models.language.protocols import Decoding
+from evogrpo.models.language.kv_cache import Decoding
 
 ROWS_OF_LOGITS = 128
 """Maximum rows whose logits exist at once."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from evogrpo.data import Batch, TokenInputs, positions_in_turn
 from evogrpo.distributed import Processes
+from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.models.bank import LossFunction, PolicyVersion
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled
+from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
-from evogrpo.models.language.protocols import Weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +152,7 @@ class ForwardPasses:
     """
 
     def __init__(
-        self, model: CausalModel, weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
+        self, model: CausalModel, weights: AdapterStates, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
         self.model, self.weights, self.end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
@@ -253,12 +254,12 @@ class ForwardPasses:
             # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
             for slot in slots:
                 if slot not in last:
-                    yield slot, self.weights.new_gradient(), 0.0
+                    yield slot, torch.zeros_like(self.weights.weights[0]), 0.0
             # 3. Backward: accumulate into the buffers of the members present, and reuse buffers of finished members.
             for number, (part, present) in enumerate(zip(parts, members, strict=True)):
                 for slot in present:
                     if slot not in open_:
-                        open_[slot] = spare.pop().zero_() if spare else self.weights.new_gradient()
+                        open_[slot] = spare.pop().zero_() if spare else torch.zeros_like(self.weights.weights[0])
                         self.weights.gather_gradient(slot, open_[slot])
                 self._backward(batch, part, loss_fn, scores, entropy_gradient, losses, open_)
                 for slot in present:
@@ -284,7 +285,7 @@ class ForwardPasses:
 
         def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
             scores_of_part = {}
-            gradients.update({slot: self.weights.new_gradient() for slot in slots})
+            gradients.update({slot: torch.zeros_like(self.weights.weights[0]) for slot in slots})
             try:
                 for slot, gradient in gradients.items():
                     self.weights.gather_gradient(slot, gradient)
@@ -369,14 +370,17 @@ class ForwardPasses:
             early = positions_in_turn(batch.chosen[:, :used]) < inputs.min_new_tokens
         # 2. Hidden states, then log-probabilities and entropies of the actions.
         with self.model.autocast():
-            scores = self.model.score(
-                self._hidden(batch, used, policy)[mask],
+            hidden = self._hidden(batch, used, policy)[mask]
+            scores = chunked_log_probs(
+                hidden,
+                self.model.head,
                 batch.actions[:, :used][mask],
                 inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
                 early[mask],
                 self.end_ids,
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
+                weight=self.model.head_matrix(hidden),
             )
         # 3. Scatter to `[k, t]`, then copy to identical rows.
         rows, columns = mask.nonzero(as_tuple=True)
@@ -391,7 +395,7 @@ class ForwardPasses:
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self.model.continued(prompts, slots, rows, fed, present, members, make_hook)
+        return self.model.hidden(prompts, slots, rows, fed, present, members, make_hook)
 
 
 def _scoring_slots(batch: Batch, policy: PolicyVersion) -> Tensor:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from evogrpo.models.language.protocols import AdapterHook, HookFactory
+from evogrpo.models.language.adapters import HookFactory, LoraHook
 
 
 class PrefixLayer(CacheLayerMixin):
@@ -207,12 +208,37 @@ class Prompts:
     mask: Tensor
 
 
-Run = Callable[[Tensor, Tensor, Cache | None, AdapterHook | None], Tensor]
+Run = Callable[[Tensor, Tensor, Cache | None, LoraHook | None], Tensor]
 """(token ids `[n, t]`, mask `[n, P + t]`, KV cache, adapter hook) -> hidden states `[n, t, h]`."""
 
 
+class Decoding(Protocol):
+    """Rows that are decoded token by token."""
+
+    def start(self) -> Tensor:
+        """Return hidden states `[n, h]` of the prompts' last tokens."""
+        ...
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Feed one token `[n]` per row and return its hidden states `[n, h]`."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order; a repeated row is copied."""
+        ...
+
+    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
+        """Return the KV cache of some rows for `CausalModel.resume`, or None if the model has none.
+
+        Args:
+            rows: Row numbers `[k]`.
+            real: `[k, t]` booleans: False for fed tokens that are padding.
+        """
+        ...
+
+
 class CachedDecoding:
-    """Decoding with a KV cache; see `evogrpo.models.language.protocols.Decoding`.
+    """Decoding with a KV cache.
 
     Args:
         run: Forward pass of the model.

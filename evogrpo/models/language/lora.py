@@ -1,17 +1,30 @@
-"""LoRA configuration: supported fields, the layout of adapters, initial weights."""
+"""LoRA: supported configurations, the modules that members adapt, and the names of these modules in PEFT's files."""
 
+import copy
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig
-from torch import Tensor
+from peft import LoraConfig, PeftModelForCausalLM
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.save_and_load import set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from evogrpo.config.checks import refuse_unknown
+from evogrpo.models.language.compatibility import frozen_model, logits_of
+from evogrpo.models.language.fsdp import sharded_over
+from evogrpo.models.language.quantised import is_quantised, plain_outline
 from evogrpo.randomness import generator
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}
@@ -20,6 +33,8 @@ INERT = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
+
+PREFIX = "base_model.model."  # of every name in a PEFT file of a transformers model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +47,7 @@ class Target:
         width_out: Output features.
         start: Offset of A, followed by B, in a member's flat vector.
         rank: Rank of the adapter.
-        by_weight: Name the weight instead of the module in PEFT's files; see `adapter_files.as_peft_loads`.
+        by_weight: Name the weight instead of the module in PEFT's files; see `_named_for_peft`.
     """
 
     name: str
@@ -51,6 +66,11 @@ class Target:
     def end(self) -> int:
         """Offset of the end of B."""
         return self.middle + self.rank * self.width_out
+
+    @property
+    def peft_names(self) -> tuple[str, str]:
+        """Names of A and B in adapter_model.safetensors."""
+        return f"{PREFIX}{self.name}.lora_A.weight", f"{PREFIX}{self.name}.lora_B.weight"
 
     def a(self, flat: Tensor) -> Tensor:
         """Return A `[..., r, in]` as a view of flat vectors `[..., k]`."""
@@ -139,3 +159,260 @@ def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) 
             values = rng.uniform(-bound, bound, shape).astype(np.float32)
         target.a(flat).copy_(torch.from_numpy(values))
     return flat
+
+
+# ---- the modules that a config adapts
+
+FUSED = "stacked weights such as fused experts"
+NOT_LINEAR = "not a plain linear layer that sees every token"
+UNUSED = "not called for text"
+MISREAD = "PEFT cannot load its adapter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTargets:
+    """Adapted modules of a model.
+
+    Attributes:
+        targets: The adapted modules, in the order of a member's flat vector.
+        left_out: Reasons by name of modules without adapters: stacked weights, and linear layers that "all-linear"
+            covers but that cannot be adapted.
+    """
+
+    targets: tuple[Target, ...]
+    left_out: Mapping[str, str]
+
+    def summary(self, model: nn.Module) -> str:
+        """Return the number of adapted layers and the modules left out; empty if none are."""
+        if not self.left_out:
+            return ""
+        return f"{len(self.targets)} linear layers of {type(model).__name__}, without {_in_words(self.left_out)}"
+
+
+def choose_targets(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> LoraTargets:
+    """Return the modules that `config` adapts, so that PEFT loads an export onto the same modules.
+
+    Args:
+        model: The base model. It runs once on a few tokens.
+        config: LoRA configuration.
+        outline: The model has no weights; skip the forward pass and trust the classes of layers.
+
+    Raises:
+        ValueError: If nothing can be adapted, or `config` names a module that cannot be.
+    """
+    targets = find_targets(model, config)
+    unfit = {} if outline else _odd(model, targets)
+    if not adapts_all(config):  # keep named layers for images, as of a stored adapter
+        unfit = {name: reason for name, reason in unfit.items() if reason != UNUSED}
+    fitting = _named_for_peft(model, [target for target in targets if target.name not in unfit], config)
+    for target in targets:
+        if all(target.name != each.name for each in fitting):
+            unfit.setdefault(target.name, MISREAD)
+    if not fitting or (unfit and not adapts_all(config)):
+        remedy = "Use another architecture." if adapts_all(config) else "Name others, or use 'all-linear'."
+        raise ValueError(
+            f"lora_config.target_modules={config.target_modules!r} names modules of {type(model).__name__} that cannot "
+            f"be adapted: {_in_words(unfit)}. {remedy}"
+        )
+    packed: list[Target] = []
+    for target in fitting:  # each starts at the end of the one before
+        packed.append(replace(target, start=packed[-1].end if packed else 0))
+    return LoraTargets(targets=tuple(packed), left_out=dict.fromkeys(_stacks(model), FUSED) | unfit)
+
+
+def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
+    """Return the modules that `config` targets, in the model's order.
+
+    Raises:
+        ValueError: If nothing matches, or a match is not a linear layer (nn.Linear or GPT-2's Conv1D), or it is the
+            vocabulary head.
+    """
+    check_supported(config)
+    pattern = replace(config, target_modules=".*") if adapts_all(config) else config
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    targets: list[Target] = []
+    for name, module in model.named_modules():
+        linear = isinstance(module, (nn.Linear, Conv1D))
+        if not check_target_module_exists(pattern, name) or (adapts_all(config) and (not linear or module is head)):
+            continue
+        if not linear or module is head:
+            raise ValueError(
+                f"lora_config.target_modules matches {name!r}, a {type(module).__name__}"
+                f"{' (the vocabulary head)' if module is head else ''}. Target linear layers inside the model, "
+                "or use target_modules='all-linear'."
+            )
+        # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
+        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        width_in, width_out = shape
+        start = targets[-1].end if targets else 0
+        targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
+    if not targets:
+        raise ValueError(
+            f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}. "
+            "Use target_modules='all-linear', or names from model.named_modules()."
+        )
+    widest = max(max(target.width_in, target.width_out) for target in targets)
+    if config.r > widest:
+        raise ValueError(
+            f"lora_config.r must be at most {widest}, the largest width of an adapted layer of {type(model).__name__}, "
+            f"got {config.r}."
+        )
+    return tuple(targets)
+
+
+def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
+    """Return reasons by name of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
+
+    These are routers that return tuples, block-diagonal layers, experts that see some tokens, image encoders, and
+    layers whose weights the model reads without a call.
+    """
+    rows, tokens = 2, 5
+    found = {target.name: UNUSED for target in targets}
+
+    def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            *shape, width = args[0].shape
+            in_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
+            linear = width == target.width_in and isinstance(output, Tensor)
+            if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
+                found[target.name] = NOT_LINEAR
+            elif found.get(target.name) == UNUSED:
+                del found[target.name]
+
+        return watch
+
+    device = next(model.parameters()).device
+    handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
+    try:
+        with frozen_model(model), torch.no_grad():
+            logits_of(model, torch.ones((rows, tokens), dtype=torch.long, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _stacks(model: nn.Module) -> list[str]:
+    """Return the names of weights with more than two axes, in modules outside torch."""
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for own, values in module.named_parameters(recurse=False)
+        if sum(width > 1 for width in values.shape) > 2
+    ]
+
+
+def _in_words(reasons: Mapping[str, str]) -> str:
+    """Return names by reason; layer numbers are replaced by a star."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        starred = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if starred not in names.setdefault(reason, []):
+            names[reason].append(starred)
+    return "; ".join(f"{', '.join(group)} ({reason})" for reason, group in names.items())
+
+
+# ---- names in PEFT's files
+
+
+def peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
+    """Return the values of adapter_config.json."""
+    record: dict[str, Any] = config.to_dict()
+    record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
+    # Full names, because "all-linear" may mean other modules in later versions of PEFT.
+    record.update(
+        target_modules=sorted(target.name for target in targets if not target.by_weight),
+        target_parameters=sorted(f"{target.name}.weight" for target in targets if target.by_weight) or None,
+        exclude_modules=None,
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
+
+
+_NAMED: dict[Any, list[Target]] = {}  # results of `_named_for_peft`, by model structure and configuration
+
+
+def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> list[Target]:
+    """Return the targets whose adapters PEFT loads onto the right modules, each by the name that PEFT understands.
+
+    PEFT mistakes some modules for fused experts, such as `mlp.up_proj` in a model with `mlp.experts`. They are named by
+    their weight. It refuses others, such as Mamba's `out_proj`. They are left out.
+    """
+    structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
+    key = structure, tuple(targets), json.dumps(peft_record(targets, config), sort_keys=True, default=str)
+    if key in _NAMED:
+        return _NAMED[key]
+    outline, fitting = _outline(model), list(targets)
+
+    def misread(some: Sequence[Target]) -> set[str]:
+        shapes = dict[str, tuple[int, ...]]()
+        for target in some:
+            a, b = target.peft_names
+            shapes |= {a: (target.rank, target.width_in), b: (target.width_out, target.rank)}
+        lost, strays = not_loaded_by_peft(outline, shapes, peft_record(some, config))
+        misplaced = {target.name for target in some if not lost.isdisjoint(target.peft_names)}
+        return misplaced or {target.name for target in some if strays}
+
+    while wrong := misread(fitting):
+        if len(wrong) == len(fitting):  # one refused module makes PEFT raise: find it
+            kinds = {target.name.rpartition(".")[2]: target for target in fitting}
+            refused = {kind for kind, example in kinds.items() if misread([example])}
+            fitting = [target for target in fitting if target.name.rpartition(".")[2] not in refused] if refused else []
+        else:
+            fitting = [
+                replace(target, by_weight=target.by_weight or target.name in wrong)
+                for target in fitting
+                if not (target.by_weight and target.name in wrong)
+            ]
+    _NAMED[key] = fitting
+    return fitting
+
+
+def not_loaded_by_peft(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]
+) -> tuple[set[str], bool]:
+    """Load an adapter with PEFT onto a copy of the model without weights.
+
+    Args:
+        model: The base model, with or without weights.
+        shapes: Shapes of the tensors in adapter_model.safetensors.
+        record: Values of adapter_config.json.
+
+    Returns:
+        Names of tensors that do not arrive at their modules (all if PEFT raises), and whether PEFT adapts other
+        modules.
+    """
+    # Fill each tensor with its number to identify it; expanded from one value, it takes no memory.
+    marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
+    values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = PeftModelForCausalLM(_outline(model), LoraConfig(**values), low_cpu_mem_usage=True)
+            set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
+    except Exception:  # noqa: BLE001  # any error means that PEFT does not load the adapter
+        return set(shapes), False
+    factor, loaded_names, strays = scaling(LoraConfig(**values)), set[str](), False
+    layers = [(name, layer) for name, layer in loaded.named_modules() if isinstance(layer, LoraLayer)]
+    for (module, layer), part in product(layers, "AB"):
+        name, weight = f"{module}.lora_{part}.weight", getattr(layer, f"lora_{part}")["default"].weight
+        mark = marks.get(name)
+        if mark is None:
+            strays = True
+            continue
+        same = weight.shape == mark.shape and not weight.is_meta and bool(weight[0, 0] == mark[0, 0])
+        if same and math.isclose(layer.scaling["default"], factor):
+            loaded_names.add(name)
+    return set(shapes) - loaded_names, strays
+
+
+def _outline(model: nn.Module) -> nn.Module:
+    """Copy a model without weights: each is one zero, expanded to the shape."""
+    if isinstance(model, PreTrainedModel) and (sharded_over(model) > 1 or is_quantised(model)):
+        model = plain_outline(model)  # cannot be copied, and exports are for the plain model
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+    return copy.deepcopy(model, memo)

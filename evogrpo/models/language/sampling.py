@@ -12,10 +12,12 @@ from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.distributed import processes
 from evogrpo.interruption import ProgressCounter
 from evogrpo.models.bank import FinishedCallback
+from evogrpo.models.language.adapters import AdapterStates, HookFactory
 from evogrpo.models.language.causal_model import CausalModel
+from evogrpo.models.language.compatibility import check_context
 from evogrpo.models.language.decode import OutputBuffers, generate
 from evogrpo.models.language.forward import lexsort, share_prefixes
-from evogrpo.models.language.protocols import Decoding, HookFactory, Weights, check_context
+from evogrpo.models.language.kv_cache import Decoding
 
 CACHED_TOKENS = 32_768
 """Maximum tokens in the KV cache of a wave, and again in the caches saved for the next turn."""
@@ -66,7 +68,7 @@ class _Wave:
 
 def sample(
     model: CausalModel,
-    weights: Weights,
+    weights: AdapterStates,
     rows: SamplingBatch,
     end_ids: Tensor,
     *,
@@ -101,7 +103,7 @@ def sample(
     check_context(model.context, width)
     # 2. Find rows that continue from a saved cache.
     versions: list[WeightsVersion] = [
-        None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()
+        None if base else (slot, weights.changes[slot]) for slot in rows.member_ids.tolist()
     ]
     kept = rows.kept if isinstance(rows.kept, CachedRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))

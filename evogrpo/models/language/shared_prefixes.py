@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.matmul import padded_rows
-from evogrpo.models.language.protocols import Decoding
+from evogrpo.models.language.kv_cache import Decoding
 
 COMPACT_BELOW = 0.75
 """Remove unused rows when at most this fraction is in use; removal copies the KV cache."""
@@ -34,7 +34,7 @@ def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tenso
 
 
 class _SharedDecoding:
-    """See `evogrpo.models.language.protocols.Decoding`.
+    """Decoding of distinct prefixes.
 
     Args:
         decoding: Decoding of the distinct prefixes.

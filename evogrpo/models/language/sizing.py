@@ -1,12 +1,12 @@
 """Memory estimates of language models, and the size of a micro-batch that follows from them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from evogrpo.distributed import processes
 from evogrpo.models.devices import device_memory
-from evogrpo.models.language.bank import LanguageBank
+from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.fsdp import base_bytes
 
 MIN_TOKENS, MAX_TOKENS = 256, 1 << 15
@@ -95,7 +95,7 @@ def widths_of(model: PreTrainedModel) -> Widths:
     )
 
 
-def size_for_memory(bank: LanguageBank[Any], model: PreTrainedModel) -> int:
+def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:
     """Return the largest micro-batch, a power of two tokens, that fits into memory by estimate.
 
     All ranks return the minimum over ranks, because they must plan the same micro-batches.

@@ -21,13 +21,11 @@ from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.language.adapter_files import read_adapter
-from evogrpo.models.language.compatibility import check_causal_class, check_token_ids, context_of
+from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import base_bytes, check_sharding, shard_count
 from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
-from evogrpo.models.language.lora import check_supported, lora_from_json
-from evogrpo.models.language.protocols import check_context
+from evogrpo.models.language.lora import LoraTargets, check_supported, choose_targets, lora_from_json
 from evogrpo.models.language.quantised import PACKAGES, check_quantised
-from evogrpo.models.language.targets import LoraTargets, choose_targets
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.agent_sections import LanguageAgent

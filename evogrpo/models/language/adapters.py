@@ -1,0 +1,391 @@
+"""LoRA adapters of all members: train states, and products in which each row uses its own member's matrices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import UpdateReport
+from evogrpo.functional.optim import adamw_step_, clip_by_norm_
+from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
+from evogrpo.models.devices import check_allocation
+from evogrpo.models.language.adapter_files import StoredAdapter
+from evogrpo.models.language.lora import LoraTargets, Target, choose_targets, initial_weights, scaling
+from evogrpo.warnings import warn
+
+Run = tuple[slice, slice, int]
+"""Adjacent segments of equal length: their tokens, their slots, and the number of segments."""
+
+
+def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
+    """Group adjacent segments of equal length, so that one batched product covers each group.
+
+    Args:
+        sizes: Tokens of each slot's segment.
+        begin: Offset of the first token.
+    """
+    found, first, at = list[Run](), 0, begin
+    while first < len(sizes):
+        last = first
+        while last < len(sizes) and sizes[last] == sizes[first]:
+            last += 1
+        end = at + sizes[first] * (last - first)
+        found.append((slice(at, end), slice(first, last), last - first))
+        first, at = last, end
+    return found
+
+
+class StackedAdapters(NamedTuple):
+    """Adapters of modules with the same input for adjacent segments of equal length, stacked for batched products.
+
+    Attributes:
+        tokens: Tokens of the segments.
+        slots: Their places among the slots of the pass.
+        a: `[s, modules * r, in]` of the modules with an adapter.
+        b: For each of these modules: its number, its columns in x A^T, and B `[s, out, r]`.
+        scale: Factor on B A x.
+    """
+
+    tokens: slice
+    slots: slice
+    a: Tensor
+    b: list[tuple[int, slice, Tensor]]
+    scale: float
+
+
+class LoraAdapters:
+    """LoRA matrices of all members.
+
+    Args:
+        targets: The adapted modules.
+        weights: `[p, k]` adapters of all members; the matrices are views of it.
+        scale: Factor on B A x.
+
+    Attributes:
+        leaves: By module: A and B of every slot, as autograd leaves.
+    """
+
+    def __init__(self, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
+        self.targets = {target.name: target for target in targets}
+        self.weights = weights
+        self.scale = scale
+        self.leaves = {
+            target.name: [tuple(m(row).detach().requires_grad_() for m in (target.a, target.b)) for row in weights]
+            for target in targets
+        }
+
+    def hook(self, slots: Tensor) -> "LoraHook":
+        """Return the hook for rows of these slots, which are sorted."""
+        values, counts = torch.unique_consecutive(slots, return_counts=True)
+        return LoraHook(self, values.tolist(), counts.tolist())
+
+
+class LoraHook:
+    """Adapters of the rows of one forward pass, which are sorted by slot.
+
+    Args:
+        adapters: Adapters of all members.
+        slots: Slots of the rows.
+        rows: Number of rows of each slot.
+        later: Number of rows of each slot that follow after the rows of all slots.
+    """
+
+    def __init__(
+        self, adapters: LoraAdapters, slots: Sequence[int], rows: Sequence[int], later: Sequence[int] = ()
+    ) -> None:
+        self.adapters, self.slots = adapters, slots
+        self._rows, self._later, self._all_rows = rows, later, sum(rows) + sum(later)
+
+    def followed(self, tokens: int, others: int, by: "LoraHook") -> "LoraHook":
+        """Return the hook of these rows with `tokens` each, followed by those of another hook with `others` each."""
+        assert self.slots == by.slots
+        return LoraHook(self.adapters, self.slots, [n * tokens for n in self._rows], [n * others for n in by._rows])
+
+    def stacked(
+        self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, transposed: bool = False
+    ) -> list[StackedAdapters]:
+        """Return the stacked adapters of modules by runs of segments, without gradient; empty if no module has one.
+
+        Args:
+            modules: Names of modules with the same input.
+            tokens: Number of tokens of all rows.
+            dtype: Dtype of the products.
+            transposed: Lay matrices out for products with their transposes. Otherwise they may be views of the
+                weights, valid until the next optimizer step.
+        """
+        targets = self.adapters.targets
+        acting = [(number, targets[name]) for number, name in enumerate(modules) if name in targets]
+        if not acting:
+            return []
+        # 1. Matrices of all slots of the pass: views of the weights if slots are adjacent.
+        weights, slots = self.adapters.weights, self.slots
+        weights = weights[slots[0] : slots[-1] + 1] if slots[-1] - slots[0] + 1 == len(slots) else weights[slots]
+
+        def laid_out(matrices: Tensor) -> Tensor:
+            return matrices.to(dtype).mT.contiguous().mT if transposed else matrices.to(dtype)
+
+        every_a = [target.a(weights) for _, target in acting]
+        a = laid_out(every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1))
+        ends = range(0, a.shape[1] + 1, acting[0][1].rank)
+        columns = [slice(*pair) for pair in pairwise(ends)]
+        b = [laid_out(target.b(weights)) for _, target in acting]
+        # 2. One product for each run of segments with equally many tokens.
+        per_row = tokens // self._all_rows
+        first, later = ([per_row * count for count in counts] for counts in (self._rows, self._later))
+        return [
+            StackedAdapters(
+                segment,
+                own,
+                a[own],
+                [(number, part, each[own]) for (number, _), part, each in zip(acting, columns, b, strict=True)],
+                self.adapters.scale,
+            )
+            for segment, own, _ in runs_of(first) + runs_of(later, sum(first))
+        ]
+
+    def leaves(self, modules: Sequence[str]) -> list[Tensor]:
+        """Return A and B of every slot for the first module with an adapter, then for the second, and so on."""
+        every = self.adapters.leaves
+        return [leaf for name in modules if name in every for slot in self.slots for leaf in every[name][slot]]
+
+    def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return output + scale * B A x of a module, computed in the output's dtype.
+
+        Args:
+            module: Dotted name.
+            inputs: Input of the module, row by row.
+            output: Output of the base's module.
+        """
+        target, scale = self.adapters.targets[module], self.adapters.scale
+        x = inputs.reshape(-1, target.width_in).to(output.dtype)
+        out = output.reshape(-1, target.width_out)
+        # Not output.shape[0]: some architectures flatten rows and positions.
+        sizes = [count * (len(out) // self._all_rows) for count in self._rows]
+        if not torch.is_grad_enabled() and len(sizes) == len(self.adapters.weights) > 1 and len(set(sizes)) == 1:
+            # All members with equally many rows: one batched product.
+            a, b = (matrices(self.adapters.weights).to(output.dtype) for matrices in (target.a, target.b))
+            low = torch.bmm(x.unflatten(0, (len(a), -1)), a.mT)
+            return torch.baddbmm(out.unflatten(0, (len(a), -1)), low, b.mT, alpha=scale).view(output.shape)
+        own = [[leaf.to(output.dtype).mT for leaf in self.adapters.leaves[module][slot]] for slot in self.slots]
+        parts = zip(x.split(sizes), out.split(sizes), own, strict=True)
+        return torch.cat([torch.addmm(base, part @ a, b, alpha=scale) for part, base, (a, b) in parts]).view_as(output)
+
+
+HookFactory = Callable[[Tensor], LoraHook | None]
+"""Sorted slots of the rows of a forward pass -> hook that applies their adapters; None = base only."""
+
+_WARNED: WeakSet[PreTrainedModel] = WeakSet()
+
+
+class AdapterStates:
+    """Train states of all members: one LoRA adapter and its AdamW moments per member.
+
+    Args:
+        model: The base model.
+        size: Number of members.
+        lora_config: LoRA configuration; rank 16 on all linear layers by default.
+        optimizer: AdamW settings shared by all members.
+        seed: Root seed of the initial adapters.
+        own_reference: Store one reference per member, initially its first adapter.
+        start: Adapter that every member starts from; new adapters by default.
+        trained: Targets of `lora_config` in the model, if already known.
+
+    Attributes:
+        lora_config: As passed, or the default.
+        trained: The adapted modules and those that are left out.
+        weights: `[p, k]`, one row per slot.
+        running_stats: `[p, 6]` float64 on the CPU; see `evogrpo.models.bank.RUNNING_STATS`.
+        reference: `[p, k]`, or None without own references.
+        changes: By slot, a counter that increases whenever the weights change.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        size: int,
+        lora_config: LoraConfig | None,
+        optimizer: Optimizer,
+        *,
+        seed: int,
+        own_reference: bool,
+        start: StoredAdapter | None = None,
+        trained: LoraTargets | None = None,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        # 1. Choose the layers to adapt; warn once per model about those left out.
+        default = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.lora_config = start.lora_config if start is not None else lora_config or default
+        self.trained = trained or choose_targets(model, self.lora_config)
+        if (summary := self.trained.summary(model)) and model not in _WARNED:
+            _WARNED.add(model)
+            warn(f"Adapters train {summary}")
+        # 2. Allocate weights and moments, one row per member.
+        device = next(model.parameters()).device
+        check_allocation(
+            4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
+            device,
+            f"the adapters of {size} members with lora_config.r={self.lora_config.r}. Use fewer members or lower r.",
+        )
+        first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
+        first = first.to(device)
+        self._optimizer = optimizer
+        self.weights = first.repeat(size, 1)
+        self.running_stats = torch.tensor([INITIAL_RUNNING_STATS] * size, dtype=torch.float64)
+        self._matrices = {
+            "adapter": self.weights,
+            "exp_avg": torch.zeros_like(self.weights),
+            "exp_avg_sq": torch.zeros_like(self.weights),
+            "running_stats": self.running_stats,
+        }
+        self.reference = self.weights.clone() if own_reference else None
+        if self.reference is not None:
+            self._matrices["reference"] = self.reference
+        zero = first.new_zeros(())
+        self._at_birth = {"adapter": first, "reference": first, "exp_avg": zero, "exp_avg_sq": zero}
+        self._at_birth["running_stats"] = self.running_stats[0].clone()
+        self._steps, self.changes = [0] * size, [0] * size
+        # 3. Views of A and B for the passes.
+        scale = scaling(self.lora_config)
+        self._adapters = {"weights": LoraAdapters(self.targets, self.weights, scale)}
+        if self.reference is not None:
+            self._adapters["reference"] = LoraAdapters(self.targets, self.reference, scale)
+
+    @property
+    def size(self) -> int:
+        """Number of slots."""
+        return len(self._steps)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The adapted modules, in the order of a member's flat vector."""
+        return self.trained.targets
+
+    # ---- forward and backward passes
+
+    def hook_factory(self, policy: PolicyVersion) -> HookFactory:
+        """Return the hooks of a policy version; "reference" requires own references."""
+        return (lambda slots: None) if policy == "base" else self._adapters[policy].hook
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Accumulate a member's gradient into `buffer` `[k]` in the following backward passes; None stops it."""
+        adapters = self._adapters["weights"]
+        for name, target in adapters.targets.items():
+            for leaf, matrix_of in zip(adapters.leaves[name][slot], (target.a, target.b), strict=True):
+                leaf.grad = None if buffer is None else matrix_of(buffer)
+
+    @torch.no_grad()
+    def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
+        """Clip one member's gradient and take its AdamW step; no step if the gradient is not finite.
+
+        Args:
+            slot: Slot of the member.
+            gradient: `[k]`; used as scratch space.
+            hyperparameters: `lr` and `max_grad_norm` are used.
+            loss: For the report.
+
+        Returns:
+            The report; its norm is NaN if the gradient, or the weights after the step, are not finite.
+        """
+        settings = self._optimizer
+        lr = hyperparameters.lr * settings.factor(self._steps[slot])
+        norm = clip_by_norm_(gradient, hyperparameters.max_grad_norm)
+        if not norm < float("inf"):
+            return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
+        # `adamw_step_` corrects the bias of the moments by the number of this step, from 1.
+        self._steps[slot] += 1
+        self.changes[slot] += 1
+        adamw_step_(
+            self.weights[slot],
+            gradient,
+            self._matrices["exp_avg"][slot],
+            self._matrices["exp_avg_sq"][slot],
+            self._steps[slot],
+            lr=lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        # One sum finds any NaN or infinity, without a mask as large as the weights.
+        healthy = bool(self.weights[slot].sum().isfinite())
+        norm = norm if healthy else float("nan")
+        return UpdateReport(grad_norm=norm, lr=lr, loss=loss, step=self._steps[slot])
+
+    # ---- references and train states; see `evogrpo.models.bank.PolicyBank`
+
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Copy the current weights of these members to their own references."""
+        for slot in slots:
+            self.mix_reference(slot, 1.0)
+
+    def mix_reference(self, slot: int, mixing: float) -> None:
+        """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
+
+        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
+        """
+        if self.reference is None:
+            raise ValueError("Members have no references of their own. Set reference='snapshot'.")
+        self.reference[slot].lerp_(self.weights[slot], mixing)
+
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Copy the train state of slot `parents[i]` to slot i, all at once; None = a new member.
+
+        Raises:
+            ValueError: If `parents` is not one existing slot (or None) per slot.
+        """
+        if len(parents) != self.size or any(p is not None and not 0 <= p < self.size for p in parents):
+            raise ValueError(
+                f"parents must contain a slot from 0 to {self.size - 1} or None for each slot, got {parents}"
+            )
+        copies = {slot: parent for slot, parent in enumerate(parents) if parent is not None and parent != slot}
+        new = [slot for slot, parent in enumerate(parents) if parent is None]
+        for name, matrix in self._matrices.items():
+            # The right-hand side is a copy, so parents may be overwritten as well.
+            matrix[list(copies)] = matrix[list(copies.values())]
+            matrix[new] = self._at_birth[name]
+        self._steps = [0 if parent is None else self._steps[parent] for parent in parents]
+        for slot in (*copies, *new):
+            self.changes[slot] += 1
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of a train state."""
+        return *self._matrices, "step"
+
+    def state_tensor(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one tensor of a member's train state."""
+        return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
+
+    def state(self, slot: int) -> dict[str, Tensor]:
+        """Return a copy of a member's train state."""
+        return {name: self.state_tensor(slot, name) for name in self.state_keys}
+
+    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Load a train state into a slot.
+
+        Raises:
+            ValueError: If keys, shapes or dtypes do not match; the slot is then unchanged.
+        """
+        expected, given = (
+            {name: (tuple(values.shape), values.dtype) for name, values in tensors.items()}
+            for tensors in (self.state(slot), state)
+        )
+        if given != expected:
+            wrong = [name for name in (expected | given) if given.get(name) != expected.get(name)]
+            raise ValueError(
+                f"Train state {wrong[0]!r} must be {expected.get(wrong[0])}, got {given.get(wrong[0])}. Use the base "
+                "model, lora_config and reference ('base' or 'snapshot') it was saved with."
+            )
+        if state["step"] < 0:
+            raise ValueError(f"Train state 'step' must be at least 0, got {state['step']}.")
+        for name, matrix in self._matrices.items():
+            matrix[slot] = state[name]
+        self._steps[slot] = int(state["step"])
+        self.changes[slot] += 1
