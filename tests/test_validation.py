@@ -62,7 +62,7 @@ def test_records_are_frozen_and_hold_tuples():
         ({"by_name": {"a": {"lr": 1, "nam": "x"}}}, ["key in by_name.a 'nam'", "did you mean 'name'"]),
         ({"children": [{"lr": 1, "nam": "x"}]}, ["key in children[0] 'nam'", "did you mean 'name'"]),
         ({"siz": 3}, ["unknown key 'siz'", "did you mean 'size'"]),
-        ({"source": 3}, ["source must be text or must be a list, got 3"]),
+        ({"source": 3}, ["source must be text or a list, got 3"]),
         ([], ["must be a mapping"]),
         ({"flag": "\x1b[31m" + "x" * 1000}, ["\\x1b[31mxxx", "more characters"]),
     ],

@@ -82,7 +82,7 @@ def test_records_refuse_invalid_values(kind, base):
 
 def test_search_spaces_refuse_invalid_values():
     rng = np.random.default_rng(0)
-    spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e308), RLParameter(choices=["a", "b"])]
+    spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e38), RLParameter(choices=["a", "b"])]
     spaces += [RLParameter(min=0.1, max=0.9, factor=1e38), RLParameter(min=2, max=9), RLParameter(choices=[4, 8])]
     for name in Hyperparameters.__dataclass_fields__:
         for parameter in [*WRONG, *spaces]:

@@ -3,11 +3,22 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
-from evogrpo.config.checks import float32_number, refuse_unknown, whole_number
+from pydantic import Field
+
+from evogrpo.config.checks import refuse_unknown
 from evogrpo.functional.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
+from evogrpo.validation import (
+    FLOAT32_LIMIT,
+    REAL,
+    WHOLE,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveShare,
+    Share,
+    settings,
+)
 
 __all__ = [
     "CATEGORIES",
@@ -23,7 +34,7 @@ Value = int | float | str | None
 """Value of a hyperparameter: a number, a name, or None where that has a meaning."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Hyperparameters:
     """Hyperparameters that evolution may change between generations: one frozen record per member.
 
@@ -51,26 +62,24 @@ class Hyperparameters:
         ValueError: If a value is of the wrong type, not finite, or outside the range above.
     """
 
-    lr: float = 1e-4
-    clip_coef: float = 0.2
-    group_size: int = 8
-    beta: float = 0.0
-    temperature: float = 1.0
-    update_epochs: int = 1
-    max_grad_norm: float = 0.5
-    batch_size: int = 64
-    clip_low: float | None = None
-    clip_high: float | None = None
-    entropy_coef: float = 0.0
-    advantage_clip: float | None = None
-    gamma: float = 1.0
-    target_kl: float | None = None
+    # Numbers that are looped over have a maximum: larger ones are typing errors and would look like a hang.
+    lr: PositiveFloat = 1e-4
+    clip_coef: Annotated[float, Field(gt=0, lt=1), REAL] = 0.2
+    group_size: Annotated[int, Field(ge=2, le=1_000_000), WHOLE] = 8
+    beta: NonNegativeFloat = 0.0
+    # Below this temperature, logits / temperature overflow float32.
+    temperature: Annotated[float, Field(ge=1e-6, le=FLOAT32_LIMIT), REAL] = 1.0
+    update_epochs: Annotated[int, Field(ge=1, le=10_000), WHOLE] = 1
+    max_grad_norm: PositiveFloat = 0.5
+    batch_size: Annotated[int, Field(ge=1, le=10**9), WHOLE] = 64
+    clip_low: PositiveShare | None = None
+    clip_high: PositiveFloat | None = None
+    entropy_coef: NonNegativeFloat = 0.0
+    advantage_clip: PositiveFloat | None = None
+    gamma: Share = 1.0
+    target_kl: PositiveFloat | None = None
     loss_type: LossType | None = None
     advantage: AdvantageType | None = None
-
-    def __post_init__(self) -> None:
-        for name in HYPERPARAMETER_NAMES:
-            object.__setattr__(self, name, checked_value(name, getattr(self, name)))
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -102,7 +111,6 @@ class Hyperparameters:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from values by name, defaults for the rest; raises ValueError for an unknown name or refused value."""
-        refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
         return cls(**values)
 
 
@@ -110,8 +118,9 @@ HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasse
 """Names of all hyperparameters, in the order of their fields."""
 CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
 """Values of the hyperparameters that are names."""
-_INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)
-_OPTIONAL_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.default is None)
+_INTEGER_NAMES = frozenset(
+    field.name for field in dataclasses.fields(Hyperparameters) if isinstance(field.default, int)
+)
 
 
 class HyperparameterOptions(TypedDict, total=False):
@@ -185,49 +194,6 @@ def is_categorical(name: str) -> bool:
     return name in CATEGORIES
 
 
-def checked_value(name: str, value: object) -> Any:
-    """Return `value` in the type of hyperparameter `name` if it is legal there: a number, a name or None.
-
-    Raises:
-        ValueError: If the name is unknown, or the value is of the wrong type, not finite or out of range.
-    """
-    if value is None and name in _OPTIONAL_NAMES:
-        return None
-    if is_categorical(name):
-        if not isinstance(value, str) or value not in CATEGORIES[name]:
-            raise ValueError(f"{name} must be one of {', '.join(CATEGORIES[name])}, got {value!r}")
-        return value
-    number: float = whole_number(name, value) if is_integer(name) else float32_number(name, value)
-    rule, legal = _rule(name, number)
-    if not legal:
-        reason = ": a single completion cannot be compared with its group" if name == "group_size" else ""
-        raise ValueError(f"{name} must {rule}, got {number}{reason}")
-    if number > _MAXIMA.get(name, math.inf):
-        raise ValueError(f"{name} must be at most {_MAXIMA[name]:,}, got {number:,}")
-    return number
-
-
-_MAXIMA: Mapping[str, int] = {"group_size": 1_000_000, "update_epochs": 10_000, "batch_size": 10**9}
-"""Bounds of numbers that are looped over; larger ones are typing errors and would look like a hang."""
-MIN_TEMPERATURE = 1e-6  # below it, logits / temperature overflow float32
-
-
-def _rule(name: str, number: float) -> tuple[str, bool]:
-    """Return the rule for a number in words, and True if the number follows it."""
-    match name:
-        case "clip_coef":
-            return "lie in (0, 1)", 0 < number < 1
-        case "clip_low":
-            return "lie in (0, 1]", 0 < number <= 1
-        case "gamma":
-            return "lie in [0, 1]", 0 <= number <= 1
-        case "temperature":
-            return f"be at least {MIN_TEMPERATURE:g}", number >= MIN_TEMPERATURE
-        case "group_size":
-            return "be at least 2", number >= 2
-        case "beta" | "entropy_coef":
-            return "be at least 0", number >= 0
-        case "update_epochs" | "batch_size":
-            return "be at least 1", number >= 1
-        case _:
-            return "be greater than 0", number > 0
+def checked_value(name: str, value: Any) -> Any:
+    """Return `value` in the type of hyperparameter `name`, or raise ValueError if it is illegal there."""
+    return getattr(Hyperparameters(**{name: value}), name)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from evogrpo.config.checks import MAX_COUNT, float32_number, names_unknown, whole_between
+from pydantic import Field
+
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.roll import read_roll
@@ -27,16 +27,27 @@ from evogrpo.functional.loss_types import (
     LossType,
     RewardNorm,
 )
+from evogrpo.validation import (
+    FLOAT32_LIMIT,
+    REAL,
+    WHOLE,
+    Flag,
+    Float,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    settings,
+)
 
 __all__ = ["Imported", "Objective"]
 
 KlPlacement = Literal["loss", "reward"]
 Reference = Literal["base", "snapshot", "old"]
 EntropyReduction = Literal["loss", "mean"]
+_AboveOne = Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL]
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Objective:
     """Loss that members minimise; its coefficients are in `Hyperparameters`.
 
@@ -108,39 +119,37 @@ class Objective:
 
     loss_type: LossType = "grpo"
     advantage: AdvantageType = "outcome"
-    advantage_eps: float = 1e-4
-    mask_truncated: bool = False
-    min_group_reward: float | None = None
-    max_group_reward: float | None = None
-    whiten_advantages: bool = False
+    advantage_eps: PositiveFloat = 1e-4
+    mask_truncated: Flag = False
+    min_group_reward: Float | None = None
+    max_group_reward: Float | None = None
+    whiten_advantages: Flag = False
     aggregation: Aggregation | None = None
     kl_estimator: KlEstimator = "k3"
     kl_placement: KlPlacement = "loss"
-    kl_bias_correction: bool = False
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    dual_clip: float | None = None
-    delta: float | None = None
-    cispo_clip_low: bool = False
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    top_entropy_quantile: float = 1.0
+    kl_bias_correction: Flag = False
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000
+    dual_clip: _AboveOne | None = None
+    delta: _AboveOne | None = None
+    cispo_clip_low: Flag = False
+    sapo_tau_positive: PositiveFloat = 1.0
+    sapo_tau_negative: PositiveFloat = 1.05
+    top_entropy_quantile: PositiveShare = 1.0
     entropy_reduction: EntropyReduction = "loss"
     importance_correction: ImportanceCorrection | None = None
-    importance_cap: float = 2.0
+    importance_cap: Annotated[float, Field(ge=1, le=FLOAT32_LIMIT), REAL] = 2.0
     reward_norm: RewardNorm | None = None
-    reward_shift: bool = False
-    reward_scale: bool = False
-    reward_clip: float | None = None
-    overlong_buffer: int | None = None
-    dynamic_sampling: int = 0
+    reward_shift: Flag = False
+    reward_scale: Flag = False
+    reward_clip: PositiveFloat | None = None
+    overlong_buffer: PositiveInt | None = None
+    dynamic_sampling: Annotated[int, Field(ge=0, le=1000), WHOLE] = 0
     reference: Reference = "base"
-    reference_sync_steps: int | None = None
-    reference_mixing: float = 0.6
+    reference_sync_steps: PositiveInt | None = None
+    reference_mixing: PositiveShare = 0.6
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked_switch(field.name, field.type, getattr(self, field.name)))
         for problems in (_loss_problems, _reward_problems, _kl_problems):
             for problem in problems(self):
                 raise ValueError(problem)
@@ -246,54 +255,7 @@ class Objective:
         return Imported.of(read_trl(source))
 
 
-# ---- every switch by itself
-
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Objective)}
-_RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "advantage_eps": ("be above 0", lambda x: x > 0),
-    "min_group_reward": ("be a number", lambda x: True),
-    "max_group_reward": ("be a number", lambda x: True),
-    "kl_target": ("be above 0", lambda x: x > 0),
-    "kl_horizon": ("be at least 1", lambda x: x >= 1),
-    "dual_clip": ("be above 1", lambda x: x > 1),
-    "delta": ("be above 1", lambda x: x > 1),
-    "sapo_tau_positive": ("be above 0", lambda x: x > 0),
-    "sapo_tau_negative": ("be above 0", lambda x: x > 0),
-    "top_entropy_quantile": ("lie in (0, 1]", lambda x: 0 < x <= 1),
-    "importance_cap": ("be at least 1", lambda x: x >= 1),
-    "reward_clip": ("be above 0", lambda x: x > 0),
-    "overlong_buffer": ("be at least 1", lambda x: x >= 1),
-    "dynamic_sampling": ("be at least 0", lambda x: x >= 0),
-    "reference_sync_steps": ("be at least 1", lambda x: x >= 1),
-    "reference_mixing": ("lie in (0, 1]", lambda x: 0 < x <= 1),
-}
-
-_MAXIMA: Mapping[str, int] = {"dynamic_sampling": 1000}  # bounds of what is looped over
-
-
-def _checked_switch(name: str, hint: Any, value: Any) -> Any:
-    """Return `value` in the declared type of a field if it is legal there, or raise ValueError."""
-    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in alternatives:
-        return None
-    value_type = alternatives[0]
-    if get_origin(value_type) is Literal:
-        if value not in get_args(value_type):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(value_type))}, got {value!r}.")
-        return value
-    if value_type is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}.")
-        return value
-    number = (
-        whole_between(name, value, -1, _MAXIMA.get(name, MAX_COUNT))
-        if value_type is int
-        else float32_number(name, value)
-    )
-    rule, legal = _RULES[name]
-    if not legal(number):
-        raise ValueError(f"{name} must {rule}, got {value}.")
-    return number
 
 
 # ---- switches beside each other: generators of messages, the first of which is raised

@@ -1,20 +1,20 @@
 """AdamW settings and learning rate schedule that all members share."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import cos, pi
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from evogrpo.config.checks import finite_number, float32_number, names_unknown, whole_between
+from pydantic import Field
+
+from evogrpo.validation import REAL, NonNegativeFloat, NonNegativeInt, PositiveFloat, settings
 
 __all__ = ["Optimizer", "Schedule"]
 
 Schedule = Literal["constant", "linear", "cosine"]
 """Shape of the learning rate after warm-up."""
+_Fraction = Annotated[float, Field(ge=0, lt=1), REAL]
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Optimizer:
     """AdamW settings that all members share; the learning rate itself is a hyperparameter.
 
@@ -33,36 +33,17 @@ class Optimizer:
         ValueError: If a value is of the wrong type, out of range, or without effect beside the schedule.
     """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
     schedule: Schedule = "constant"
-    total_steps: int | None = None
-    cycles: float = 0.5
-    floor: float = 0.0
+    total_steps: NonNegativeInt | None = None
+    cycles: PositiveFloat = 0.5
+    floor: _Fraction = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", _betas(self.betas))
-        for name in ("eps", "weight_decay", "cycles", "floor"):
-            object.__setattr__(self, name, float32_number(name, getattr(self, name)))
-        for name, rule, legal in (
-            ("eps", "be above 0", self.eps > 0),
-            ("weight_decay", "be at least 0", self.weight_decay >= 0),
-            ("cycles", "be above 0", self.cycles > 0),
-            ("floor", "lie in [0, 1)", 0 <= self.floor < 1),
-        ):
-            if not legal:
-                raise ValueError(f"{name} must {rule}, got {getattr(self, name)}")
-        object.__setattr__(self, "warmup_steps", whole_between("warmup_steps", self.warmup_steps, 0))
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}")
-        self._check_shape()
-
-    def _check_shape(self) -> None:
-        """Refuse settings that this schedule lacks or does not use."""
-        if self.total_steps is not None:
-            object.__setattr__(self, "total_steps", whole_between("total_steps", self.total_steps, 0))
+        # Refuse settings that this schedule lacks or does not use.
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
@@ -90,12 +71,3 @@ class Optimizer:
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + cos(2.0 * pi * self.cycles * progress))
         return self.floor + (1.0 - self.floor) * decay
-
-
-def _betas(betas: object) -> tuple[float, float]:
-    """Return the decay rates as a tuple; YAML and JSON give a list."""
-    if isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2:
-        first, second = (float(finite_number("each of betas", beta)) for beta in betas)
-        if 0 <= first < 1 and 0 <= second < 1:
-            return first, second
-    raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")

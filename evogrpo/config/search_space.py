@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, Literal, Self
 
-from evogrpo.config.checks import finite_number, float32_number, names_unknown, refuse_unknown, whole_between
+from pydantic import Field
+
+from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
+from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, settings
 
 __all__ = [
     "DEFAULT_SEARCHED",
@@ -27,8 +30,7 @@ Scale = Literal["linear", "log"]
 """Scale on which steps in a range are measured."""
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RLParameter:
     """Values that one hyperparameter may take: a range (`min` and `max`), a list of numbers or a set of names.
 
@@ -51,72 +53,38 @@ class RLParameter:
         ValueError: If the fields do not describe a range or choices.
     """
 
-    min: float | None = None
-    max: float | None = None
+    min: Number | None = None
+    max: Number | None = None
     scale: Scale = "linear"
-    choices: Sequence[float] | Sequence[str] | None = None
-    factor: float | None = None
-    founders: tuple[float, float] | None = None
-    when: Mapping[str, Sequence[Value] | Value] | None = field(default=None, hash=False)
+    choices: Sequence[Number] | Sequence[Text] | None = None
+    factor: Annotated[float, Field(gt=1, le=FLOAT32_LIMIT), REAL] | None = None
+    founders: tuple[Number, Number] | None = None
+    when: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        refuse_unknown("scale", [self.scale], get_args(Scale))
-        if self.factor is not None:
-            object.__setattr__(self, "factor", float32_number("factor", self.factor))
-            if self.factor <= 1:
-                raise ValueError(f"factor must be greater than 1, got {self.factor}")
         if self.when is not None:
             object.__setattr__(self, "when", checked_condition(self.when))
-        if self.choices is None:
-            self._check_range()
-        else:
-            self._check_choices(self.choices)
-
-    def _check_range(self) -> None:
-        """Validate the range and the founders' part of it."""
+        if self.choices is not None:
+            range_fields = (self.min, self.max, self.scale, self.factor, self.founders)
+            if range_fields != (None, None, "linear", None, None):
+                raise ValueError("min, max, scale, factor and founders describe a range. Remove them, or choices.")
+            distinct = tuple(dict.fromkeys(self.choices)) if self.names else tuple(sorted(set(self.numbers)))
+            if len(distinct) < 2 or len(distinct) != len(self.choices):
+                raise ValueError(f"choices must be at least two distinct values, got {list(self.choices)}")
+            object.__setattr__(self, "choices", distinct)
+            return
         if self.min is None or self.max is None:
-            raise ValueError(
-                f"an RLParameter must have min and max, or choices, got min={self.min}, max={self.max}, choices=None"
-            )
-        low, high = finite_number("min", self.min), finite_number("max", self.max)
-        object.__setattr__(self, "min", low)
-        object.__setattr__(self, "max", high)
-        if not low < high:
+            raise ValueError(f"min and max must be given, or choices, got min={self.min}, max={self.max}, choices=None")
+        if not self.min < self.max:
             raise ValueError(
                 f"min must be below max, got min={self.min}, max={self.max}. To fix a hyperparameter, remove it."
             )
-        if self.scale == "log" and low <= 0:
+        if self.scale == "log" and self.min <= 0:
             raise ValueError(f'min must be above 0 with scale="log", got {self.min}. Use choices to include 0.')
-        if self.founders is not None:
-            pair = self.founders if isinstance(self.founders, Sequence) and not isinstance(self.founders, str) else ()
-            founders = tuple(finite_number("each of founders", value) for value in pair)
-            if len(founders) != 2 or not low <= founders[0] < founders[1] <= high:
-                raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {self.founders!r}")
-            object.__setattr__(self, "founders", founders)
-
-    def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
-        """Validate the choices, which exclude the fields of a range."""
-        range_fields = {
-            "min": self.min,
-            "max": self.max,
-            "scale": self.scale,
-            "factor": self.factor,
-            "founders": self.founders,
-        }
-        if tuple(range_fields.values()) != (None, None, "linear", None, None):
+        if self.founders is not None and not self.min <= self.founders[0] < self.founders[1] <= self.max:
             raise ValueError(
-                "an RLParameter with choices takes no min, max, scale, factor or founders, got "
-                f"{', '.join(f'{name}={value!r}' for name, value in range_fields.items())}"
+                f"founders must be two ascending numbers in [{self.min}, {self.max}], got {list(self.founders)}"
             )
-        if isinstance(choices, str) or not isinstance(choices, Iterable):
-            raise ValueError(f"choices must be a list of numbers or of names, got {choices!r}")
-        names = tuple(value for value in choices if isinstance(value, str))
-        values: tuple[float | str, ...] = tuple(dict.fromkeys(names))
-        if len(names) != len(choices):
-            values = tuple(sorted({finite_number("each of choices", value) for value in choices}))
-        if len(values) < 2 or len(values) != len(choices):
-            raise ValueError(f"choices must be at least two distinct values, got {list(choices)}")
-        object.__setattr__(self, "choices", values)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,12 +140,6 @@ class RLParameter:
         else:
             fields = {"min": self.min, "max": self.max, "scale": self.scale}
         return fields | {name: value for name, value in optional.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from fields by name; raise ValueError if one is unknown or refused."""
-        refuse_unknown("field of RLParameter", values, [each.name for each in dataclasses.fields(cls)])
-        return cls(**values)
 
 
 def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
@@ -252,6 +214,8 @@ def _parameter(value: Any, default_scale: Scale) -> RLParameter:
     """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on the usual scale."""
     if isinstance(value, RLParameter):
         return value
+    if isinstance(value, Mapping):
+        return RLParameter(**value)
     if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
         return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
     if isinstance(value, tuple) and len(value) == 2:
@@ -267,9 +231,9 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        values: Values of each evolving hyperparameter, by name: an `RLParameter`, a pair of numbers for a range (on its
-            usual scale, such as log for lr), a list of choices, or an Optuna distribution. They must contain the first
-            member's value if the caller sets it; otherwise the nearest to the default is used (see `first`).
+        values: Values of each evolving hyperparameter, by name: an `RLParameter` or a mapping of its fields, a pair of
+            numbers for a range (on its usual scale, such as log for lr), a list of choices, or an Optuna distribution.
+            They must contain the first member's value if the caller sets it; otherwise the nearest to the default is used (see `first`).
 
     Raises:
         ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or a condition is
@@ -427,7 +391,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     @classmethod
     def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
         """Build from the fields of every parameter by name; raise ValueError if one is unknown or refused."""
-        return cls(**{name: RLParameter.from_json(fields) for name, fields in values.items()})
+        return cls(**values)
 
 
 def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:

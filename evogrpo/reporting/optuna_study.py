@@ -141,7 +141,7 @@ def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "B
     """Return the distribution of a hyperparameter, widened to include all members' values."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    parameter = RLParameter.from_json(fields)
+    parameter = RLParameter(**fields)
     values = [value for birth in tree.births if (value := getattr(birth.hyperparameters, name)) is not None]
     if parameter.choices is not None:
         return CategoricalDistribution(list(dict.fromkeys([*parameter.choices, *values])))

@@ -95,7 +95,7 @@ def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
         (["train", "missing.yaml"], "cannot read missing.yaml"),
         (["demo", "schedul.generations=3"], "did you mean 'schedule'?"),
         (["demo", "--seed", "1", "generations"], "key=value"),
-        (["demo", "--dry-run", "hyperparameters.lr=-1"], "lr must be greater than 0"),
+        (["demo", "--dry-run", "hyperparameters.lr=-1"], "lr must be above 0"),
         (["resume", "."], ". holds no config.yaml"),
         (["report", "."], "cannot read the journal"),
         (["export", ".", "folder"], ". has no best member yet"),

@@ -60,7 +60,7 @@ class TestReplay(StrategyTestCase):
         ([{"hyperparameters": {}, "generations": [0], "samples_per_step": 8}], "at least 1, got 0"),
         ([{"hyperparameters": {}, "generations": [True], "samples_per_step": 8}], "must be an integer"),
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 9}], "group_size must divide"),
-        ([{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}], "lr must be greater than 0"),
+        ([{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}], "lr must be above 0"),
         ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 8, "stepz": 1}], "unknown field of a stage"),
     ],
 )

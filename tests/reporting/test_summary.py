@@ -89,7 +89,7 @@ def test_unknown_fields_are_ignored():
         (generation(1, member(0, 0, changes=[1])), "'changes' of a member of generation 1 must be an object"),
         (generation(1, member(0, 0, metrics={"loss": "low"})), "'loss' of 'metrics' of a member of generation 1"),
         (generation(1, member(0, 0, hyperparameters={"lr": "<b>"})), "'lr'"),
-        (generation(1, member(0, 0, hyperparameters={"lr": -1.0})), "lr must be greater than 0"),
+        (generation(1, member(0, 0, hyperparameters={"lr": -1.0})), "lr must be above 0"),
         (generation(1, member(0, 0, hyperparameters={"lrr": 1.0})), "did you mean 'lr'"),
         (generation(1, member(0, 0, hyperparameters={"loss_type": ["grpo"]})), "'loss_type'"),
         (generation(1, member(0, 0, changes={"clip_low": [None, "0.2"]})), "'clip_low'"),

@@ -140,7 +140,7 @@ def test_unknown_keys_are_refused_with_path_and_suggestion(path, message):
     ("path", "value", "message"),
     [
         ("seed", "0", "seed must be an integer"),
-        ("hyperparameters.clip_low", 2, "hyperparameters: clip_low must lie in"),
+        ("hyperparameters.clip_low", 2, "hyperparameters: clip_low must be"),
         ("hyperparameters.loss_type", "grppo", "hyperparameters: loss_type must be one of"),
         ("hyperparameters.gamma", None, "hyperparameters: gamma must be a number"),
         ("search_space.loss_type", {"choices": ["grpo", "ppo"]}, "search_space: loss_type must be one of .*got 'ppo'"),
@@ -163,7 +163,7 @@ def test_unknown_keys_are_refused_with_path_and_suggestion(path, message):
         ("schedule.generations", 0, "schedule: generations must be at least 1"),
         ("schedule.max_seconds", "1 h", "schedule.max_seconds must be a number"),
         ("hyperparameters.lr", "fast", "hyperparameters: lr must be a number"),
-        ("hyperparameters.clip_coef", 2, "hyperparameters: clip_coef must lie in"),
+        ("hyperparameters.clip_coef", 2, "hyperparameters: clip_coef must be"),
         ("hyperparameters", [1], "hyperparameters must be a mapping"),
         ("search_space.lr", 3, "search_space.lr must be a mapping"),
         ("search_space", [], "search_space must be a mapping"),

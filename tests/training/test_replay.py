@@ -174,7 +174,7 @@ DAMAGES = {
         lambda values: (
             values | {"stages": [values["stages"][0] | {"hyperparameters": {"lr": -1.0}}, *values["stages"][1:]]}
         ),
-        "stage 1 of .*lr must be greater than 0",
+        "stage 1 of .*lr must be above 0",
     ),
 }
 
