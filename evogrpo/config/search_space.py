@@ -233,7 +233,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     Args:
         values: Values of each evolving hyperparameter, by name: an `RLParameter` or a mapping of its fields, a pair of
             numbers for a range (on its usual scale, such as log for lr), a list of choices, or an Optuna distribution.
-            They must contain the first member's value if the caller sets it; otherwise the nearest to the default is used (see `first`).
+            They must contain the first member's value if the caller sets it; otherwise the nearest to the default is
+            used (see `first`).
 
     Raises:
         ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or a condition is
