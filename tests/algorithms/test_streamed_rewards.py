@@ -138,12 +138,19 @@ def test_each_process_of_a_squad_begins_whole_groups_of_its_own_part():
     env, population, parts = tiny_env(reward_funcs=beside), writers(), []
     starts = env.deal(0, 4, 4)
     numbers = torch.arange(4).repeat_interleave(2)
-    wanted = SamplingRequest(
-        learners=(population[0].learner(0),), counts=(8,), start_ids=numbers, group_ids=numbers, purpose="sample"
+    request = SamplingRequest(
+        learners=(population[0].learner(0),),
+        counts=(8,),
+        row_ids=torch.arange(8),
+        member_ids=torch.zeros(8, dtype=torch.long),
+        start_ids=numbers,
+        group_ids=numbers,
+        temperature=torch.ones(8),
+        purpose="sample",
     )
-    for part in (None, torch.arange(6), torch.arange(6, 8)):
+    for part in (torch.arange(8), torch.arange(6), torch.arange(6, 8)):
         calls = []
-        parts.append(population.members.sample(env, starts, wanted, part).scores)
+        parts.append(population.members.sample(env, starts, request.select(part)).scores)
         assert sorted(map(tuple, calls)) == sorted(
             zip(parts[-1].completions[::2], parts[-1].completions[1::2], strict=True)
         )

@@ -217,9 +217,7 @@ class LanguagePolicySet:
             )
         return batch
 
-    def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest, part: Tensor | None = None
-    ) -> RolloutBatch:
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
         """Sample one completion or conversation for each requested row, and reward it.
 
         Row r, token t of turn k uses number `[r, t]` of the stream (seed, purpose, step, index); from the second turn
@@ -229,9 +227,8 @@ class LanguagePolicySet:
             env: Provides prompts and rewards.
             starts: Training prompts.
             request: The rows.
-            part: `[k]` numbers of the rows to sample; None = all.
         """
-        wanted, prompts = request.rows(part), self._open(env, "train", starts)
+        prompts = self._open(env, "train", starts)
 
         def uniforms(turn: int) -> Tensor:
             purpose = request.purpose if not turn else f"{request.purpose} turn {turn}"
@@ -240,20 +237,20 @@ class LanguagePolicySet:
                 generator(self.settings.seed, purpose, *stream).random(shape, dtype=np.float32)
                 for stream, shape in zip(request.streams, shapes, strict=True)
             ]
-            return torch.from_numpy(np.concatenate(parts))[wanted.chosen]
+            return torch.from_numpy(np.concatenate(parts))[request.row_ids]
 
         rows, rollout, conversations = self._generate(
-            prompts, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms, stop=request.stop
+            prompts, request.start_ids, request.member_ids, request.temperature, uniforms, stop=request.stop
         )
         began = time.monotonic()
         scores = self._score(prompts, conversations, request.stop)
         scoring_seconds = time.monotonic() - began
-        batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
+        batch = rewarded_batch(self.settings, rows, rollout, scores, group_ids=request.group_ids)
         return RolloutBatch(
             experience={DEFAULT_POLICY: batch},
             scores=replace(scores, step_rewards=None),
-            member_ids=wanted.member_ids,
-            start_ids=wanted.start_ids,
+            member_ids=request.member_ids,
+            start_ids=request.start_ids,
             truncated=rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(prompts.questions),

@@ -171,9 +171,7 @@ class NetworkPolicySet:
                     f"{wrapper}."
                 )
 
-    def sample(
-        self, env: Any, starts: Sequence[int], wanted: SamplingRequest, part: Tensor | None = None
-    ) -> RolloutBatch:
+    def sample(self, env: Any, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
         """Play one episode for each requested row.
 
         Agent a of a member uses numbers `[r, t]` of the stream (seed, "purpose for a", step, index) in step t of
@@ -181,22 +179,23 @@ class NetworkPolicySet:
         """
         # 1. Check the environment.
         self.check(env)
-        if isinstance(self.settings, JointSettings) and any(learner.step == 0 for learner in wanted.learners):
+        if isinstance(self.settings, JointSettings) and any(learner.step == 0 for learner in request.learners):
             env.warn_opposed_rewards(team_credit=self.settings.credit == "team")
         # 2. Play the episodes.
-        rows = wanted.rows(part)
-        member_ids, temperature, chosen = rows.member_ids.numpy(), rows.temperature.numpy(), rows.chosen.numpy()
+        member_ids, temperature, row_ids = (
+            values.numpy() for values in (request.member_ids, request.temperature, request.row_ids)
+        )
         noise = ActionNoise(
-            self.settings.seed, wanted.purpose, streams=wanted.streams, rows=wanted.counts, width_of=self._width_of
+            self.settings.seed, request.purpose, streams=request.streams, rows=request.counts, width_of=self._width_of
         )
         played: Episodes = env.open("train", starts).play(
             self.policies,
             self.mapping,
-            rows.start_ids.tolist(),
+            request.start_ids.tolist(),
             member_ids.tolist(),
-            uniforms=lambda agents, own, t: noise(agents, chosen[own], t),
+            uniforms=lambda agents, own, t: noise(agents, row_ids[own], t),
             temperature=temperature,
-            stop=wanted.stop,
+            stop=request.stop,
         )
         # 3. Build one batch per policy.
         experience: dict[str, Batch] = {}
@@ -212,10 +211,10 @@ class NetworkPolicySet:
         return RolloutBatch(
             experience=experience,
             scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
-            member_ids=rows.member_ids,
-            start_ids=rows.start_ids,
+            member_ids=request.member_ids,
+            start_ids=request.start_ids,
             truncated=torch.from_numpy(played.truncated),
-            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
+            tokens={learner.slot: int(steps[learner.slot]) for learner in request.learners},
             observed=(seen,) if seen else (),
         )
 

@@ -127,10 +127,8 @@ class PolicySet(Protocol):
         """Raise ValueError if the members cannot act in the environment."""
         ...
 
-    def sample(
-        self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest, part: Tensor | None = None
-    ) -> RolloutBatch:
-        """Sample and reward the requested rows, or only the rows `part` `[k]`, in whole groups.
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], request: SamplingRequest) -> RolloutBatch:
+        """Sample and reward the requested rows, in whole groups.
 
         A row's result does not depend on the other rows that are sampled with it.
         """

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +18,18 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingRequest:
-    """Samples to generate; the rows of a member are next to each other.
+    """Rows to sample; the rows of a member are next to each other.
 
     Attributes:
         learners: The members that act, all at the same learning step.
-        counts: Number of rows of each member.
-        start_ids: `[n]` position of each row's start among the opened ones.
-        group_ids: `[n]` one number per member and start.
+        counts: Number of rows of each member, on all ranks.
+        row_ids: `[k]` numbers of the rows among those of all ranks; they select the random numbers.
+        member_ids: `[k]` slots.
+        start_ids: `[k]` position of each row's start among the opened ones.
+        group_ids: `[k]` one number per member and start.
+        temperature: `[k]` sampling temperatures.
         purpose: Name of the random stream, with step and index.
         number: Distinguishes streams of one purpose within a step.
         stop: Checked between tokens or steps, and between reward calls.
@@ -33,8 +37,11 @@ class SamplingRequest:
 
     learners: tuple[Learner, ...]
     counts: tuple[int, ...]
+    row_ids: Tensor
+    member_ids: Tensor
     start_ids: Tensor
     group_ids: Tensor
+    temperature: Tensor
     purpose: str
     number: int = 0
     stop: Stop = NEVER
@@ -42,55 +49,16 @@ class SamplingRequest:
     __repr__ = short_repr
 
     @property
-    def member_ids(self) -> Tensor:
-        """`[n]` slots."""
-        return self._per_row(torch.tensor([learner.slot for learner in self.learners]))
-
-    @property
-    def temperature(self) -> Tensor:
-        """`[n]` sampling temperatures."""
-        return self._per_row(torch.tensor([learner.hyperparameters.temperature for learner in self.learners]))
-
-    @property
     def streams(self) -> list[tuple[int, ...]]:
         """Numbers of each member's random stream."""
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
-    def rows(self, part: Tensor | None = None) -> "RequestedRows":
-        """Return all rows, or those with the numbers `part`."""
-        chosen = torch.arange(len(self.start_ids)) if part is None else part
-        return RequestedRows(
-            chosen=chosen,
-            member_ids=self.member_ids[chosen],
-            start_ids=self.start_ids[chosen],
-            group_ids=self.group_ids[chosen],
-            temperature=self.temperature[chosen],
-        )
-
-    def _per_row(self, values: Tensor) -> Tensor:
-        return values.repeat_interleave(torch.tensor(self.counts))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RequestedRows:
-    """Rows of a request that are sampled together.
-
-    Attributes:
-        chosen: `[k]` numbers of the rows in the request; they select the random numbers.
-        member_ids: `[k]` slots.
-        start_ids: `[k]` position of each row's start among the opened ones.
-        group_ids: `[k]` one number per member and start.
-        temperature: `[k]` sampling temperatures.
-    """
-
-    chosen: Tensor
-    member_ids: Tensor
-    start_ids: Tensor
-    group_ids: Tensor
-    temperature: Tensor
-
-    __repr__ = short_repr
+    def select(self, rows: Tensor) -> "SamplingRequest":
+        """Return the request for some of its rows."""
+        names = ("row_ids", "member_ids", "start_ids", "group_ids", "temperature")
+        chosen: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **chosen)
 
 
 ObservedStatistics = Mapping[str, ObservationStatistics]
