@@ -37,6 +37,7 @@ def score(task_name: str, arm: str, seed: int, lr: float | None, target_kl: floa
     from benchmarking.hpo.playing import GROUP, page_data
     from benchmarking.hpo.tasks import TASKS
     from evogrpo import GRPO, FitnessConfig, GymnasiumGroups, evolve, load_base
+    from evogrpo.algorithms.rollout.evaluation import evaluate_states
     from evogrpo.envs import TASKS as BUILTIN
     from evogrpo.evolution import Fixed
 
@@ -69,7 +70,7 @@ def score(task_name: str, arm: str, seed: int, lr: float | None, target_kl: floa
         pass
     seconds = time.process_time() - began
     agent = population[0]
-    tested = population.compare(agent.state(), env, "test")[1].mean
+    tested = evaluate_states(population.members, [agent.state()], env, "test")[0][0].mean
     return {
         "task": task_name,
         "arm": arm,

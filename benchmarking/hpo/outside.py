@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from benchmarking.hpo.arms import BOTH
 from benchmarking.hpo.playing import Start, members_of, spent_by, tested
 from benchmarking.hpo.tasks import TASKS, Task
+from evogrpo.algorithms.rollout.evaluation import evaluate_states
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.evolution import FitnessConfig, Fixed
 
@@ -220,7 +221,7 @@ def _tested_state(task: Task, best: Any, seed: int) -> list[float]:
     )  # fmt: skip
     with best.checkpoint.as_directory() as folder:
         state = load_file(Path(folder) / "state.safetensors")
-    return list(run.population.compare(state, env, "test")[1].scores)
+    return list(evaluate_states(run.population.members, [state], env, "test")[0][0].scores)
 
 
 def _spent(tune: Any, budget: int, reports: list[dict[str, Any]]) -> Any:

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from benchmarking.hpo.arms import ARMS, Arm
 from benchmarking.hpo.tasks import TASKS, Task
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, evolve, load_base
+from evogrpo.algorithms.rollout.evaluation import evaluate_states
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
@@ -188,11 +189,11 @@ def spent_by(run: Run, task: Task) -> int:
 
 
 def tested(run: Run, env: Any) -> list[float]:
-    """Return what a run's best member earns on the test's starts, one by one; of nobody, what the untrained earn."""
+    """Return the scores of a run's best member on the test's starts, one by one."""
     return _tested(run, env, run.trainer.run_state.best)
 
 
 def _tested(run: Run, env: Any, best: Best | None) -> list[float]:
-    if best is None:
-        return list(run.population.baseline(env, "test").scores)
-    return list(run.population.compare(best.state, env, "test")[1].scores)
+    """Return the scores of a member on the test's starts; None = the untrained network."""
+    fitness, _ = evaluate_states(run.population.members, [None if best is None else best.state], env, "test")
+    return list(fitness[0].scores)

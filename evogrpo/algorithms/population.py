@@ -6,19 +6,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.collect import check_groups, collect
-from evogrpo.algorithms.rollout.evaluation import FitnessResult, common_scores, evaluate_questions, measure_fitness
-from evogrpo.algorithms.rollout.requests import EvaluationRequest, RolloutBatch
+from evogrpo.algorithms.rollout.evaluation import measure_fitness
+from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.distributed import ProcessError, Processes
 from evogrpo.envs.protocol import GroupEnvironment, Split
-from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness, FitnessConfig
+from evogrpo.evolution.fitness import GREEDY_EVALUATION, Fitness
 from evogrpo.evolution.history import NETWORK, Generation, History, MemberRecord
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
@@ -214,90 +212,13 @@ class Population(Sequence[Any]):
         """
         self.check(env)
         healthy = [agent.slot for agent in self.healthy]
-        earned = self.measure_fitness(env, split, slots=healthy, questions=questions).fitness if healthy else {}
+        earned: Mapping[int, Fitness] = {}
+        if healthy:
+            earned, _ = measure_fitness(
+                self.members, healthy, env, split, config=GREEDY_EVALUATION, questions=questions
+            )
         for agent in self.agents:  # last, so that an interrupted evaluation changes nothing
             agent.fitness = earned.get(agent.slot)
-
-    def measure_fitness(
-        self,
-        env: GroupEnvironment,
-        split: Split,
-        *,
-        slots: Sequence[int],
-        questions: int | None = None,
-        config: FitnessConfig = GREEDY_EVALUATION,
-        rival: Fitness | None = None,
-        stop: Stop = NEVER,
-    ) -> FitnessResult:
-        """Return the fitness of members and change nothing; see `rollout.evaluation.measure_fitness`."""
-        return measure_fitness(
-            self.members, slots, env, split, config=config, questions=questions, rival=rival, stop=stop
-        )
-
-    def baseline(
-        self,
-        env: GroupEnvironment,
-        split: Split,
-        *,
-        questions: int | None = None,
-        config: FitnessConfig = GREEDY_EVALUATION,
-        stop: Stop = NEVER,
-    ) -> FitnessResult:
-        """Return the fitness of the untrained base, under slot 0."""
-        return measure_fitness(self.members, [0], env, split, config=config, questions=questions, base=True, stop=stop)
-
-    def compare(
-        self,
-        state: Mapping[str, Tensor],
-        env: GroupEnvironment,
-        split: Split,
-        *,
-        questions: int | None = None,
-        config: FitnessConfig = GREEDY_EVALUATION,
-        stop: Stop = NEVER,
-    ) -> tuple[Fitness, Fitness, int]:
-        """Return the fitness of the untrained base and of a train state, and the tokens processed."""
-        alone = self._evaluation_member()
-        alone.banks.load_state(0, state)
-        count = env.size(split) if questions is None else min(questions, env.size(split))
-        answers = config.answers if config.sampled else None
-        asked = [
-            EvaluationRequest(
-                split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers, stop=stop
-            )
-            for base in (True, False)
-        ]
-        both = [evaluate_questions(alone, env, each) for each in asked]
-        before, after = common_scores(np.concatenate([rewards for rewards, _ in both]), split).tolist()
-        return Fitness.from_scores(before), Fitness.from_scores(after), sum(tokens for _, (tokens,) in both)
-
-    def earned_by(
-        self,
-        states: Sequence[Mapping[str, Tensor]],
-        env: GroupEnvironment,
-        split: Split,
-        *,
-        questions: Sequence[int],
-        config: FitnessConfig = GREEDY_EVALUATION,
-        stop: Stop = NEVER,
-    ) -> tuple[list[Fitness], int]:
-        """Return the fitness of train states on questions of a split, and the tokens processed."""
-        alone, found, tokens = self._evaluation_member(), [], 0
-        for state in states:
-            alone.banks.load_state(0, state)
-            answers = config.answers if config.sampled else None
-            request = EvaluationRequest(split=split, questions=tuple(questions), slots=(0,), answers=answers, stop=stop)
-            rewards, spent = evaluate_questions(alone, env, request)
-            found.append(rewards)
-            tokens += sum(spent)
-        scores = common_scores(np.concatenate(found), split).tolist()
-        return [Fitness.from_scores(row) for row in scores], tokens
-
-    def _evaluation_member(self) -> PolicySet:
-        """Return one fresh member, to load train states into and evaluate them on all ranks."""
-        alone = self.members.new_member()
-        alone.processes = self.processes
-        return alone
 
     def check_replicas(self) -> None:
         """Compare a checksum of all train states over all ranks.

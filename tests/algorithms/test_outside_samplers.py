@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, Objective
+from evogrpo.algorithms.rollout.evaluation import evaluate
 from tests.outside_sampler import GenerateSampler
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import step_population
@@ -51,7 +52,7 @@ def test_members_learn_from_external_samples_and_are_synchronised(outside):
     population.collect(env, step=1, samples_per_step=16, block=4)
     assert sampler.loaded == [[0, 1], [0, 1], []]
     population.members.banks.inherit([0, 0])
-    population.baseline(env, "validation")
+    evaluate(population.members, [0], env, "validation", base=True)
     assert sampler.loaded[-1] == [1]
 
 

@@ -160,16 +160,16 @@ def test_races_evaluate_prefixes_and_the_leader_completely(unequal, rival):
     members, env = unequal
     best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
     config = FitnessConfig(sampled=True, racing=True)
-    found = measure_fitness(members, [0, 1, 2], env, "validation", config=config, rival=best)
-    whole = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
-    asked = {slot: len(fitness.scores) for slot, fitness in found.fitness.items()}
-    for slot, fitness in found.fitness.items():
-        assert fitness.scores == whole.fitness[slot].scores[: asked[slot]]
-        assert found.tokens[slot] == asked[slot]
+    found, tokens = measure_fitness(members, [0, 1, 2], env, "validation", config=config, rival=best)
+    whole, _ = measure_fitness(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
+    asked = {slot: len(fitness.scores) for slot, fitness in found.items()}
+    for slot, fitness in found.items():
+        assert fitness.scores == whole[slot].scores[: asked[slot]]
+        assert tokens[slot] == asked[slot]
     assert max(asked[1], asked[2]) < 40
     assert asked[0] == (max(asked[1], asked[2]) if rival == 1e6 else 40)
-    gap = np.subtract(found.fitness[2].scores, found.fitness[0].scores[: asked[2]]).mean()
-    assert found.fitness[2].mean == pytest.approx(found.fitness[0].mean + gap)
+    gap = np.subtract(found[2].scores, found[0].scores[: asked[2]]).mean()
+    assert found[2].mean == pytest.approx(found[0].mean + gap)
 
 
 def rewards_by_member(reports):

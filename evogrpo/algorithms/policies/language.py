@@ -36,7 +36,6 @@ from evogrpo.algorithms.rollout.multi_turn import sample_conversations
 from evogrpo.algorithms.rollout.requests import (
     HELD_OUT,
     EvaluationRequest,
-    EvaluationResult,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
@@ -257,7 +256,9 @@ class LanguagePolicySet:
             scoring_seconds=scoring_seconds,
         )
 
-    def evaluate(self, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
+    def evaluate(
+        self, env: GroupEnvironment, request: EvaluationRequest
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         """Complete held-out prompts greedily, or sampled at temperature 1.
 
         Token t of answer a to a question uses number `[a, t]` of the stream (seed, purpose, question); from the second
@@ -281,7 +282,7 @@ class LanguagePolicySet:
         )
         costs = self.bank.tokens_of(rows.prompts, start_ids, member_ids, rollout.present.sum(1).tolist())
         rewards = self._score(prompts, conversations, request.stop).rewards
-        return EvaluationResult(rewards=rewards, tokens=tuple(costs[slot] for slot in request.slots))
+        return rewards, tuple(costs[slot] for slot in request.slots)
 
     def _generate(
         self,

@@ -26,7 +26,6 @@ from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.algorithms.rollout.requests import (
     HELD_OUT,
     EvaluationRequest,
-    EvaluationResult,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
@@ -218,29 +217,29 @@ class NetworkPolicySet:
             observed=(seen,) if seen else (),
         )
 
-    def evaluate(self, env: Any, asked: EvaluationRequest) -> EvaluationResult:
+    def evaluate(self, env: Any, request: EvaluationRequest) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         """Play held-out starts, sampled at temperature 1 or greedy; rewards are undiscounted returns or the score."""
         self.check(env)
         noise = ActionNoise(
             self.settings.seed,
             HELD_OUT,
-            streams=asked.streams,
-            rows=[asked.each] * len(asked.questions),
+            streams=request.streams,
+            rows=[request.each] * len(request.questions),
             width_of=self._width_of,
         )
-        greedy = asked.answers is None
-        played: Episodes = env.open(asked.split, asked.questions).play(
+        greedy = request.answers is None
+        played: Episodes = env.open(request.split, request.questions).play(
             self.policies,
             self.mapping,
-            asked.start_ids.tolist(),
-            asked.member_ids.tolist(),
-            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % asked.per_slot, t),
-            temperature=None if greedy else asked.temperature.numpy(),
-            base=asked.base,
-            stop=asked.stop,
+            request.start_ids.tolist(),
+            request.member_ids.tolist(),
+            uniforms=None if greedy else lambda agents, rows, t: noise(agents, rows % request.per_slot, t),
+            temperature=None if greedy else request.temperature.numpy(),
+            base=request.base,
+            stop=request.stop,
         )
-        steps = played.actions.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
-        return EvaluationResult(rewards=played.rewards, tokens=tuple(steps.tolist()))
+        steps = played.actions.reshape(len(request.slots), request.per_slot).sum(axis=1)
+        return played.rewards, tuple(steps.tolist())
 
     def _width_of(self, agent: str) -> int:
         """Return the number of uniforms per action of an agent."""

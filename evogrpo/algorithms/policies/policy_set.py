@@ -6,13 +6,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.rollout.requests import (
     EvaluationRequest,
-    EvaluationResult,
     ObservedStatistics,
     RolloutBatch,
     SamplingRequest,
@@ -134,8 +134,15 @@ class PolicySet(Protocol):
         """
         ...
 
-    def evaluate(self, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
-        """Evaluate members on held-out questions; training random streams are not touched."""
+    def evaluate(
+        self, env: GroupEnvironment, request: EvaluationRequest
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Evaluate members on held-out questions; training random streams are not touched.
+
+        Returns:
+            `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward. And the
+            tokens (or environment steps) processed, for each slot of the request.
+        """
         ...
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:

@@ -1,16 +1,18 @@
 """Evaluation on held-out questions: all members at once, or in racing rounds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from evogrpo.algorithms.policies.policy_set import PolicySet
-from evogrpo.algorithms.rollout.requests import EvaluationRequest, EvaluationResult
+from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.envs.protocol import GroupEnvironment, Split
 from evogrpo.envs.text.datasets import PromptEnvironment
 from evogrpo.evolution.fitness import (
+    GREEDY_EVALUATION,
     Fitness,
     FitnessConfig,
     clearly_behind,
@@ -23,23 +25,10 @@ from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitnessResult:
-    """Fitness of members, and its cost.
-
-    Attributes:
-        fitness: By slot.
-        tokens: Tokens (or environment steps) processed, by slot.
-    """
-
-    fitness: dict[int, Fitness]
-    tokens: dict[int, int]
-
-
 def evaluate_questions(
     members: PolicySet, env: GroupEnvironment, request: EvaluationRequest
 ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
-    """Evaluate members on held-out questions.
+    """Evaluate members on held-out questions, on part of them on each rank.
 
     Returns:
         `[slots, questions]` raw task rewards, averaged over the answers that have one; NaN where none has. And the
@@ -48,38 +37,34 @@ def evaluate_questions(
     Raises:
         ValueError: If no reward applies to a completion and the environment does not exclude failures.
     """
-    result = evaluate_on_all_ranks(members, env, request)
-    missing = int((~np.isfinite(result.rewards)).sum())
+    # 1. Evaluate all questions, or this rank's part of them.
+    ranks, shape = members.processes, (len(request.slots), len(request.questions), request.each)
+    if ranks.size == 1:
+        rewards, tokens = members.evaluate(env, request)
+    else:
+        parts = [tuple(part.tolist()) for part in np.array_split(np.asarray(request.questions), ranks.size)]
+        questions = parts[ranks.rank]
+
+        def work() -> tuple[NDArray[np.float64], tuple[int, ...]] | None:
+            if not questions and ranks.lockstep:  # all ranks take part in each pass: repeat the first question
+                members.evaluate(env, replace(request, questions=parts[0][:1]))
+            return members.evaluate(env, replace(request, questions=questions)) if questions else None
+
+        results = [result for result in ranks.run_section(work) if result is not None]
+        rewards = np.hstack([own.reshape(len(request.slots), -1) for own, _ in results])
+        tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
+    # 2. Average over the answers to each question.
+    missing = int((~np.isfinite(rewards)).sum())
     if missing and not (isinstance(env, PromptEnvironment) and env.excludes_failures):
         raise ValueError(
-            f"{missing} of {result.rewards.size} {request.split} completions have no reward, but fitness needs one for "
+            f"{missing} of {rewards.size} {request.split} completions have no reward, but fitness needs one for "
             "each. Return a number for every held-out question, or set on_reward_error='exclude'."
         )
-    rewards = result.rewards.reshape(len(request.slots), len(request.questions), request.each)
+    rewards = rewards.reshape(shape)
     scored = np.isfinite(rewards)
     with np.errstate(invalid="ignore"):  # 0 / 0 where no answer has a reward
         means = np.where(scored, rewards, 0.0).sum(axis=2) / scored.sum(axis=2)
-    return means, result.tokens
-
-
-def evaluate_on_all_ranks(members: PolicySet, env: GroupEnvironment, request: EvaluationRequest) -> EvaluationResult:
-    """Evaluate all slots on part of the questions on each rank, and return the result of all."""
-    ranks = members.processes
-    if ranks.size == 1:
-        return members.evaluate(env, request)
-    parts = [tuple(part.tolist()) for part in np.array_split(np.asarray(request.questions), ranks.size)]
-    questions = parts[ranks.rank]
-
-    def work() -> EvaluationResult | None:
-        if not questions and ranks.lockstep:  # all ranks take part in each pass: repeat the first question
-            members.evaluate(env, replace(request, questions=parts[0][:1]))
-        return members.evaluate(env, replace(request, questions=questions)) if questions else None
-
-    results = [result for result in ranks.run_section(work) if result is not None]
-    return EvaluationResult(
-        rewards=np.hstack([result.rewards.reshape(len(request.slots), -1) for result in results]).flatten(),
-        tokens=tuple(map(sum, zip(*(result.tokens for result in results), strict=True))),
-    )
+    return means, tokens
 
 
 def evaluate(
@@ -129,7 +114,7 @@ def measure_fitness(
     rival: Fitness | None = None,
     base: bool = False,
     stop: Stop = NEVER,
-) -> FitnessResult:
+) -> tuple[dict[int, Fitness], dict[int, int]]:
     """Measure the fitness of members on the first questions of a split, in racing rounds if configured.
 
     A race ends when only the leader is left. The leader still answers all questions, unless it is clearly behind the
@@ -145,6 +130,9 @@ def measure_fitness(
         rival: Fitness of the best member so far, on the same split.
         base: Evaluate the untrained base, as one slot of any number.
         stop: See `EvaluationRequest`.
+
+    Returns:
+        Fitness, and tokens (or environment steps) processed, by slot.
 
     Raises:
         ValueError: If the split is empty, or fewer than half of its questions have a reward for all members.
@@ -184,7 +172,47 @@ def measure_fitness(
     # 3. Estimate the fitness of members that left on all questions.
     leader = max((every[row] for row in running), key=lambda fitness: fitness.mean)
     fitness = [on_all_questions(each, leader) for each in every]
-    return FitnessResult(fitness=dict(zip(slots, fitness, strict=True)), tokens=tokens)
+    return dict(zip(slots, fitness, strict=True)), tokens
+
+
+def evaluate_states(
+    members: PolicySet,
+    states: Sequence[Mapping[str, Tensor] | None],
+    env: GroupEnvironment,
+    split: Split,
+    *,
+    questions: Sequence[int] | None = None,
+    config: FitnessConfig = GREEDY_EVALUATION,
+    stop: Stop = NEVER,
+) -> tuple[list[Fitness], int]:
+    """Return the fitness of train states on a held-out split, and the tokens processed.
+
+    Args:
+        members: Members whose policies have these states; they do not change.
+        states: Train states; None = the untrained base.
+        env: Provides questions and rewards.
+        split: Name of the split.
+        questions: Positions of the questions; None = all. Those without a reward for all states are left out.
+        config: Greedy or sampled answers.
+        stop: See `EvaluationRequest`.
+    """
+    alone, rewards, tokens = members.new_member(), [], 0
+    alone.processes = members.processes
+    for state in states:
+        if state is not None:
+            alone.banks.load_state(0, state)
+        request = EvaluationRequest(
+            split=split,
+            questions=tuple(range(env.size(split)) if questions is None else questions),
+            slots=(0,),
+            base=state is None,
+            answers=config.answers if config.sampled else None,
+            stop=stop,
+        )
+        scores, spent = evaluate_questions(alone, env, request)
+        rewards.append(scores)
+        tokens += sum(spent)
+    return [Fitness.from_scores(row) for row in common_scores(np.concatenate(rewards), split).tolist()], tokens
 
 
 def _is_behind(scores: NDArray[np.float64], rival: Fitness, error: float) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
@@ -173,16 +172,3 @@ class EvaluationRequest:
     def streams(self) -> list[tuple[int, ...]]:
         """Numbers of each question's random stream."""
         return [(number,) for number in self.questions]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationResult:
-    """Results of an evaluation.
-
-    Attributes:
-        rewards: `[n]` raw task rewards in the order of `EvaluationRequest.start_ids`, float64; NaN = no reward.
-        tokens: Tokens (or environment steps) processed, for each slot of the request.
-    """
-
-    rewards: NDArray[np.float64]
-    tokens: tuple[int, ...]

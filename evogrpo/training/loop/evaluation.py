@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import FitnessResult
+from evogrpo.algorithms.rollout.evaluation import measure_fitness
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
@@ -121,22 +121,22 @@ def measure(
     slots = list(earned) if config.by == "validation" else []
     if config.by == "both":
         slots = candidates(rollouts, config.z, config.candidates)
-    began, assessed = population.processes.now(), FitnessResult(fitness={}, tokens={})
+    began, answered, tokens = population.processes.now(), dict[int, Fitness](), dict[int, int]()
     if slots:
         rival = None if run_state.best is None else run_state.best.fitness
-        assessed = population.measure_fitness(
-            env, "validation", slots=slots, questions=questions, config=config, rival=rival, stop=stop
+        answered, tokens = measure_fitness(
+            population.members, slots, env, "validation", config=config, questions=questions, rival=rival, stop=stop
         )
     # 3. Each member's share of the time goes by its tokens.
-    seconds, total = population.processes.now() - began, max(1, sum(assessed.tokens.values()))
-    costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in assessed.tokens.items()}
+    seconds, total = population.processes.now() - began, max(1, sum(tokens.values()))
+    costs = {slot: EvaluationCost(tokens=t, seconds=seconds * t / total) for slot, t in tokens.items()}
     measured = {}
     for slot in earned:
-        answers = {config.validation_measure: assessed.fitness[slot]} if slot in slots else {}
+        answers = {config.validation_measure: answered[slot]} if slot in slots else {}
         trained = {ROLLOUTS: rollouts[slot]} if slot in rollouts else {}
         measured[slot] = Measured(
             by={**answers, **trained},
-            questions=len(assessed.fitness[slot].scores) if slot in slots else 0,
+            questions=len(answered[slot].scores) if slot in slots else 0,
             cost=costs.get(slot, EvaluationCost()),
         )
     for cost in costs.values():

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.rollout.evaluation import evaluate_states, measure_fitness
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
@@ -310,11 +311,18 @@ class Trainer:
         self._set_progress()
         began, questions = self.clock.now(), self.limits.questions("validation")
         with self.stop_request.interruptible():
-            found = self.population.baseline(
-                self.env, "validation", questions=questions, config=self.fitness, stop=self.stop_request
+            measured, tokens = measure_fitness(
+                self.population.members,
+                [0],
+                self.env,
+                "validation",
+                config=self.fitness,
+                questions=questions,
+                base=True,
+                stop=self.stop_request,
             )
-        state.baseline = found.fitness[0]
-        cost = self._add_evaluation(found.tokens[0], began)
+        state.baseline = measured[0]
+        cost = self._add_evaluation(tokens[0], began)
         self.clock.longest_evaluation = len(self.population) * cost.seconds  # until all members were evaluated
         self.clock.tick()
         report = baseline_report(state.baseline, measure=self.fitness.validation_measure, cost=state.evaluation)
@@ -465,7 +473,8 @@ class Trainer:
         finalists, began = self.run_state.finalists, self.clock.now()
         self._set_progress()
         with self.stop_request.interruptible():
-            second, tokens = self.population.earned_by(
+            second, tokens = evaluate_states(
+                self.population.members,
                 [each.state for each in finalists],
                 self.env,
                 "validation",
@@ -483,11 +492,12 @@ class Trainer:
         assert best is not None  # checked by the caller
         self._set_progress()
         with self.stop_request.interruptible():
-            before, after, tokens = self.population.compare(
-                best.state,
+            (before, after), tokens = evaluate_states(
+                self.population.members,
+                [None, best.state],
                 self.env,
                 "test",
-                questions=self.limits.questions("test"),
+                questions=range(self.limits.questions("test")),
                 config=self.fitness,
                 stop=self.stop_request,
             )
