@@ -1,6 +1,7 @@
 """Tiny agents and populations of small networks, environments for them, and runs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(
@@ -82,12 +82,12 @@ def resumed_step_run(
     return Trainer(
         population,
         env or cart_pole(),
-        schedule=Schedule(**(saved.record["schedule"] | schedule)),
+        schedule=replace(saved.record.schedule, **schedule),
         strategy=saved.strategy(strategy),
-        fitness=saved.fitness,
+        fitness=saved.record.fitness,
         run_dir=saved.run_dir(folder),
         run_state=run_state,
-        experience=saved.experience,
+        experience=saved.record.experience,
     )
 
 

@@ -21,9 +21,8 @@ from evogrpo.randomness import generator
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
@@ -192,12 +191,12 @@ def resumed_run(
     return Trainer(
         population,
         env or tiny_env(),
-        schedule=Schedule(**(saved.record["schedule"] | schedule)),
+        schedule=replace(saved.record.schedule, **schedule),
         strategy=saved.strategy(strategy),
-        fitness=saved.fitness,
+        fitness=saved.record.fitness,
         run_dir=saved.run_dir(folder),
         run_state=run_state,
-        experience=saved.experience,
+        experience=saved.record.experience,
     )
 
 

@@ -19,7 +19,7 @@ from evogrpo import GRPO, resume
 from evogrpo.storage.checkpoint import generation_folder
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.manifest import CheckpointError
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 
 FORGERIES = 10
 """How many times each record is forged in one trial."""

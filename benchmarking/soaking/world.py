@@ -14,7 +14,7 @@ import torch
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.storage.manifest import CheckpointError
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 
 QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "test_questions": 4}
 GENERATIONS = 4
@@ -57,7 +57,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     saved = open_run(folder)
     assert not saved.skipped, saved.skipped
     tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}
-    state = saved.run_state
+    state = saved.record.run_state
     scores = [each.fitness for each in state.history]
     best = {
         name: tensor.numpy().tobytes()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import declared_fields, whole_between
+from evogrpo.config.checks import whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
@@ -25,6 +25,7 @@ from evogrpo.models.devices import limit_memory
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import Whole, dump, validate
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent
@@ -36,19 +37,48 @@ CONSTANT = "shared by all: "
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counters:
+class StoredMember:
     """Fields of a member in a checkpoint, beside its train state; see `Agent`."""
 
-    index: int
-    parent: int | None
-    born: int
+    index: Whole
+    parent: Whole | None
+    born: Whole
     failed: str | None
     retired: bool
     training: bool
-    steps: int
+    steps: Whole
+    hyperparameters: Hyperparameters
+    fitness: Fitness | None
 
 
-COUNTERS = tuple(_Counters.__dataclass_fields__)
+@dataclass(frozen=True, kw_only=True)
+class AgentRecord:
+    """Record of an agent's checkpoint.
+
+    Attributes:
+        shared: Fields of the policy set, in its own format.
+        member: The agent.
+        note: Further plain values.
+    """
+
+    shared: Mapping[str, Any]
+    member: StoredMember
+    note: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopulationRecord:
+    """Record of a population's checkpoint, without the lineage.
+
+    Attributes:
+        shared: Fields of the policy set, in its own format.
+        members: One per slot.
+        next_index: First unused index.
+    """
+
+    shared: Mapping[str, Any]
+    members: tuple[StoredMember, ...]
+    next_index: Whole
 
 
 def save_agent(
@@ -69,10 +99,10 @@ def save_agent(
         note: Plain JSON values to store in the record.
     """
     members = agent.members
-    record = {"shared": _members_record(members), "member": _member_record(agent), "note": dict(note or {})}
+    record = AgentRecord(shared=_members_record(members), member=_stored(agent), note=note or {})
     files = members.files(agent.slot, include_base=include_base)
     tensors = {**agent.state(), **_shared_by_name(members)}
-    write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
+    write_checkpoint(path, tensors, dump(record), files=files, kind="agent", replace=replace)
 
 
 def load_agent(
@@ -87,9 +117,10 @@ def load_agent(
     best = Path(path) / "best"
     if checkpoint_path(best).is_dir() and not checkpoint_path(Path(path) / "manifest.json").exists():
         raise CheckpointError(f"{path} is a run directory, not an agent. Load its best member: {best}")
-    tensors, record = read_checkpoint(path, kind="agent")
+    tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
-        stored = record["shared"]["kind"]
+        record = validate(AgentRecord, values, extra="forbid")
+        stored = record.shared["kind"]
         if stored in POLICY_SETS and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} must hold a {kind.__name__}, got an agent of kind {stored!r}. Load it with "
@@ -97,24 +128,25 @@ def load_agent(
             )
         folder = checkpoint_path(Path(path))
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], 1, folder, network, tensors, device=device, accelerator=accelerator)
+        members = _open(record.shared, 1, folder, network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
-        _restore(agent, record["member"], split_shared(tensors)[1])
+        _restore(agent, record.member, split_shared(tensors)[1])
     return agent
 
 
 def read_agent(agent: "Agent", path: str | Path) -> None:
     """Load a saved agent into an existing one; see `GRPO.load_checkpoint`."""
-    tensors, record = read_checkpoint(path, kind="agent")
+    tensors, values = read_checkpoint(path, kind="agent")
     with checkpoint_errors(path):
-        stored = record["shared"]["kind"]
+        record = validate(AgentRecord, values, extra="forbid")
+        stored = record.shared["kind"]
         members = agent.members
         if stored != members.kind:
             made_by = AGENT_CLASSES[stored] if stored in POLICY_SETS else "its own class"
             raise CheckpointError(
                 f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
-        members.check_record(record["shared"], path)
+        members.check_record(record.shared, path)
         shared, stored_shared = members.shared_tensors(), split_shared(tensors)[0]
         if shared.keys() != stored_shared.keys() or any(
             not torch.equal(tensor, stored_shared[name]) for name, tensor in shared.items()
@@ -123,20 +155,20 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f"{path} holds an agent whose module had other weights or buffers, or that started from another "
                 f"adapter. Load it with {type(agent).__name__}.load."
             )
-        _restore(agent, record["member"], split_shared(tensors)[1])
+        _restore(agent, record.member, split_shared(tensors)[1])
 
 
-def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the contents of a population's checkpoint: tensors by name, and a JSON record without the lineage.
+def population_state(population: Population) -> tuple[Mapping[str, Tensor], PopulationRecord]:
+    """Return the contents of a population's checkpoint: tensors by name, and a record without the lineage.
 
     Tensors are copied on access, so members are never in memory twice. Save them before the population changes, or keep
     `dict(tensors)`.
     """
-    record = {
-        "shared": _members_record(population.members),
-        "members": [_member_record(agent) for agent in population.agents],
-        "next_index": population.next_index,
-    }
+    record = PopulationRecord(
+        shared=_members_record(population.members),
+        members=tuple(map(_stored, population.agents)),
+        next_index=population.next_index,
+    )
     banks = population.members.banks
     states = {
         f"{slot}.{key}": partial(banks.state_tensor, slot, key)
@@ -149,7 +181,7 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
 def restore_population(
     kind: "type[Agent]",
     tensors: Mapping[str, Tensor],
-    record: Mapping[str, Any],
+    record: PopulationRecord,
     actor_network: nn.Module | None,
     path: str | Path,
     *,
@@ -171,13 +203,13 @@ def restore_population(
         CheckpointError: If the state is of another base model or inconsistent.
     """
     with checkpoint_errors(path):
-        stored = record["members"]
+        stored = record.members
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], len(stored), Path(path), network, tensors, device=device, accelerator=None)
+        members = _open(record.shared, len(stored), Path(path), network, tensors, device=device, accelerator=None)
         members.processes = processes()
         agents = []
         for slot, member in enumerate(stored):
-            agent = kind._member(members, slot, member["index"], Hyperparameters())
+            agent = kind._member(members, slot, member.index, Hyperparameters())
             own = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
@@ -191,7 +223,7 @@ def restore_population(
         born = {birth.index for birth in population.lineage}
         if len(set(indices)) < len(indices) or not set(indices) <= born:
             raise ValueError(f"Members must have distinct indices that are in the lineage, got {indices}.")
-        population.next_index = whole_between("next_index", record["next_index"], max(born, default=-1) + 1)
+        population.next_index = whole_between("next_index", record.next_index, max(born, default=-1) + 1)
     return population
 
 
@@ -260,23 +292,15 @@ def _members_record(members: PolicySet) -> dict[str, Any]:
     }
 
 
-def _member_record(agent: "Agent") -> dict[str, Any]:
-    return {
-        **{name: getattr(agent, name) for name in ("slot", *COUNTERS)},
-        "hyperparameters": agent.hyperparameters.to_json(),
-        "scores": None if agent.fitness is None else agent.fitness.to_json(),
-    }
+def _stored(agent: "Agent") -> StoredMember:
+    return StoredMember(**{field.name: getattr(agent, field.name) for field in fields(StoredMember)})
 
 
-def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _restore(agent: "Agent", member: StoredMember, tensors: Mapping[str, Tensor]) -> None:
     """Restore a saved agent into this one; on errors nothing changes."""
-    counters = vars(_Counters(**declared_fields(_Counters, {name: member[name] for name in COUNTERS})))
-    hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
-    fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
     agent.load_state(tensors)
-    agent.hyperparameters, agent.fitness = hyperparameters, fitness
-    for name, value in counters.items():
-        setattr(agent, name, value)
+    for field in fields(member):
+        setattr(agent, field.name, getattr(member, field.name))
 
 
 class _LazyTensors(Mapping[str, Tensor]):

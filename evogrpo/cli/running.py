@@ -99,21 +99,21 @@ def resume_run(args: argparse.Namespace) -> int:
     if args.generations is not None:
         overrides.append(f"generations={args.generations}")
     resumable = read_resumable(run_dir, overrides, allow_changed_data=args.allow_changed_data)
-    saved = resumable.saved
+    saved, state = resumable.saved, resumable.saved.record.run_state
     for error in saved.skipped:
         say_warning(f"Skipped an unusable checkpoint: {error}")
     for remark in resumable.ignored:
         say_warning(remark)
     if resumable.ended is not None:
-        done = pluralize(saved.run_state.generation, "generation")
+        done = pluralize(state.generation, "generation")
         console.print(f"This run is finished: {done} ({resumable.ended}).", soft_wrap=True)
         if processes().is_rank_zero:
-            show_ending(console, run_dir, saved.run_state.generation, resumable.schedule)
+            show_ending(console, run_dir, state.generation, resumable.schedule)
         return OK
     with working(console, "checking the configuration"):
         prepared = task_type_of(resumable.config.task).prepare(resumable.config)
     console.print(
-        f"resuming {run_dir} after generation {saved.run_state.generation}, learning step {saved.run_state.step}",
+        f"resuming {run_dir} after generation {state.generation}, learning step {state.step}",
         soft_wrap=True,
     )
     with closing(prepared.env):

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import declared_fields, finite_number, flag, names_unknown, refuse_unknown, whole_between
+from evogrpo.config.checks import finite_number, flag, names_unknown, refuse_unknown, whole_between
+from evogrpo.validation import Real, Whole, dump
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -31,10 +32,10 @@ class Fitness:
         ValueError: If a number is not finite, the standard error is negative, or keys repeat or are not one per score.
     """
 
-    mean: float
-    standard_error: float
-    scores: tuple[float, ...]
-    keys: tuple[int, ...] | None = None
+    mean: Real
+    standard_error: Real
+    scores: tuple[Real, ...]
+    keys: tuple[Whole, ...] | None = None
 
     def __post_init__(self) -> None:
         finite_number("mean", self.mean)
@@ -63,21 +64,9 @@ class Fitness:
         """Scores by key of the question."""
         return dict(zip(range(len(self.scores)) if self.keys is None else self.keys, self.scores, strict=True))
 
-    def to_json(self) -> list[float] | dict[str, Any]:
-        """Return plain JSON values: the scores alone if all other fields follow from them."""
-        if type(self).from_scores(self.scores) == self:
-            return list(self.scores)
-        values = {"mean": self.mean, "standard_error": self.standard_error, "scores": list(self.scores)}
-        return values if self.keys is None else {**values, "keys": list(self.keys)}
-
-    @classmethod
-    def from_json(cls, values: Sequence[float] | Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        if not isinstance(values, Mapping):
-            return cls.from_scores(values)
-        keys = values.get("keys")
-        tuples = {"scores": tuple(values["scores"]), "keys": None if keys is None else tuple(keys)}
-        return cls(**declared_fields(cls, {**values, **tuples}))
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return dump(self)
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:

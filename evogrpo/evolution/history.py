@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
-from evogrpo.config.checks import declared_fields
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.validation import Real, Whole, validate
 
 NETWORK = "network"
 """Name of an architecture change among the changes of a birth; old and new values are text."""
 
-Changes = Mapping[str, tuple[Value, Value]]
+Changes = Mapping[str, tuple[Whole | Real | str | None, Whole | Real | str | None]]
 """Changed hyperparameters by name: (old value, new value)."""
 
 
@@ -38,26 +38,14 @@ class MemberRecord:
         architecture: Its network architecture as plain JSON values; None = its parent's.
     """
 
-    slot: int
-    index: int
-    parent: int | None
-    born: int
+    slot: Whole
+    index: Whole
+    parent: Whole | None
+    born: Whole
     hyperparameters: Hyperparameters
     changes: Changes = field(default_factory=dict)
     reason: str = ""
     architecture: Mapping[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {**vars(self), "hyperparameters": self.hyperparameters.to_json()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        fields = dict(values)
-        fields["hyperparameters"] = Hyperparameters.from_json(fields["hyperparameters"])
-        fields["changes"] = {name: (old, new) for name, (old, new) in fields["changes"].items()}
-        return cls(**declared_fields(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +79,8 @@ class SlotRecord:
 
     member: MemberRecord | None = None
     fitness: Fitness | None = None
-    tokens: int = 0
-    seconds: float = 0.0
+    tokens: Whole = 0
+    seconds: Real = 0.0
 
     def __post_init__(self) -> None:
         if self.member is None and self.fitness is not None:
@@ -113,9 +101,9 @@ class Generation:
         ValueError: If a member's slot differs from its position in `slots`.
     """
 
-    number: int
-    samples_per_step: int
-    steps_per_generation: int
+    number: Whole
+    samples_per_step: Whole
+    steps_per_generation: Whole
     slots: tuple[SlotRecord, ...]
 
     def __post_init__(self) -> None:
@@ -187,26 +175,13 @@ class Generation:
             slots: Number of slots of the bank.
             measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
         """
-        records = [SlotRecord()] * slots
-        for values in event["members"]:
-            member = MemberRecord.from_json(
-                {name: values[name] for name in MemberRecord.__dataclass_fields__ if name in values}
-            )
-            scores = values["scores"].get(measure)
-            fields = {
-                "member": member,
-                "fitness": None if scores is None else Fitness.from_json(scores),
-                "tokens": values["tokens"],
-                "seconds": values["seconds"],
-            }
-            records[member.slot] = SlotRecord(**declared_fields(SlotRecord, fields))
-        fields = {
-            "number": event["generation"],
-            "samples_per_step": event["samples_per_step"],
-            "steps_per_generation": event["steps_per_generation"],
-            "slots": tuple(records),
-        }
-        return cls(**declared_fields(cls, fields))
+        records: list[dict[str, Any]] = [{}] * slots
+        for member in event["members"]:
+            costs = {"tokens": member["tokens"], "seconds": member["seconds"]}
+            records[member["slot"]] = {"member": member, "fitness": member["scores"].get(measure), **costs}
+        budgets = {name: event[name] for name in ("samples_per_step", "steps_per_generation")}
+        values = {"number": event["generation"], **budgets, "slots": records}
+        return validate(cls, values, "journal", extra="ignore")
 
 
 @dataclass(frozen=True, kw_only=True)

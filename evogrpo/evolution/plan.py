@@ -13,6 +13,7 @@ from evogrpo.config.search_space import HyperparameterConfig, check_group_size, 
 from evogrpo.evolution.history import History, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Perturbation, Proposal, proposals
 from evogrpo.randomness import streams
+from evogrpo.validation import Whole, dump
 
 MAX_PROPOSALS = 100
 """Proposals for one child before it may equal another member."""
@@ -61,14 +62,14 @@ class Plan:
         ValueError: If the fields contradict each other.
     """
 
-    generation: int
-    parents: tuple[int | None, ...]
+    generation: Whole
+    parents: tuple[Whole | None, ...]
     children: tuple[MemberRecord, ...]
     reasons: tuple[str, ...]
-    elite: int
-    samples_per_step: int | None = None
-    steps_per_generation: int | None = None
-    samples: tuple[int, ...] | None = None
+    elite: Whole
+    samples_per_step: Whole | None = None
+    steps_per_generation: Whole | None = None
+    samples: tuple[Whole, ...] | None = None
 
     def __post_init__(self) -> None:
         slots = range(len(self.parents))
@@ -262,20 +263,8 @@ class Plan:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; budgets only if they change."""
-        budgets = {
-            "samples_per_step": self.samples_per_step,
-            "steps_per_generation": self.steps_per_generation,
-            "samples": None if self.samples is None else list(self.samples),
-        }
-        return {
-            "generation": self.generation,
-            "parents": list(self.parents),
-            "children": [child.to_json() for child in self.children],
-            "reasons": list(self.reasons),
-            "elite": self.elite,
-            **{name: value for name, value in budgets.items() if value is not None},
-        }
+        """Return plain JSON values."""
+        return dump(self)
 
 
 def draw_distinct(

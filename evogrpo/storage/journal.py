@@ -18,7 +18,7 @@ from evogrpo.storage.atomic_files import (
     sync_folder,
 )
 
-VERSION = 2
+VERSION = 3
 """Format of the journal, written into its first event; only this one is read."""
 
 # Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.

@@ -16,7 +16,7 @@ from evogrpo.safe_parsing import dump_json, load_json
 from evogrpo.storage.atomic_files import NotRegularFileError, open_regular_file, write_synced
 
 FORMAT = "evogrpo-checkpoint"
-VERSION = 3
+VERSION = 4
 """Format of checkpoints; only this one is read."""
 
 MANIFEST_NAME = "manifest.json"

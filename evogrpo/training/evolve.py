@@ -21,10 +21,9 @@ from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Callback, Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types.registry import TASK_TYPES
 from evogrpo.warnings import warn
@@ -159,20 +158,20 @@ def resume(
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:
         warn(f"Skipped an unusable checkpoint: {error}")
-    schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
+    schedule, chosen = replace(saved.record.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, saved.experience, allowed=skip_memory_check)
+    _check_memory(population, env, schedule, saved.record.experience, allowed=skip_memory_check)
     run = Trainer(
         population,
         env,
         schedule=schedule,
         strategy=chosen,
-        fitness=saved.fitness,
+        fitness=saved.record.fitness,
         run_dir=saved.run_dir(run_dir),
         run_state=so_far,
         changed_data=changed,
-        experience=saved.experience,
+        experience=saved.record.experience,
         callbacks=callbacks,
     )
     if run.limits.finished():

@@ -20,10 +20,9 @@ from evogrpo.training.configuration.reading import override, parse_config, write
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
 from evogrpo.training.configuration.user_code import check_resumable
-from evogrpo.training.load_run import StoredRun, open_run
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types.task_type import PreparedRun
 from evogrpo.warnings import warn
@@ -156,7 +155,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     config = parse_config(override(read_yaml_file(path), rest))
     saved = open_run(run_dir, go_on=True)
     ignored = _check_unchanged(saved, config, path, allow_changed_data=allow_changed_data)
-    schedule, run_state = dataclasses.replace(saved.schedule, **limits), saved.run_state
+    schedule, run_state = dataclasses.replace(saved.record.schedule, **limits), saved.record.run_state
     ended = None
     over = run_state.ended is not None and (run_state.tested is not None or schedule.test_questions == 0)
     if over and run_state.generation > 0 and run_state.step_in_generation == 0:
@@ -184,11 +183,11 @@ def _check_unchanged(saved: StoredRun, config: AnyConfig, path: Path, *, allow_c
     Raises:
         ValueError: With every name that differs.
     """
-    if config.run_id not in (None, saved.run_id):
+    if config.run_id not in (None, saved.record.run_id):
         raise ValueError(f"{path} is the configuration of another run. Restore the file of this run.")
-    if saved.record["config"] is None:
+    if saved.record.config is None:
         return ()
-    old, new = _flat(saved.record["config"]), _flat(json.loads(json.dumps(config.to_json())))
+    old, new = _flat(saved.record.config), _flat(json.loads(json.dumps(config.to_json())))
     changes = {
         name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"[:200]
         for name in {**old, **new}

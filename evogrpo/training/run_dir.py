@@ -1,48 +1,97 @@
-"""Run directory: journal, checkpoints and exports.
+"""Run directory: journal, checkpoints and exports, and loading a run from them.
 
 Written in this order: events of the journal, then a checkpoint that names the length and the hash of the journal, then
 exports. A kill between them loses nothing: the next process goes back to the newest checkpoint.
 """
 
+import hashlib
 import uuid
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
+from torch import Tensor, nn
 
-from evogrpo.algorithms.checkpointing import population_state, save_agent, split_shared
-from evogrpo.algorithms.multi_agent import own_algorithm
+from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.checkpointing import (
+    PopulationRecord,
+    population_state,
+    restore_population,
+    save_agent,
+    split_shared,
+)
+from evogrpo.algorithms.factory import POLICY_SETS
+from evogrpo.algorithms.multi_agent import algorithm_class, own_algorithm
 from evogrpo.algorithms.population import Population
+from evogrpo.distributed import processes
+from evogrpo.envs.fingerprint import check_fingerprint
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import FitnessConfig
+from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files
+from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files, remove_temporary_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
-    CheckpointError,
     generation_folder,
     latest_checkpoint,
     prune,
     read_checkpoint,
+    read_record,
+    remove_leftovers,
+    stored_generations,
     write_checkpoint,
 )
-from evogrpo.storage.journal import Journal
+from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
+from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
+from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
-from evogrpo.training.configuration.user_code import strategy_record
+from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
 from evogrpo.training.loop.run_state import Best, RunState, best_agent
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import layout
+from evogrpo.validation import dump, validate
 from evogrpo.warnings import warn
 
 JOURNAL = "journal.jsonl"
 BEST = "best"
 """Folder of the exported best member in a run directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalPrefix:
+    """Length and SHA-256 of the journal when a checkpoint was written."""
+
+    bytes: Annotated[int, Field(ge=1)]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Record of a run's checkpoint: all of it but the tensors and the history, which is in the journal."""
+
+    run_id: str
+    journal: JournalPrefix
+    population: PopulationRecord
+    algorithm: str | None
+    run_state: RunState
+    strategy: Mapping[str, Any]
+    strategy_state: Mapping[str, Any]
+    schedule: Schedule
+    experience: SharedExperience | None
+    fitness: FitnessConfig
+    logging: LoggingConfig
+    data: Mapping[str, str] | None
+    config: Mapping[str, Any] | None
 
 
 class RunDir:
@@ -149,7 +198,7 @@ class RunDir:
     def save(
         self,
         population: Population,
-        progress: RunState,
+        run_state: RunState,
         strategy: Strategy,
         schedule: Schedule,
         fitness: FitnessConfig,
@@ -158,34 +207,34 @@ class RunDir:
     ) -> None:
         """Write a checkpoint, delete old ones, and export the best member; `data` is the environment's fingerprint."""
         journal = self._open_journal()
-        tensors, record = population_state(population)
-        record = {
-            "run_id": self.run_id,
-            "journal": {"bytes": journal.size, "sha256": journal.sha256},
-            "population": record,
-            "algorithm": own_algorithm(population.algorithm),
-            "progress": progress.to_json(),
-            "strategy": strategy_record(strategy),
-            "strategy_state": strategy.state(),
-            "schedule": schedule.to_json(),
-            "experience": "own" if experience is None else experience.to_json(),
-            "fitness": fitness.to_json(),
-            "records": dict(vars(self.logging)),
-            "data": data,
-            "config": self._config,
-        }
-        everything = ChainMap(dict(progress.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
-        number = progress.generation + (1 if progress.step_in_generation else 0)
+        tensors, members = population_state(population)
+        record = RunRecord(
+            run_id=self.run_id,
+            journal=JournalPrefix(bytes=journal.size, sha256=journal.sha256),
+            population=members,
+            algorithm=own_algorithm(population.algorithm),
+            run_state=run_state,
+            strategy=strategy_record(strategy),
+            strategy_state=strategy.state(),
+            schedule=schedule,
+            experience=experience,
+            fitness=fitness,
+            logging=self.logging,
+            data=data,
+            config=self._config,
+        )
+        everything = ChainMap(dict(run_state.tensors()), tensors)  # type: ignore[arg-type]  # only the first can be changed
+        number = run_state.generation + (1 if run_state.step_in_generation else 0)
         folder = generation_folder(self.path, number)
         try:
-            write_checkpoint(folder, everything, record, replace=True)
+            write_checkpoint(folder, everything, dump(record), replace=True)
         except OSError as error:
             left = latest_checkpoint(self.path)
             note = "Nothing was saved yet" if left is None else f"The run can be resumed from generation {left}"
             raise OSError(error.errno, f"{error.strerror or error}. {note}", str(folder)) from error
         self._saved = journal.size
         prune(self.path, number, keep=self.logging.keep_checkpoints)
-        self.export_best(population, progress.best)
+        self.export_best(population, run_state.best)
 
     def export_best(self, population: Population, best: Best | None) -> None:
         """Write the best member to `best/`, a PEFT folder and agent checkpoint in one, unless it is there already."""
@@ -194,7 +243,7 @@ class RunDir:
         self._check_lock()
         note = {"generation": best.generation, "run_id": self.run_id}
         if best.second is not None:
-            note["second"] = best.second.to_json()
+            note["second"] = dump(best.second)
         try:
             tensors, record = read_checkpoint(self.path / BEST, kind="agent")
             exported = split_shared(tensors)[1] if record["note"] == note else {}
@@ -237,3 +286,185 @@ class RunDir:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """Run loaded from its directory.
+
+    Attributes:
+        tensors: Tensors of the checkpoint.
+        record: All other values of the checkpoint.
+        folder: Folder of the checkpoint.
+        history: Generations before the checkpoint; empty if only the members were loaded.
+        lineage: All members of the run in order of birth; None if only its members were loaded.
+        skipped: Errors of newer checkpoints that cannot be used, newest first.
+        lock: The right to write into the run's folder, if it was opened to go on.
+    """
+
+    tensors: dict[str, Tensor]
+    record: RunRecord
+    folder: Path
+    history: Sequence[Generation]
+    lineage: Sequence[MemberRecord] | None
+    skipped: tuple[CheckpointError, ...]
+    lock: DirectoryLock | None
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """Record of the base model, such as source and fingerprint."""
+        return self.record.population.shared
+
+    def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+        """Return the differences from the environment the run began in; see `check_fingerprint`.
+
+        Empty if nothing was measured yet.
+        """
+        if self.record.run_state.baseline is None:
+            return ()
+        return check_fingerprint(self.record.data, env, allowed=allowed)
+
+    def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
+        """Return the strategy in its state at the checkpoint; see `restored_strategy`."""
+        with checkpoint_errors(self.folder):
+            return restored_strategy(self.record.strategy, self.record.strategy_state, given)
+
+    def run_dir(self, path: str | Path, logging: LoggingConfig | None = None) -> RunDir:
+        """Return the run directory, with the same records as before unless `logging` is given."""
+        return RunDir(
+            path,
+            logging or self.record.logging,
+            lock=self.lock,
+            run_id=self.record.run_id,
+            config=self.record.config,
+            saved=self.record.journal.bytes,
+        )
+
+    def restore(
+        self,
+        model: nn.Module | None = None,
+        device: str | None = None,
+        algorithm: type[Agent] | None = None,
+    ) -> tuple[Population, RunState]:
+        """Restore the population, over its base model if it has one, and the run state.
+
+        Raises:
+            CheckpointError: If the base model differs, or the record is inconsistent.
+            ValueError: If the class of custom agents is missing or differs.
+        """
+        record = self.record
+        kind = algorithm_class(self.base["kind"], record.algorithm, algorithm)
+        population = restore_population(
+            kind, self.tensors, record.population, model, self.folder, lineage=self.lineage, device=device
+        )
+        with checkpoint_errors(self.folder):
+            run_state = deepcopy(record.run_state)
+            run_state.history = list(self.history)
+            run_state.load_tensors(self.tensors, population.members.banks)
+        return population, run_state
+
+
+def open_run(path: str | Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
+    """Load the newest checkpoint that is complete and fits the journal. With several ranks, rank 0 locks first.
+
+    Args:
+        path: The run directory.
+        go_on: Lock the directory for writing, and remove incomplete files of a killed process.
+        members_only: Load the newest complete checkpoint without the journal. The members can found a new run.
+
+    Raises:
+        CheckpointError: If there is no run, or no such checkpoint.
+        ValueError: If another process has locked the directory.
+    """
+    path = Path(path).absolute()
+    group, found = processes(), []
+    if not go_on or group.size == 1:
+        return _open(path, go_on=go_on, members_only=members_only)
+
+    def open_on_rank_zero() -> None:
+        if group.is_rank_zero:
+            found.append(_open(path, go_on=True))
+
+    group.run_section(open_on_rank_zero)
+    return found[0] if group.is_rank_zero else _open(path)
+
+
+def _open(folder: Path, *, go_on: bool = False, members_only: bool = False) -> StoredRun:
+    """Load a run in this process; see `open_run`."""
+    # 1. Lock the directory, remove incomplete files, and restore folders that were being replaced.
+    lock = DirectoryLock(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    if lock is not None:
+        remove_leftovers(generation_folder(folder, 0))
+        remove_leftovers(folder / BEST)
+        for place in (folder, folder / COMPLETIONS):
+            remove_temporary_files(place)
+    # 2. Take the newest checkpoint that can be used.
+    journal = None if members_only else read_bytes(folder / JOURNAL) if (folder / JOURNAL).is_file() else b""
+    skipped: list[CheckpointError] = []
+    for generation in stored_generations(folder):
+        try:
+            return _load(generation_folder(folder, generation), journal, skipped, lock)
+        except CheckpointError as error:
+            skipped.append(error)
+    # 3. Explain why there is none.
+    reasons = "".join(f" {error}" for error in skipped)
+    if any(isinstance(error, JournalChangedError) for error in skipped):
+        raise JournalChangedError(
+            f"{folder} cannot be resumed.{reasons} Restore {JOURNAL} from a copy, or start a new run from the members: "
+            f"population, _ = evogrpo.training.run_dir.open_run({str(folder)!r}, members_only=True).restore(model). "
+            f"GRPO.load({str(folder / BEST)!r}) loads the best member."
+        )
+    raise CheckpointError(f"{folder} has no complete checkpoint. Give the path of a run directory.{reasons}")
+
+
+class JournalChangedError(CheckpointError):
+    """The journal does not begin with the events before the checkpoint."""
+
+
+def _load(
+    folder: Path, journal: bytes | None, skipped: Sequence[CheckpointError], lock: DirectoryLock | None
+) -> StoredRun:
+    """Load a checkpoint; without a journal only its members. All settings are checked before anything is built."""
+    values = read_record(folder)
+    history: list[Generation] = []
+    lineage: list[MemberRecord] | None = None
+    with checkpoint_errors(folder):
+        record = validate(RunRecord, values, extra="forbid")
+        members, kind = len(record.population.members), record.population.shared["kind"]
+        if record.run_state.members != members:
+            raise ValueError(f"it must hold {record.run_state.members} members, got {members}.")
+        if kind not in POLICY_SETS:
+            raise unknown_name_error("kind of members", kind, POLICY_SETS)
+        if journal is not None:
+            events = journal[: record.journal.bytes]
+            if hashlib.sha256(events).hexdigest() != record.journal.sha256:
+                raise JournalChangedError(
+                    f"{folder} does not fit {JOURNAL}, which was lost or changed after the checkpoint was written."
+                )
+            history, lineage = _replay(parse_journal(events, JOURNAL), record)
+    tensors, _ = read_checkpoint(folder)
+    return StoredRun(
+        tensors=tensors,
+        record=record,
+        folder=folder,
+        history=history,
+        lineage=lineage,
+        skipped=tuple(skipped),
+        lock=lock,
+    )
+
+
+def _replay(events: Sequence[Mapping[str, Any]], record: RunRecord) -> tuple[list[Generation], list[MemberRecord]]:
+    """Return the history and the lineage that a journal holds."""
+    births = list(next(event for event in events if event["event"] == "run")["lineage"])
+    history, slots = [], record.run_state.members
+    for event in latest_generations(events):
+        history.append(Generation.from_event(event, slots=slots, measure=record.fitness.selection_measure))
+        if event["plan"] is not None:
+            births += event["plan"]["children"]
+    numbers, last = [each.number for each in history], record.run_state.generation
+    if numbers != list(range(1, last + 1)):
+        raise ValueError(
+            f"{JOURNAL} must hold generations 1 to {last}, got {numbers}. Restore the run directory from a copy."
+        )
+    return history, list(validate(tuple[MemberRecord, ...], births, "journal", extra="ignore"))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from evogrpo import GRPO
 from evogrpo.algorithms.checkpointing import population_state
 from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from evogrpo.validation import dump
 from tests.tiny_batches import lora
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
@@ -178,7 +179,7 @@ def test_agents_and_populations_are_distinguished(saved, tmp_path):
     with pytest.raises(CheckpointError, match="kind 'agent'"):
         read_checkpoint(saved, kind="population")
     tensors, record = population_state(tiny_population(2))
-    write_checkpoint(tmp_path / "population", tensors, record)
+    write_checkpoint(tmp_path / "population", tensors, dump(record))
     with pytest.raises(CheckpointError, match="kind 'population'"):
         GRPO.load(tmp_path / "population", actor_network=shared_model())
 

@@ -115,10 +115,10 @@ def test_an_unreadable_newest_checkpoint_is_skipped(runs, tmp_path):
     folder = Path(shutil.copytree(runs["networks"], tmp_path / "run"))
     newest = generation_folder(folder, 2)
     record = json.loads((newest / "population.json").read_text())
-    record["progress"]["tokens"] = "many"
+    record["run_state"]["tokens"] = "many"
     put_in(newest, "population.json", record)
     with pytest.warns(
-        UserWarning, match="generation-0002 cannot be loaded: tokens of RunState must be int, got 'many'"
+        UserWarning, match="generation-0002 cannot be loaded: run_state.tokens must be an integer, got 'many'"
     ):
         run = evogrpo.resume(folder, cart_pole(validation_size=10), progress=False, generations=2)
     assert run.trainer.run_state.generation == 1

@@ -51,7 +51,7 @@ def test_new_founders_start_from_the_adapter_also_after_a_resume(trained, tmp_pa
     folder, logits = trained
     population = GRPO.population(2, **starting(folder))
     tensors, record = population_state(population)
-    again = restore_population(GRPO, dict(tensors), json.loads(json.dumps(record)), shared_model(), tmp_path)
+    again = restore_population(GRPO, dict(tensors), record, shared_model(), tmp_path)
     for members in (population.members, again.members):
         state = members.bank.state(1)
         members.bank.load_state(1, state | {"adapter": torch.zeros_like(state["adapter"])})

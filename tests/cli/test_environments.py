@@ -16,8 +16,8 @@ from evogrpo import GRPO, GymnasiumGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import Trainer
+from evogrpo.training.run_dir import open_run
 from tests.cli.project import command, prepare
 from tests.tiny_training import equal_states
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from evogrpo.cli import main
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_ineffective_changes_warn_and_allowed_changes_pass(configured, capsys):
     assert main(["resume", "run", "--generations", "2"]) == 0
     printed = capsys.readouterr()
     assert "The change of schedule.generations in run/config.yaml has no effect" in " ".join(printed.err.split())
-    assert open_run("run").record["progress"]["generation"] == 2
-    assert open_run("run").record["records"]["completions"] == 3
+    assert open_run("run").record.run_state.generation == 2
+    assert open_run("run").record.logging.completions == 3
 
 
 def test_another_runs_configuration_is_refused(configured, project, capsys):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from evogrpo.storage.checkpoint import read_checkpoint
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.cli.project import write_project
 from tests.distributed.killing import Pace, elastic, events_in
 from tests.tiny_training import events_of, without_run_id

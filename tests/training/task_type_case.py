@@ -16,7 +16,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.launch import read_resumable, resume, start
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from evogrpo.training.task_types.registry import TASK_TYPES, task_type_of
 from evogrpo.training.task_types.task_type import AnyTaskType, PreparedRun
 

@@ -8,7 +8,7 @@ from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, evolve, resume
 from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_env, tiny_population
 
@@ -59,7 +59,7 @@ def test_an_allowed_change_is_recorded(begun):
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert any(change.startswith("reward generous: none -> ") for change in resumed["changed_data"])
     assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
-    assert open_run(begun).record["data"] == tiny_env(reward_fn=generous).fingerprint()
+    assert open_run(begun).record.data == tiny_env(reward_fn=generous).fingerprint()
     page = html_page(summarise(events))
     assert "changed during the run" in page
     assert "before step 1: reward generous: none -&gt; weight 1" in page
@@ -79,7 +79,7 @@ class Silent:
 
 def test_a_missing_fingerprint_warns_once(tmp_path):
     list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **BRIEF, test_questions=0))
-    assert open_run(tmp_path).record["data"] is None
+    assert open_run(tmp_path).record.data is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint")):
         with pytest.warns(UserWarning, match=reason) as told:
             resume(tmp_path, env, actor_network=tiny_model(), generations=9)

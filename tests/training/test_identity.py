@@ -8,7 +8,7 @@ import pytest
 from evogrpo import resume
 from evogrpo.storage.checkpoint import generation_folder, read_checkpoint, write_checkpoint
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.load_run import JournalChangedError, open_run
+from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import equal_states, finish, resumed_run, tiny_env, tiny_run
 

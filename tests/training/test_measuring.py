@@ -16,10 +16,10 @@ from evogrpo.reporting.results import FinalistsReport
 from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.best_tracker import winner
 from evogrpo.training.loop.evaluation import candidates
 from evogrpo.training.loop.run_state import Best, best_agent
+from evogrpo.training.run_dir import open_run
 from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run

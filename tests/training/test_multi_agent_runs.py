@@ -11,9 +11,8 @@ from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConf
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import evolve, resume
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir
+from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_training import events_of

@@ -13,7 +13,7 @@ from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.testing.strategies import SPACE, StrategyTestCase
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.user_code import check_resumable
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.cli.project import write_project
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
 from tests.strategies.halved import Gaussian, halved

@@ -25,8 +25,8 @@ from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.trainer import StrategyError
+from evogrpo.training.run_dir import open_run
 from tests.cli.project import prepare, write_project
 from tests.forking import start_process
 from tests.strategies.gaussian_process import GaussianProcess
@@ -51,7 +51,7 @@ LONG = {"generations": 4}
 
 def same_run(folder, other):
     assert events_of(folder) == events_of(other)
-    assert open_run(folder).record["strategy_state"] == open_run(other).record["strategy_state"]
+    assert open_run(folder).record.strategy_state == open_run(other).record.strategy_state
     return equal_states(final_states(folder), final_states(other))
 
 
@@ -88,7 +88,7 @@ def test_a_run_killed_repeatedly_ends_as_if_never_killed(bandit, tmp_path):
         assert process.exitcode == -signal.SIGKILL, f"it ended before kill {kill}"
     finish(resumed_run(folder, strategy=GaussianProcess))
     assert same_run(folder, bandit)
-    state = open_run(folder).record["strategy_state"]
+    state = open_run(folder).record.strategy_state
     assert len(state["observed"]) + state["failures"] == 3 * 3  # the last generation is not used for a plan
 
 

@@ -14,7 +14,7 @@ from evogrpo.randomness import generator
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
 from evogrpo.storage.journal import JournalError, read_journal
-from evogrpo.training.load_run import JournalChangedError, open_run
+from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.tiny_steps import cart_pole, resumed_step_run, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish
 

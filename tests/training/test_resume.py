@@ -16,7 +16,7 @@ from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
@@ -184,7 +184,7 @@ def test_another_base_is_refused(whole):
 def test_all_settings_are_in_the_folder(whole):
     saved = open_run(whole)
     assert saved.strategy() == Tournament(z=0.0)
-    assert saved.schedule.to_json() == tiny_run(None).schedule.to_json()
+    assert saved.record.schedule.to_json() == tiny_run(None).schedule.to_json()
     assert saved.base["source"] == "LlamaForCausalLM"
 
 
@@ -282,7 +282,7 @@ def test_checkpoints_within_generations_limit_the_loss(whole, tmp_path):
         for _ in range(5):  # two steps and their generation, then two more steps
             last = next(reports)
         assert last.step == 3
-        next_ = open_run(run.run_dir.path).record["progress"]["step"]
+        next_ = open_run(run.run_dir.path).record.run_state.step
         reports.close()
         return next_
 

@@ -23,7 +23,7 @@ from evogrpo.storage.checkpoint import MOST_TENSORS, _read, generation_folder, r
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from evogrpo.storage.manifest import CheckpointError, FileEntry
-from evogrpo.training.load_run import JournalChangedError, open_run
+from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.forking import Forked
 
 SHORT = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
@@ -196,7 +196,7 @@ def test_resuming_a_finished_run_warns(copy):
 
 def test_resuming_with_another_number_of_threads_warns(copy):
     before = torch.get_num_threads()
-    assert read_record(generation_folder(copy, 2))["progress"]["threads"] == before
+    assert read_record(generation_folder(copy, 2))["run_state"]["threads"] == before
     torch.set_num_threads(before + 1)
     try:
         with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):

@@ -10,7 +10,7 @@ from evogrpo.reporting.step_records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
 from tests.tiny_models import tiny_model
@@ -133,7 +133,7 @@ def test_train_shares_experience(tmp_path):
         validation_questions=4, test_questions=4, hp_config=space,
     )  # fmt: skip
     assert run.trainer.experience == SharedExperience(learn_from="all")
-    assert open_run(tmp_path / "run").experience == SharedExperience(learn_from="all")
+    assert open_run(tmp_path / "run").record.experience == SharedExperience(learn_from="all")
     assert torch.isfinite(torch.tensor(run.result.best.fitness.mean))
     run.learn(total_timesteps=50)
     assert run.trainer.experience == SharedExperience(learn_from="all")

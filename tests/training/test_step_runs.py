@@ -16,7 +16,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish, state_of, tiny_env, without_run_id
 

@@ -17,10 +17,10 @@ from evogrpo.distributed import Processes
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.load_run import open_run
 from evogrpo.training.loop import stopping
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.stopping import RunStop
+from evogrpo.training.run_dir import open_run
 from tests.forking import Forked
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import (

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo.evolution import MultiFrequency, Narrowing, SuccessiveHalving, Tournament
 from evogrpo.reporting.step_records import StepReport
-from evogrpo.training.load_run import open_run
+from evogrpo.training.run_dir import open_run
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish
 
@@ -31,5 +31,5 @@ def test_a_stopped_run_resumes_equal(make, tmp_path):
     finish(resumed_step_run(tmp_path / "parts"))
     assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
     assert equal_states(final_states(tmp_path / "parts"), final_states(tmp_path / "whole"))
-    stored = [open_run(tmp_path / name).record["strategy_state"] for name in ("parts", "whole")]
+    stored = [open_run(tmp_path / name).record.strategy_state for name in ("parts", "whole")]
     assert stored[0] == stored[1]

@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
 from evogrpo.algorithms.policies.banks import Banks
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import MAX_STEPS, declared_fields, whole_between
+from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.reporting.records import TestReport
 from evogrpo.reporting.step_records import EvaluationCost, Example
+from evogrpo.validation import Real, Whole
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Samples = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,40 +29,20 @@ class Best:
         member: The member, with its hyperparameters at that time.
         generation: Generation whose evaluation gave the fitness.
         fitness: Its fitness.
-        state: Its train state, in CPU memory.
         second: Its fitness on the second set; None before the finalists were evaluated.
+        state: Its train state, in CPU memory; stored among the tensors of a checkpoint.
     """
 
     member: MemberRecord
-    generation: int
+    generation: Whole
     fitness: Fitness
-    state: Mapping[str, Tensor]
     second: Fitness | None = None
+    state: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
         """Index of the member."""
         return self.member.index
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values, without the train state."""
-        return {
-            "member": self.member.to_json(),
-            "generation": self.generation,
-            "fitness": self.fitness.to_json(),
-            "second": None if self.second is None else self.second.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned, with an empty train state."""
-        built = {
-            "member": MemberRecord.from_json(values["member"]),
-            "fitness": Fitness.from_json(values["fitness"]),
-            "state": {},
-            "second": None if values["second"] is None else Fitness.from_json(values["second"]),
-        }
-        return cls(**declared_fields(cls, {**values, **built}))
 
 
 def best_agent(population: Population, best: Best) -> Any:
@@ -109,42 +94,46 @@ class RunState:
         history: Every generation that was evaluated. A resumed run reads them from the journal.
     """
 
-    members: int
-    generation: int = 0
-    step: int = 0
-    step_in_generation: int = 0
-    samples_per_step: int = 0
-    steps_per_generation: int = 0
-    samples: list[int] | None = None
-    block: int = 0
+    members: Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+    generation: Count = 0
+    step: Count = 0
+    step_in_generation: Count = 0
+    samples_per_step: Samples = 0
+    steps_per_generation: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+    samples: list[Count] | None = None
+    block: Samples = 0
     unplanned: bool = False
-    threads: int = 0
-    seconds: float = 0.0
-    out_of_time: float = 0.0
-    tokens: int = 0
-    timesteps: int = 0
-    slot_tokens: list[int] = field(default_factory=list)
-    member_tokens: list[int] = field(default_factory=list)
-    member_seconds: list[float] = field(default_factory=list)
-    metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    latest_tokens: int = 0
-    latest_timesteps: int = 0
-    evaluation_tokens: int = 0
-    evaluation_seconds: float = 0.0
-    rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
+    threads: Count = 0
+    seconds: Real = 0.0
+    out_of_time: Real = 0.0
+    tokens: Count = 0
+    timesteps: Count = 0
+    slot_tokens: list[Count] = field(default_factory=list)
+    member_tokens: list[Count] = field(default_factory=list)
+    member_seconds: list[Real] = field(default_factory=list)
+    metrics: list[dict[str, tuple[Real, Count]]] = field(default_factory=list)
+    latest_tokens: Count = 0
+    latest_timesteps: Count = 0
+    evaluation_tokens: Count = 0
+    evaluation_seconds: Real = 0.0
+    rollouts: list[list[tuple[Count, Count, Real]]] = field(default_factory=list)
     finalists: list[Best] = field(default_factory=list)
-    finalists_generation: int = 0
+    finalists_generation: Count = 0
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
     tested: TestReport | None = None
     ended: str | None = None
-    history: list[Generation] = field(default_factory=list)
+    history: Annotated[list[Generation], Field(exclude=True)] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if not self.member_tokens:
             self.slot_tokens = [0] * self.members
             self.start_generation()
+        for name in ("slot_tokens", "member_tokens", "member_seconds", "metrics", "rollouts", "samples"):
+            by_slot = getattr(self, name)
+            if by_slot is not None and len(by_slot) != self.members:
+                raise ValueError(f"{name} must hold a value for each of {self.members} slots, got {len(by_slot)}.")
 
     @property
     def begun(self) -> bool:
@@ -211,35 +200,10 @@ class RunState:
                     so_far, count = sums.get(name, (0.0, 0))
                     sums[name] = (so_far + value, count + 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, without tensors and without the history, which is in the journal."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "history"}
-        values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
-        values["finalists"] = [each.to_json() for each in self.finalists]
-        values["examples"] = [example.to_json() for example in self.examples]
-        for name in ("baseline", "best", "tested"):
-            values[name] = None if values[name] is None else values[name].to_json()
-        return values
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the finalists and of the best member, with their names in a checkpoint."""
         for prefix, best in self._prefixed():
             yield from ((f"{prefix}{part}", tensor) for part, tensor in best.state.items())
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; `load_tensors` and the history complete it."""
-        plain = dict(values)
-        plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
-        plain["rollouts"] = [[(step, place, score) for step, place, score in slot] for slot in plain["rollouts"]]
-        plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
-        plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
-        plain["tested"] = None if plain["tested"] is None else TestReport.from_json(plain["tested"])
-        plain["finalists"] = [Best.from_json(each) for each in plain["finalists"]]
-        plain["best"] = None if plain["best"] is None else Best.from_json(plain["best"])
-        run_state = cls(**declared_fields(cls, plain))
-        run_state.check_stored()
-        return run_state
 
     def load_tensors(self, tensors: Mapping[str, Tensor], banks: Banks) -> None:
         """Load what `tensors` yielded.
@@ -267,25 +231,3 @@ class RunState:
         yield from ((f"finalist {place}: ", each) for place, each in enumerate(self.finalists))
         if self.best is not None:
             yield "best: ", self.best
-
-    def check_stored(self) -> None:
-        """Raise ValueError for counts that are impossible or do not match the number of slots."""
-        whole_between("members", self.members, 1, MAX_SAMPLES)
-        for name in (
-            "generation",
-            "step",
-            "step_in_generation",
-            "tokens",
-            "timesteps",
-            "evaluation_tokens",
-            "finalists_generation",
-        ):
-            whole_between(name, getattr(self, name), 0)
-        for name in ("samples_per_step", "block"):
-            whole_between(name, getattr(self, name), 0, MAX_SAMPLES)
-        whole_between("steps_per_generation", self.steps_per_generation, 0, MAX_STEPS)
-        by_slot = [name for name in self.__dataclass_fields__ if name.startswith(("slot_", "member_"))]
-        for name in (*by_slot, "metrics", "rollouts", "samples"):
-            each = getattr(self, name)
-            if each and len(each) != self.members:
-                raise ValueError(f"{name} must hold a value for each of {self.members} slots, got {len(each)}")

@@ -45,6 +45,7 @@ from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import dump
 from evogrpo.warnings import warn
 
 
@@ -354,7 +355,7 @@ class Trainer:
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
-            lineage=[member.to_json() for member in population.lineage],
+            lineage=[dump(member) for member in population.lineage],
             **provenance(population),
         )
 

@@ -34,8 +34,8 @@ from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import Need, limited, sharing, sizes_text
-from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.language_forecast import SAVINGS, LanguageForecast, make_forecast, peak_memory
 from evogrpo.training.task_types.task_type import choose_device, founder_options

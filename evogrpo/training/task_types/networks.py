@@ -39,8 +39,8 @@ from evogrpo.training.forecast import (
     sharing,
     sizes_text,
 )
-from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.auto_size import choose_sizes
 from evogrpo.training.task_types.task_type import choose_device, founder_options

@@ -14,8 +14,8 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.devices import check_device, local_gpu
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.forecast import Need
-from evogrpo.training.load_run import StoredRun
 from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import RecordedEpisode
 
