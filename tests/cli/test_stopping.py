@@ -96,6 +96,34 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_result(
     assert events_of(workdir / "run") == uninterrupted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_run_of_smollm2_ends_ten_seconds_after_sigterm_and_resumes(project, workdir, monkeypatch, capsys, blocks):
+    """While it samples, and in a reward function that does not return."""
+    monkeypatch.delenv("EVOGRPO_CACHE", raising=False)  # converting the model takes a while: use the user's cache
+    wait = "os.path.exists('hang') and not open('hanging', 'w').close() and time.sleep(10_000)"
+    text = (project / "rewards.py").read_text().replace("return", f"{wait}; return")
+    Path("waiting.py").write_text(f"import os, time\n{text}")
+    words = ("model=smollm2-135m", "task.reward=waiting.py:score", "agent.max_output_tokens=32")
+    process = command("train", project / "tiny.yaml", "--run-dir", "run", *words, cwd=workdir)
+    wait_for_step(workdir / "run", 0)
+    if blocks:
+        Path("hang").touch()
+        while not Path("hanging").exists():
+            time.sleep(0.05)
+        Path("hang").unlink()
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    seconds = time.monotonic() - began
+    with capsys.disabled():
+        print(f"\nSIGTERM, {'reward blocks' if blocks else 'sampling'}: gone after {seconds:.1f} s")
+    assert seconds < 10
+    assert read_journal(workdir / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
+    assert main(["resume", "run", "--generations", "1"]) == 0
+    assert latest_checkpoint(workdir / "run") == 1
+
+
 def test_a_second_signal_aborts_at_once_and_the_run_resumes(project, workdir, slow, uninterrupted):
     # Once the file `hang` exists, the step cannot end between the two signals.
     patient = "30 if os.path.exists('hang') and not open('hanging', 'w').close() else 0.004"

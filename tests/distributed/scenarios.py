@@ -25,6 +25,7 @@ from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
+from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, resumed_step_run, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_run, variety
 
@@ -72,6 +73,12 @@ def pair(folder: Path) -> Trainer:
     more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
     options = {"objective": objective, "beta": 0.02, "target_kl": 0.01, **more}
     return tiny_run(folder, size=2, options=options, generations=2)
+
+
+def double(folder: Path) -> Trainer:
+    """Language models in float64, whose sampled tokens do not depend on rounding."""
+    options = {"beta": 0.02, "micro_batch_tokens": 12, "actor_network": tiny_model().double(), "source": "tiny"}
+    return tiny_run(folder, size=3, options=options, generations=4)
 
 
 def lone(folder: Path) -> Trainer:
@@ -151,6 +158,7 @@ SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
     "halving": halving,
     "words": words,
     "pair": pair,
+    "double": double,
     "lone": lone,
     "team": team,
     "lent": lent,

@@ -13,8 +13,8 @@ from tests.distributed.parting import store
 from tests.distributed.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish, shared_model
 
-IN_THREE = ["networks", "lone", "team", "pair", "led", "borrowed", "thinned"]
-IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[1:])]
+IN_THREE = ["networks", "double", "lone", "team", "pair", "led", "borrowed", "thinned"]
+IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[2:])]
 
 
 class Alone:
