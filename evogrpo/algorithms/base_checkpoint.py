@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
-from evogrpo.models.devices import check_allocation, limit_memory
+from evogrpo.models.devices import check_stored_size
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base
 from evogrpo.models.language.quantised import is_quantised
@@ -114,14 +114,12 @@ def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[
     """Return the names of parameters that are missing, unexpected or of another shape.
 
     Raises:
-        ValueError: If the model's buffers do not fit into memory.
+        ValueError: If the model's buffers are out of proportion to its weights.
     """
     declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
-    with limit_memory(sum(value.nbytes for value in weights.values())):
-        check_allocation(
-            sum(buffer.nbytes for buffer in outline.buffers()), torch.device("cpu"), "buffers of the base model"
-        )
+    buffers = sum(buffer.nbytes for buffer in outline.buffers())
+    check_stored_size(buffers, sum(value.nbytes for value in weights.values()))
     return sorted(name for name in declared.keys() | stored.keys() if declared.get(name) != stored.get(name))
 
 

@@ -21,7 +21,6 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.models.devices import limit_memory
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
 from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 from evogrpo.synonyms import unknown_name_error
@@ -270,17 +269,17 @@ def _open(
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], POLICY_SETS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    with limit_memory(sum(tensor.nbytes for tensor in tensors.values())):
-        return POLICY_SETS[record["kind"]].from_record(
-            record,
-            size,
-            folder,
-            hp_config,
-            constants=split_shared(tensors)[0],
-            actor_network=actor_network,
-            device=device,
-            accelerator=accelerator,
-        )
+    return POLICY_SETS[record["kind"]].from_record(
+        record,
+        size,
+        folder,
+        hp_config,
+        constants=split_shared(tensors)[0],
+        stored_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        actor_network=actor_network,
+        device=device,
+        accelerator=accelerator,
+    )
 
 
 def _members_record(members: PolicySet) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 BASE_ALLOWANCE, ALLOWANCE_FACTOR = 2**26, 100
-"""`limit_memory` allows BASE_ALLOWANCE bytes plus ALLOWANCE_FACTOR times the size of the stored tensors."""
+"""Bytes, and multiple of the size of the stored tensors, that the settings of a checkpoint may need."""
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """Precisions of a base model; see `evogrpo.models.language.loading.choose_precision`."""
@@ -64,23 +63,21 @@ def single_threaded(*, enabled: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_limit: ContextVar[int | None] = ContextVar("limit", default=None)
-
-
-@contextmanager
-def limit_memory(stored: int) -> Iterator[None]:
-    """Inside the block, make `check_allocation` reject sizes out of proportion to the stored tensors.
-
-    Protects against checkpoints whose records name huge widths or ranks.
+def check_stored_size(needed: int, stored: int) -> None:
+    """Reject sizes out of proportion to the tensors of a checkpoint, whose record may name huge widths or ranks.
 
     Args:
+        needed: Bytes that the record asks for.
         stored: Bytes of the tensors in the checkpoint.
+
+    Raises:
+        ValueError: If `needed` is more than BASE_ALLOWANCE plus ALLOWANCE_FACTOR times `stored`.
     """
-    token = _limit.set(BASE_ALLOWANCE + ALLOWANCE_FACTOR * stored)
-    try:
-        yield
-    finally:
-        _limit.reset(token)
+    if needed > BASE_ALLOWANCE + ALLOWANCE_FACTOR * stored:
+        raise ValueError(
+            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR} times the size of "
+            "its tensors. It is damaged or was changed. Load another checkpoint."
+        )
 
 
 def check_allocation(needed: int, device: "torch.device", what: str) -> None:
@@ -92,14 +89,8 @@ def check_allocation(needed: int, device: "torch.device", what: str) -> None:
         what: What is allocated and how to make it smaller, for the message: "the adapters of 8 members: use fewer".
 
     Raises:
-        ValueError: If the device has less memory, or inside `limit_memory` if `needed` is out of proportion.
+        ValueError: If the device has less memory.
     """
-    limit = _limit.get()
-    if limit is not None and needed > limit:
-        raise ValueError(
-            f"The settings in the checkpoint need {needed / 1e9:.1f} GB, over {ALLOWANCE_FACTOR} times the size of "
-            "its tensors. It is damaged or was changed. Load another checkpoint."
-        )
     available, _ = device_memory(str(device))
     if available is not None and needed > available:
         raise ValueError(f"{device} has {available / 1e9:.0f} GB, but {needed / 1e9:.0f} GB are needed for {what}")

@@ -48,13 +48,13 @@ from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.interruption import Stop
 from evogrpo.models.bank import Sampler
-from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
 from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.compatibility import check_context, check_token_ids
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
-from evogrpo.models.language.lora import lora_from_json, lora_to_json
+from evogrpo.models.language.lora import choose_targets, lora_from_json, lora_to_json
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
@@ -447,6 +447,7 @@ class LanguagePolicySet:
         hp_config: HyperparameterConfig | None,
         *,
         constants: Mapping[str, Tensor],
+        stored_bytes: int,
         actor_network: PreTrainedModel | None,
         device: torch.device | str | None,
         accelerator: Accelerator | None,
@@ -459,6 +460,7 @@ class LanguagePolicySet:
             where: The checkpoint's folder.
             hp_config: What evolves.
             constants: From `constants`.
+            stored_bytes: Bytes of the tensors in the checkpoint; the record may name a huge rank.
             actor_network: The base model; by default the saved one, or the one named in the record.
             device: Where to put it.
             accelerator: Chooses the device and the precision.
@@ -471,6 +473,7 @@ class LanguagePolicySet:
         actual = fingerprint(model)
         check_base(record, actual, where)
         lora = lora_from_json(record["lora_config"])
+        check_stored_size(4 * size * choose_targets(model, lora, outline=True).targets[-1].end, stored_bytes)
         members = cls(
             model,
             size,

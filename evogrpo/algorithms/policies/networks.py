@@ -43,7 +43,9 @@ from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.bank import Sampler
-from evogrpo.models.devices import check_allocation
+from evogrpo.models.devices import check_stored_size
+from evogrpo.models.networks.distributions import distribution_for
+from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.warnings import warn
@@ -414,6 +416,7 @@ class NetworkPolicySet:
         hp_config: HyperparameterConfig | None,
         *,
         constants: Mapping[str, Tensor],
+        stored_bytes: int,
         actor_network: nn.Module | None,
         device: torch.device | str | None,
         accelerator: Accelerator | None,
@@ -428,7 +431,7 @@ class NetworkPolicySet:
                 f"The checkpoint's members have your own class {record['module']}. Pass one as actor_network=."
             )
         seen, done = (
-            {agent: space_from_json(space) for agent, space in record[name]}
+            {agent: space_from_json(space, stored_bytes) for agent, space in record[name]}
             for name in ("observation_spaces", "action_spaces")
         )
         if record["kind"] == "joint":
@@ -440,6 +443,11 @@ class NetworkPolicySet:
         else:
             settings = NetworkSettings.from_json(record["settings"])
             mapping = single_agent(*seen.values(), *done.values())
+        if actor_network is None:  # before anything is allocated, as the record may name huge widths
+            for spec in mapping.specs.values():
+                outputs = distribution_for(spec.action_space).outputs
+                network = DefaultNetwork(settings.network, spec.observation_space, outputs)
+                check_stored_size(4 * size * sum(map(math.prod, network.shapes.values())), stored_bytes)
         device = choose_device(accelerator, device) or "cpu"
         members = cls(mapping, size, settings, hp_config, module=actor_network, device=device)
         members.masked = bool(record["masked"])
@@ -501,19 +509,22 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     raise ValueError(f"a checkpoint cannot hold the space {space}")
 
 
-def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
-    """Build a space from the result of `space_to_json`; ValueError or KeyError for anything else."""
+def space_from_json(values: Mapping[str, Any], stored_bytes: int = 0) -> spaces.Space[Any]:
+    """Build a space from the result of `space_to_json`; ValueError or KeyError for anything else.
+
+    Args:
+        values: Result of `space_to_json`.
+        stored_bytes: Bytes of the tensors in the checkpoint; see `check_stored_size`.
+    """
     match values["kind"]:
         case "dict":
             # A list of pairs keeps the order of keys, which is the order of features.
-            return spaces.Dict([(key, space_from_json(part)) for key, part in values["parts"]])
+            return spaces.Dict([(key, space_from_json(part, stored_bytes)) for key, part in values["parts"]])
         case "tuple":
-            return spaces.Tuple([space_from_json(part) for part in values["parts"]])
+            return spaces.Tuple([space_from_json(part, stored_bytes) for part in values["parts"]])
         case "box":
             dtype, shape = np.dtype(values["dtype"]), tuple(values["shape"])
-            check_allocation(
-                2 * math.prod(shape) * dtype.itemsize, torch.device("cpu"), f"a space of the shape {shape}"
-            )
+            check_stored_size(2 * math.prod(shape) * dtype.itemsize, stored_bytes)
             low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "discrete":
@@ -524,7 +535,7 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
                 np.array(values["nvec"]), dtype=dtype.type, start=np.array(values["start"], dtype=dtype)
             )
         case "multi_binary":
-            check_allocation(math.prod(np.atleast_1d(values["n"]).tolist()), torch.device("cpu"), f"{values['n']} bits")
+            check_stored_size(math.prod(np.atleast_1d(values["n"]).tolist()), stored_bytes)
             return spaces.MultiBinary(values["n"])
     raise ValueError(f"unknown kind of space {values['kind']!r}")
 
