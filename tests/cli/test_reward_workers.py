@@ -44,11 +44,13 @@ def test_a_hanging_reward_stops_the_run_and_names_the_completion(project, workdi
 
 
 def test_a_function_that_cannot_be_pickled_is_refused(project, workdir, capsys):
-    Path("inner.py").write_text("def made():\n    def score(completion, answer, question):\n        return 0.0\n"
-                                "    return score\nscore = made()\n")  # fmt: skip
+    text = "import threading\nclass Score:\n    lock = threading.Lock()\n    def __init__(self):\n        self.own = self.lock\n"
+    Path("inner.py").write_text(
+        f"{text}    def __call__(self, completion, answer, question):\n        return 0.0\nscore = Score()\n"
+    )
     overrides = ("task.reward=inner.py:score", "task.reward_timeout=5")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 2
-    assert "Reward function 'score' cannot be sent to a worker process" in capsys.readouterr().err
+    assert "Reward function 'Score' cannot be sent to a worker process" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monkeypatch):

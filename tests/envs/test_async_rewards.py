@@ -149,7 +149,7 @@ def test_functions_that_suppress_cancellation_are_abandoned():
         return 1.0
 
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"took longer than 0.2 s"):
+    with pytest.raises(RewardError, match="'stubborn'"):
         earned(stubborn, form="agilerl", timeout=0.2)
     assert time.monotonic() - began < 2.5
 
@@ -160,7 +160,7 @@ def test_blocked_event_loops_are_reported():
         return [1.0] * len(completions)
 
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"'blocking' .* 0.2 s"):
+    with pytest.raises(RewardError, match="'blocking' was cancelled"):
         earned(blocking, texts=("a",), timeout=0.2)
     assert time.monotonic() - began < 3.5
 

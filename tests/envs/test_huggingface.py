@@ -157,20 +157,6 @@ def test_failing_rewards_can_be_excluded(tokenizer, encode):
 
 
 @pytest.mark.parametrize(
-    ("starts", "completions", "message"),
-    [
-        ([0], [], "starts and completions"),
-        ([], [], "transcripts"),
-        ([2], [[1]], r"\[0, 1\], got \[2\]"),
-        ([-1], [[1]], r"got \[-1\]"),
-    ],
-)
-def test_invalid_transcripts_are_refused(tokenizer, starts, completions, message):
-    with pytest.raises(ValueError, match=message):
-        agilerl(tokenizer).open("test", [0, 1]).score(single_turn_conversations(starts, completions))
-
-
-@pytest.mark.parametrize(
     ("split", "start", "message"),
     [("dev", 0, "got 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
 )

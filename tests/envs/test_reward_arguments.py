@@ -72,7 +72,7 @@ def test_parameters_are_passed_by_name_or_position(parameters):
         ("one", r"got \(one\)"),
         ("one, two", r"got \(one, two\)"),
         ("completion, answer, question, level", r"\(completion, answer, question, level\)"),
-        ("question, /, completion, answer", "question, completion, answer"),
+        ("question, /, completion, answer", "question, /, completion, answer"),
         ("prompt, completion, answer", "prompt, completion, answer"),
         ("answer, text, question", "answer, text, question"),
         ("completions, answer, question", "reward_funcs"),
@@ -87,7 +87,7 @@ def test_agilerl_functions_with_wrong_parameters_are_refused(tokenizer, paramete
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("completions, solution", r"solution, .*train_dataset .*\['level', 'prompt'\]"),
+        ("completions, solution", r"solution.*train_dataset .*\['level'\]"),
         ("completion", "reward_fn"),
         ("", "completions"),
         ("completions, /, level", "by name"),
@@ -103,7 +103,7 @@ def test_columns_are_required_in_every_dataset(plain_tokenizer):
         return [0.0 for _ in completions]
 
     HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
-    with pytest.raises(ValueError, match=r"level, .*test_dataset"):
+    with pytest.raises(ValueError, match=r"level.*test_dataset"):
         HuggingFaceGym(PROMPTS, [{"prompt": "x"}], plain_tokenizer, reward_funcs=reward)
 
 

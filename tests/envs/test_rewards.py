@@ -14,7 +14,7 @@ import torch
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.step_rewards import StepRewards
-from evogrpo.envs.text.verifier_worker import to_json
+from evogrpo.envs.text.verifier_worker import encoded
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
@@ -278,5 +278,4 @@ def test_all_results_and_exceptions_are_handled(case, plain_function):
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
         earned = compute_rewards(rewards, given, "exclude")
     assert np.isnan(earned.rewards).all()
-    to_json(make())  # results are serialisable
-    json.dumps(to_json(make()))
+    json.loads(encoded(make()))  # results are serialisable

@@ -1,6 +1,7 @@
 """Rewards of groups that start before other groups are finished."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs import verifier_functions as functions
-from tests.envs.test_verifiers import has_ended
 
 STARTS = [0, 0, 0, 1, 1, 2, 2]
 TEXTS = ["a", "bb", "ccc", "d", "ee", "fff", "g"]
@@ -71,7 +71,7 @@ def test_started_groups_are_scored_once_with_equal_results(open_batch, way):
     function, workers = WAYS[way]
     form = "agilerl" if "one by one" in way else "trl"
     batch, transcripts, place = open_batch(function, form=form, reward_workers=workers)
-    assert batch.streams_rewards
+    assert batch.background_rewards
     start(batch, transcripts)
     scores = batch.score(transcripts)
     calls = calls_of(place)
@@ -149,12 +149,14 @@ def test_logged_values_are_merged(open_batch):
 
 
 def test_synchronous_functions_in_process_do_not_stream(open_batch):
-    assert not open_batch(functions.noted)[0].streams_rewards
+    assert not open_batch(functions.noted)[0].background_rewards
 
 
 def test_held_out_prompts_stream_only_in_agilerl_form(open_batch):
-    assert not open_batch(functions.noted, split="validation", reward_workers=1)[0].streams_rewards
-    assert open_batch(functions.noted_single, form="agilerl", split="validation", reward_workers=1)[0].streams_rewards
+    assert not open_batch(functions.noted, split="validation", reward_workers=1)[0].background_rewards
+    assert open_batch(functions.noted_single, form="agilerl", split="validation", reward_workers=1)[
+        0
+    ].background_rewards
 
 
 def test_cancel_clears_the_queue_and_kills_busy_workers(open_batch):
@@ -162,29 +164,18 @@ def test_cancel_clears_the_queue_and_kills_busy_workers(open_batch):
     batch, transcripts, place = open_batch(functions.noted, texts=texts, reward_workers=1)
     start(batch, transcripts, [0, 1])
     (worker,) = batch.runner._workers
-    while worker.job is None:
-        batch.poll()  # until it has loaded the functions
+    while worker.future is None:
+        time.sleep(0.01)
     batch.cancel()
-    assert has_ended(worker._process.pid)
+    assert worker.process.poll() is not None
     other = single_turn_conversations(STARTS, [each.completions[0][:1] for each in transcripts])
     assert batch.score(other).rewards.tolist() == [1.0] * 7
     assert ("d", "ee") not in calls_of(place)
-
-
-def test_changed_transcripts_are_refused(open_batch):
-    batch, transcripts, _ = open_batch(functions.noted_async)
-    for others in (
-        transcripts[3:],
-        single_turn_conversations(STARTS, [each.completions[0] * 2 for each in transcripts]),
-    ):
-        start(batch, transcripts, [0])
-        with pytest.raises(ValueError, match="transcripts"):
-            batch.score(others)
 
 
 def test_close_fails_pending_jobs(open_batch):
     batch, transcripts, _ = open_batch(functions.noted, reward_workers=1)
     start(batch, transcripts, [0])
     batch.runner.close()
-    with pytest.raises(RewardError, match="closed"):
+    with pytest.raises(RewardError, match="cancelled"):
         batch.score(transcripts)

@@ -36,7 +36,6 @@ class Verified:
         )
         self.runner = make_reward_runner(self.rewards, timeout, workers)
         assert isinstance(self.runner, VerifierPool)
-        self.runner.check()
 
     def __call__(self, *texts, on_error="raise", columns=None):
         rows = [{"prompt": "p", "question": "q", "answer": "a", **(columns or {})}] * len(texts)
@@ -190,7 +189,7 @@ def test_calls_slow_only_with_several_completions_are_raised(verified, tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "ending"),
-    [("exit", "exit code 3"), ("killed", "SIGKILL, perhaps out of memory")],
+    [("exit", "exit code 3"), ("killed", "signal 9.*")],
 )
 def test_dead_workers_are_reported_and_replaced(verified, text, ending):
     frail = verified(functions.batched)
@@ -232,18 +231,33 @@ def test_async_functions_run_concurrently_in_a_worker(verified):
 )
 def test_hanging_async_functions_are_excluded(verified, function, form, text):
     slow = verified(function, form=form, timeout=0.6)
-    with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than 0.6 s"):
+    with pytest.warns(UserWarning, match=r"1 of 3 completions excluded; the first: .*took longer than"):
         scores = slow("a", text, "bb", on_error="exclude")
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
 
 
-def test_functions_that_cannot_be_pickled_are_refused():
-    def inner(completions, **_):
-        return []
+def test_lambdas_and_closures_are_sent_with_their_code(verified):
+    factor = 2.0
 
-    for function in (inner, lambda **_: [], functools.partial(inner)):
-        with pytest.raises(ValueError, match=r"cannot be sent to a worker process .*at the top level of a module"):
-            make_reward_runner(make_rewards(None, [function], None), None, 1)
+    def inner(completions, **_):
+        return [factor * len(text) for text in completions]
+
+    for function in (inner, lambda completions, **_: inner(completions), functools.partial(inner)):
+        assert verified(function, workers=1)("ab").rewards.tolist() == [4.0]
+
+
+def test_functions_that_cannot_be_pickled_are_refused():
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="'inner' cannot be sent to a worker process"):
+        make_reward_runner(make_rewards(None, [lambda_with(lock)], None), None, 1)
+
+
+def lambda_with(lock):
+    def inner(completions, **_):
+        with lock:
+            return []
+
+    return inner
 
 
 def test_functions_in_files_are_loaded(verified, tmp_path):
@@ -275,7 +289,7 @@ def test_workers_that_die_while_loading_are_reported(tmp_path):
     path.write_text(
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    os._exit(9)\ndef f(completions, **_):\n    return [0.0]\n"
     )
-    with pytest.raises(ValueError, match=r"cannot load the reward functions: it ended \(exit code 9\)"):
+    with pytest.raises(ValueError, match=r"cannot load the reward functions: .*exit code 9"):
         Verified(load_named(f"{path}:f", "reward function"))
 
 
@@ -310,18 +324,16 @@ def test_a_timeout_uses_workers_for_synchronous_functions():
 
 def test_environments_score_in_workers(tokenizer, encode):
     rows = [{"question": f"{a}?", "answer": "a"} for a in "abcdefgh"]
-    with pytest.raises(ValueError, match="'<lambda>' cannot be sent"):
-        HuggingFaceGym(rows, None, tokenizer, reward_fn=lambda completion, answer, question: 1.0, reward_timeout=1.0)
     env = HuggingFaceGym(rows, None, tokenizer, reward_fn=functions.single, reward_timeout=1.0, reward_workers=2)
     episodes = env.open("train", [0, 1])
     scores = episodes.score(single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]))
     assert scores.rewards.tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(RewardError, match="'single' took longer than 1 s and was stopped for the completion 'hang'"):
         episodes.score(single_turn_conversations([0, 1], [encode("hang"), encode("a")]))
-    workers = [each._process.pid for each in env._runner._workers]
-    assert workers
+    processes = [worker.process for worker in env._runner._workers]
+    assert processes
     env.close()
-    assert all(has_ended(pid) for pid in workers)
+    assert all(process.poll() is not None for process in processes)
 
 
 def test_workers_end_with_the_environment(tokenizer):
@@ -330,7 +342,7 @@ def test_workers_end_with_the_environment(tokenizer):
     (worker,) = env._runner._workers
     del env
     gc.collect()
-    assert has_ended(worker._process.pid)
+    assert worker.process.poll() is not None
 
 
 PROGRAM = """
@@ -349,7 +361,6 @@ def reward(completions, **_):
 def main(text, timeout):
     rewards = make_rewards(None, [reward], None)
     runner = make_reward_runner(rewards, timeout, 1)
-    runner.check()
     inputs = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
     print(compute_rewards(rewards, inputs, "raise", runner).rewards.tolist(), flush=True)
 """
@@ -367,12 +378,10 @@ def program(tmp_path, ending):
     )
 
 
-def test_scripts_without_main_guard_are_refused(tmp_path):
+def test_scripts_need_no_main_guard(tmp_path):
     process = program(tmp_path, 'main("abc", 20.0)')
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert output == ""
-    assert 'if __name__ == "__main__"' in errors
+    assert (process.returncode, output) == (0, "[3.0]\n"), errors
 
 
 def hanging(process):

@@ -109,7 +109,7 @@ def sample_conversations(
 
 def _sample_single_turn(sampler: Sampler, batch: PromptBatch, rows: SamplingBatch, *, base: bool) -> Rollout:
     """Sample, and pass each group on to be rewarded as soon as all of its completions are finished."""
-    if not (isinstance(batch, SingleTurnBatch) and batch.streams_rewards):
+    if not (isinstance(batch, SingleTurnBatch) and batch.background_rewards):
         return sampler.sample(rows, base=base)
     try:
         return sampler.sample(rows, base=base, on_finished=_stream_groups(batch, rows))
@@ -130,7 +130,6 @@ def _stream_groups(batch: SingleTurnBatch, rows: SamplingBatch) -> FinishedCallb
             unfinished[group] -= 1
             if not unfinished[group]:
                 batch.start_scoring(sorted(finished.pop(group), key=lambda each: each.row))
-        batch.poll()
 
     return on_finished
 

@@ -1,1 +1,1 @@
-"""Environments that ask: prompt datasets, reward functions and verifiers."""
+"""Prompt datasets, reward functions and conversations."""

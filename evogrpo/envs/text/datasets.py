@@ -11,7 +11,7 @@ import gymnasium
 from evogrpo.config.checks import refuse_unknown, whole_between, whole_number
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.prompt_batch import RewardLog, TrainingProgress
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch, TrainingProgress
 from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs, make_reward_runner
 from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.splits import PromptSplit, RowHashes, Table, make_splits
@@ -25,7 +25,6 @@ from evogrpo.envs.text.templates import (
     fill_template,
     tokenize,
 )
-from evogrpo.envs.text.verifier_pool import VerifierPool
 
 AnyTable = Any
 """A `datasets.Dataset`, a pandas or polars data frame, a pyarrow table, or any sequence of mappings."""
@@ -208,8 +207,6 @@ class PromptEnvironment:
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-        if isinstance(self._runner, VerifierPool):
-            self._runner.check()  # its first worker has been starting since step 1
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
@@ -281,16 +278,13 @@ class PromptEnvironment:
         Raises:
             RewardError: If a function fails or returns an invalid reward.
         """
-        questions = self._splits["train"]
-        row, prompt = questions.table[questions.rows[0]], questions.prompts[0].tolist()
-        trainer: Mapping[str, Any] = {}
-        if self._rewards[0].batched:
-            trainer = RewardLog().trainer_arguments(self._progress, in_process=self._runner.in_process)
+        batch = SingleTurnBatch(**self._batch_fields("train", [0]))
+        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
         inputs = RewardInputs(
-            rows=[row, row],
-            texts=list(SAMPLE_COMPLETIONS),
-            token_ids=self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"],
-            trainer=trainer,
+            rows=list(batch.rows) * 2,
+            texts=SAMPLE_COMPLETIONS,
+            token_ids=ids,
+            trainer=batch.trainer_arguments(range(2)),
         )
         rewards: dict[str, float | None] = {}
         for reward in self._rewards:
@@ -303,6 +297,7 @@ class PromptEnvironment:
                 message = f"Reward functions are tested on sample completions before training: {error}"
                 raise RewardError(message) from error.__cause__
             rewards[reward.name] = None if math.isnan(value) else value
+        (prompt,) = batch.prompts
         return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
 
     def close(self) -> None:

@@ -111,7 +111,6 @@ class MultiTurnBatch(SingleTurnBatch):
         Raises:
             ValueError: If there is no conversation, one has an invalid prompt index, or a reply is not text.
         """
-        self._check(transcripts)
         return [self._respond_one(transcript) for transcript in transcripts]
 
     def _respond_one(self, transcript: Conversation) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_calls import PendingJob, RewardRunner
+from evogrpo.envs.text.reward_calls import RewardRunner
 from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs
-from evogrpo.envs.text.scoring import RewardResult, compute_rewards
+from evogrpo.envs.text.scoring import RewardResult, StartedJob, compute_rewards
 from evogrpo.envs.text.step_rewards import token_positions
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.interruption import NEVER, Stop
@@ -41,75 +41,42 @@ class RewardLog:
     """Values that reward functions log about a batch of completions.
 
     Attributes:
-        columns: Values per completion, by column of the completions table.
-        metrics: Values about the whole batch, by metric.
+        columns: Value of each row, by column of the completions table.
+        metrics: Values with their numbers of rows, by metric.
     """
 
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, dict[int, Any]] = field(default_factory=dict)
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add values to a column of the completions table, one per completion."""
-        self.columns.setdefault(str(column), []).extend(values)
+    def functions(self, rows: Sequence[int]) -> dict[str, Callable[[str, Any], None]]:
+        """Return TRL's `log_extra` and `log_metric` for a call with these rows."""
 
-    def log_metric(self, name: str, value: Any) -> None:
-        """Add a value of a metric. Several values are averaged.
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) == len(rows):
+                self.columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
 
-        Raises:
-            ValueError: If the name is reserved, or the value is not a finite number.
-        """
-        value = value.tolist() if hasattr(value, "tolist") else value
-        if str(name) in RESERVED_NAMES:
-            raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
-        self.metrics.setdefault(str(name), []).append(float(value))
+        def log_metric(name: str, value: Any) -> None:
+            value = value.tolist() if hasattr(value, "tolist") else value
+            if str(name) in RESERVED_NAMES:
+                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
+            self.metrics.setdefault(str(name), []).append((len(rows), float(value)))
 
-    def trainer_arguments(self, progress: TrainingProgress, *, in_process: bool) -> Mapping[str, Any]:
-        """Return the trainer's arguments of reward functions; worker processes cannot log."""
-        from transformers import TrainerState
+        return {"log_extra": log_extra, "log_metric": log_metric}
 
-        state = TrainerState(global_step=progress.step, max_steps=progress.total_steps)
-        if not in_process:
-            return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
-        return {"trainer_state": state, "log_extra": self.log_extra, "log_metric": self.log_metric}
+    def complete_columns(self, count: int) -> dict[str, tuple[Any, ...]]:
+        """Return the columns with a value for each of `count` rows."""
+        columns = {name: values for name, values in self.columns.items() if len(values) == count}
+        return {name: tuple(values[row] for row in range(count)) for name, values in columns.items()}
 
-
-LogPart = tuple[Sequence[int], RewardLog]
-"""Row indices of completions, and the values logged about them."""
-
-
-def merge_columns(parts: Sequence[LogPart], count: int) -> dict[str, tuple[Any, ...]]:
-    """Return the logged columns that have exactly one value for each of `count` completions."""
-    merged: dict[str, tuple[Any, ...]] = {}
-    for name in dict.fromkeys(name for _, log in parts for name in log.columns):
-        logged = [(rows, log.columns[name]) for rows, log in parts if name in log.columns]
-        if all(len(rows) == len(values) for rows, values in logged):
-            pairs = (pair for each in logged for pair in zip(*each, strict=True))
-            in_order = sorted(pairs, key=lambda pair: pair[0])
-            if [row for row, _ in in_order] == list(range(count)):
-                merged[name] = tuple(value for _, value in in_order)
-    return merged
-
-
-def merge_metrics(parts: Sequence[LogPart]) -> dict[str, float]:
-    """Return the mean of each logged metric, weighted by the numbers of completions."""
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for _, log in parts for name in log.metrics):
-        logged = [(len(rows), value) for rows, log in parts for value in log.metrics.get(name, ())]
-        largest = max(count for count, _ in logged)
-        weights = [count / largest for count, _ in logged]  # at most 1, so that sums are finite
-        merged[name] = math.fsum(w * value for w, (_, value) in zip(weights, logged, strict=True)) / math.fsum(weights)
-    return merged
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StartedGroup:
-    """A finished group whose rewards are being computed while others are sampled."""
-
-    transcripts: Sequence[Conversation]
-    log: RewardLog
-    pending: Sequence[PendingJob]
+    def mean_metrics(self) -> dict[str, float]:
+        """Return the mean of each metric, weighted by numbers of rows."""
+        totals = {name: sum(count for count, _ in values) for name, values in self.metrics.items()}
+        return {
+            name: math.fsum(count / totals[name] * value for count, value in values)
+            for name, values in self.metrics.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +107,8 @@ class SingleTurnBatch:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     max_turns: int = 1
     held_out: bool = False
-    _started: list[_StartedGroup] = field(default_factory=list, init=False, repr=False)
+    _started: list[StartedJob] = field(default_factory=list, init=False, repr=False)
+    _log: RewardLog = field(default_factory=RewardLog, init=False, repr=False)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -152,12 +120,8 @@ class SingleTurnBatch:
         return [None] * len(transcripts)
 
     @property
-    def streams_rewards(self) -> bool:
-        """True if any reward can be computed in the background."""
-        return bool(self._background_rewards())
-
-    def _background_rewards(self) -> list[Reward]:
-        # Held-out prompts have no groups, which batched functions would be called with.
+    def background_rewards(self) -> list[Reward]:
+        """Rewards that can be computed in the background. Held-out prompts have no groups for batched functions."""
         return [
             reward
             for reward in self.rewards
@@ -169,85 +133,68 @@ class SingleTurnBatch:
 
         Call `score` later with the conversations of all groups, in the order of their rows. Its result is the same as
         without this call.
-
-        Raises:
-            ValueError: If there is no conversation, or one has an invalid prompt index.
         """
-        self._check(transcripts)
-        log = RewardLog()
-        inputs, group = self._reward_inputs(transcripts, log), range(len(transcripts))
-        jobs = [job for reward in self._background_rewards() for job in reward.jobs(inputs, group, 1)]
-        named = [replace(job, rows=tuple(transcripts[row].row for row in job.rows)) for job in jobs]
-        self._started.append(_StartedGroup(transcripts=transcripts, log=log, pending=self.runner.submit(named)))
-
-    def poll(self) -> None:
-        """Start queued calls where workers have become free, without blocking."""
-        self.runner.poll()
+        inputs = self._reward_inputs(transcripts)
+        for reward in self.background_rewards:
+            for job in reward.jobs(inputs, range(len(transcripts)), 1):
+                numbered = replace(job, rows=tuple(transcripts[row].row for row in job.rows))
+                self._started.append((numbered, self.runner.submit(job)))
 
     def cancel(self) -> None:
         """Cancel all started groups."""
-        self.runner.cancel([job for group in self._take_started() for job in group.pending])
-
-    def _take_started(self) -> list[_StartedGroup]:
-        started = list(self._started)
+        self.runner.cancel([future for _, future in self._started])
         self._started.clear()
-        return started
 
     def score(self, transcripts: Sequence[Conversation], stop: Stop = NEVER) -> Scores:
         """Compute the rewards of conversations; see `PromptBatch.score`. `stop` is checked between calls.
 
         Raises:
-            ValueError: If there is no conversation, one has an invalid prompt index, or one has changed since
-                `start_scoring`.
             RewardError: If a reward function fails.
         """
-        # 1. Groups that were started must be unchanged.
-        self._check(transcripts)
-        if any(one not in transcripts[one.row :][:1] for group in self._started for one in group.transcripts):
-            self.cancel()
-            raise ValueError("score got other transcripts than start_scoring. Pass the same ones, in row order.")
-        # 2. Compute the other rewards, and wait for all.
-        started, log = self._take_started(), RewardLog()
-        inputs = self._reward_inputs(transcripts, log)
-        pending = [job for group in started for job in group.pending]
+        # 1. Wait for the rewards that were started, and compute the others.
+        started = list(self._started)
+        self._started.clear()
+        inputs = self._reward_inputs(transcripts)
         result = compute_rewards(
-            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, pending=pending, stop=stop
+            self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, started=started, stop=stop
         )
-        # 3. Merge the values that were logged for each group and for all.
-        count = len(transcripts)
-        logs = [([transcript.row for transcript in group.transcripts], group.log) for group in started]
-        parts = [*logs, (range(count), log)]
+        # 2. Add the values that were logged.
+        columns, metrics = self._log.complete_columns(len(transcripts)), self._log.mean_metrics()
+        self._log.columns.clear()
+        self._log.metrics.clear()
         return Scores(
             rewards=result.rewards,
             components=result.components,
             completions=tuple(map(_display_text, inputs.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
             step_rewards=self._step_rewards(result, inputs, transcripts) if result.steps else None,
-            columns=merge_columns(parts, count),
-            metrics=merge_metrics(parts),
+            columns=columns,
+            metrics=metrics,
         )
 
-    def _reward_inputs(self, transcripts: Sequence[Conversation], log: RewardLog) -> RewardInputs:
+    def _reward_inputs(self, transcripts: Sequence[Conversation]) -> RewardInputs:
+        turns = [self._turn_texts(transcript) for transcript in transcripts]
         token_ids = [list(transcript.tokens) for transcript in transcripts]
-        texts = tuple(self._text(ids) for ids in token_ids)
-        in_process = self.runner.in_process
         return RewardInputs(
             rows=[self.rows[transcript.start] for transcript in transcripts],
-            texts=texts,
-            token_ids=token_ids,
-            turns=[
-                [text] if len(transcript.turns) == 1 else self._turn_texts(transcript)
-                for text, transcript in zip(texts, transcripts, strict=True)
+            texts=[
+                texts[0] if len(texts) == 1 else self._text(ids) for texts, ids in zip(turns, token_ids, strict=True)
             ],
-            trainer=log.trainer_arguments(self.progress, in_process=in_process) if self.rewards[0].batched else {},
+            token_ids=token_ids,
+            turns=turns,
+            trainer=self.trainer_arguments([transcript.row for transcript in transcripts]),
         )
 
-    def _check(self, transcripts: Sequence[Conversation]) -> None:
-        starts = sorted({transcript.start for transcript in transcripts})
-        if not starts:
-            raise ValueError("transcripts must contain at least one conversation, got none.")
-        if starts[0] < 0 or starts[-1] >= len(self.prompts):
-            raise ValueError(f"starts must be in [0, {len(self.prompts) - 1}], got {starts}.")
+    def trainer_arguments(self, rows: Sequence[int]) -> Mapping[str, Any]:
+        """Return the trainer's arguments of reward functions for these rows; worker processes cannot log."""
+        if not self.rewards[0].batched:
+            return {}
+        from transformers import TrainerState
+
+        state = TrainerState(global_step=self.progress.step, max_steps=self.progress.total_steps)
+        if not self.runner.in_process:
+            return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
+        return {"trainer_state": state, **self._log.functions(rows)}
 
     def _step_rewards(
         self, result: RewardResult, inputs: RewardInputs, transcripts: Sequence[Conversation]

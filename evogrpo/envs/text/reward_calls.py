@@ -1,22 +1,20 @@
 """Calls of reward functions in this process: concurrent, with time limits, with printed text escaped."""
 
 import asyncio
-import codecs
-import concurrent.futures
 import contextlib
 import inspect
 import io
-import math
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, TextIO
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.text import printable
 
-MAX_LINE_LENGTH = 2**16  # characters kept while a line is incomplete
+MAX_LINE_LENGTH = 2**16  # characters of another process's output that are kept in memory
 
 
 class EscapingStream(io.TextIOBase):
@@ -28,15 +26,6 @@ class EscapingStream(io.TextIOBase):
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the target."""
-        return getattr(self._target, "encoding", None) or "utf-8"
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
 
     def write(self, text: str) -> int:
         """Write escaped text."""
@@ -70,29 +59,12 @@ def escaped_prints() -> Iterator[None]:
 
 def forward_output(pipe: IO[bytes]) -> None:
     """Copy another process's output to standard error until it ends, line by line."""
-
-    def show(text: str) -> None:
-        if text and sys.stderr is not None:
-            with contextlib.suppress(OSError, ValueError):  # standard error is closed
-                EscapingStream(sys.stderr).write(text)
-                sys.stderr.flush()
-
-    decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
-    with contextlib.suppress(OSError, ValueError), pipe:
-        while new := pipe.read(65536):
-            lines, newline, rest = (rest + decoder.decode(new)).rpartition("\n")
-            show(lines + newline)
-            if len(rest) > MAX_LINE_LENGTH:
-                show(rest)
-                rest = ""
-    show(rest)
-
-
-Function = Callable[..., Any]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
-
-GRACE_SECONDS = 1.0  # between cancelling a coroutine and abandoning its event loop
+    with io.TextIOWrapper(pipe, "utf-8", "replace") as lines:
+        while text := lines.readline(MAX_LINE_LENGTH):
+            if sys.stderr is not None:
+                with contextlib.suppress(OSError, ValueError):  # standard error is closed
+                    EscapingStream(sys.stderr).write(text)
+                    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -113,15 +85,20 @@ def restored_torch_settings() -> Iterator[None]:
         torch.set_grad_enabled(grad)
 
 
+Function = Callable[..., Any]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+GRACE_SECONDS = 1.0  # between cancelling a coroutine and abandoning its event loop
+
+
 class CallFailedError(Exception):
     """A call without a result. The message completes a sentence that starts with the function's name."""
 
 
-class CallTimeoutError(CallFailedError):
-    """A call that exceeded the time limit."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"took longer than {seconds:g} s and was stopped")
+def timeout_error(seconds: float) -> CallFailedError:
+    """Return the error of a call that exceeded the time limit."""
+    return CallFailedError(f"took longer than {seconds:g} s and was stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,48 +108,22 @@ class Job:
     Attributes:
         name: Name of the function.
         rows: Indices of the completions.
-        calls: One call for all rows, or one per row.
+        calls: One call for all rows, or one per row. Only async functions have several.
+        batched: True if one call takes all rows.
     """
 
     name: str
     rows: tuple[int, ...]
     calls: tuple[Call, ...]
+    batched: bool
 
 
-Outcome = list[Any] | CallFailedError | None
-"""Result of a job: a value or exception per call; the error of the whole job; None = not run."""
-
-
-@dataclass(eq=False)
-class PendingJob:
-    """A submitted job.
-
-    Attributes:
-        job: The job.
-        outcome: Its result.
-        done: True once there is a result.
-        future: Result of an async function, in this process.
-    """
-
-    job: Job
-    outcome: Outcome = None
-    done: bool = False
-    future: "concurrent.futures.Future[list[Any]] | None" = None
-
-    def finish(self, outcome: Outcome) -> None:
-        """Set the result."""
-        self.outcome, self.done = outcome, True
-
-    @property
-    def failed(self) -> bool:
-        """True if any call of the job failed."""
-        if isinstance(self.outcome, list):
-            return any(isinstance(value, BaseException) for value in self.outcome)
-        return isinstance(self.outcome, CallFailedError)
+Results = list[Any]
+"""A value or exception for each call of a job."""
 
 
 class RewardRunner(Protocol):
-    """Runs jobs. Failures inside reward functions are returned as outcomes; with a time limit, none blocks."""
+    """Runs jobs. Failures inside reward functions are results; with a time limit, none blocks."""
 
     @property
     def in_process(self) -> bool:
@@ -185,20 +136,11 @@ class RewardRunner(Protocol):
     def runs_in_background(self, name: str) -> bool:
         """Return True if submitted calls of a function run while this thread does other work."""
 
-    def submit(self, jobs: Sequence[Job]) -> list[PendingJob]:
-        """Start jobs without blocking."""
+    def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
+        """Start a job, or run it now if it cannot run in the background."""
 
-    def poll(self) -> None:
-        """Start queued jobs where workers have become free, without blocking."""
-
-    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool, stop: Stop = NEVER) -> list[Outcome]:
-        """Return the results of jobs. With `stop_at_first`, the others may not run once one has failed.
-
-        `stop` is checked before each call in this process and a few times a second.
-        """
-
-    def cancel(self, pending: Sequence[PendingJob]) -> None:
-        """Cancel the unfinished ones of these jobs."""
+    def cancel(self, futures: Sequence["Future[Results]"]) -> None:
+        """Cancel the unfinished ones of these jobs. Must be called once all of them are done, too."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -209,51 +151,29 @@ def is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_sync(
-    function: Function, calls: Sequence[Call], *, stop_at_first: bool = False, stop: Stop = NEVER
-) -> list[Any]:
-    """Make calls one after another; return a value or exception for each."""
-    values: list[Any] = []
-    for args, keywords in calls:
-        stop.check()
-        try:
-            values.append(function(*args, **keywords))
-        except (KeyboardInterrupt, Interrupted):
-            raise
-        except BaseException as error:  # noqa: BLE001 (user code may raise anything)
-            values.append(error)
-            if stop_at_first:
-                break
-    return values
+def call_sync(function: Function, call: Call) -> Any:
+    """Return the result of a call, or the exception that it raised."""
+    args, keywords = call
+    try:
+        return function(*args, **keywords)
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as error:  # noqa: BLE001 (user code may raise anything)
+        return error
 
 
-async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> list[Any]:
+async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> Results:
     """Make calls concurrently, each within `timeout` seconds; return a value or exception for each."""
 
     async def call(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        limit = asyncio.timeout(timeout)
         try:
-            return await function(*args, **keywords)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (Ctrl-C is not delivered to tasks;
-            # an exception that leaves a task would end the event loop)
-            return error
+            async with limit:
+                return await function(*args, **keywords)
+        except BaseException as error:  # noqa: BLE001 (an exception that leaves a task could end the event loop)
+            return timeout_error(timeout) if timeout is not None and limit.expired() else error
 
-    tasks = [asyncio.ensure_future(call(args, keywords)) for args, keywords in calls]
-    try:
-        await asyncio.wait(tasks, timeout=timeout)
-    finally:
-        late = [task for task in tasks if not task.done()]
-        for task in late:
-            task.cancel()  # without waiting: it may suppress the cancellation
-    values: list[Any] = []
-    for task in tasks:
-        if task in late:
-            assert timeout is not None
-            values.append(CallTimeoutError(timeout))
-        elif task.cancelled():
-            values.append(CallFailedError("was cancelled"))
-        else:
-            values.append(task.exception() or task.result())
-    return values
+    return await asyncio.gather(*(call(*each) for each in calls))
 
 
 def safe_repr(value: object) -> str:
@@ -272,53 +192,11 @@ def safe_str(error: BaseException) -> str:
         return f"<{type(error).__name__} without a message>"
 
 
-class BackgroundLoop:
-    """An event loop in a thread, usable inside a notebook's own loop.
-
-    The loop stays open between calls, so that a client opened in one call serves the next.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit(self, work: Coroutine[Any, Any, list[Any]]) -> "concurrent.futures.Future[list[Any]]":
-        """Start a coroutine."""
-        if self._loop is None:
-            self._loop = loop = asyncio.new_event_loop()
-
-            threading.Thread(target=loop.run_forever, name="evogrpo async rewards", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None, stop: Stop) -> Outcome:
-        """Wait for a coroutine. If blocking code in the loop makes it late, abandon the loop."""
-        remaining = math.inf if timeout is None else timeout + GRACE_SECONDS
-        # Short waits, so that Ctrl-C works on every system.
-        while not concurrent.futures.wait([future], timeout=0.2).done:
-            stop.check()
-            remaining -= 0.2
-            if self._loop is None or remaining < 0:
-                self.close()
-                return CallFailedError(f"blocked its event loop, or shared a blocked one, for over {timeout:g} s")
-        return future.result()
-
-    def close(self) -> None:
-        """Cancel all tasks, then stop the loop; abandon it if it is blocked."""
-
-        async def end() -> None:
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=GRACE_SECONDS)
-            asyncio.get_running_loop().stop()
-
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(end(), self._loop)
-            self._loop = None
-
-
 class InProcessRunner:
     """Runs reward functions in this process: async functions in an event loop, others in the calling thread.
+
+    The event loop has its own thread, so that it works in notebooks. It stays open between calls, so that a client
+    opened in one call serves the next.
 
     Args:
         functions: Reward functions by name.
@@ -330,56 +208,53 @@ class InProcessRunner:
 
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
         self._functions, self._timeout = dict(functions), timeout
-        self._loop = BackgroundLoop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._prints = contextlib.ExitStack()
-        self._unfinished: set[PendingJob] = set()
+        self._running: set[Future[Results]] = set()
 
     def runs_in_background(self, name: str) -> bool:
         """Return True for async functions."""
         return is_async(self._functions[name])
 
-    def submit(self, jobs: Sequence[Job]) -> list[PendingJob]:
-        """Start the calls of async functions; see `RewardRunner.submit`."""
-        if not self._unfinished:
+    def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
+        """Start the calls of an async function, or make the call of another function; see `RewardRunner.submit`."""
+        function = self._functions[job.name]
+        if not is_async(function):
+            stop.check()
+            done: Future[Results] = Future()
+            with escaped_prints(), restored_torch_settings():
+                done.set_result([call_sync(function, call) for call in job.calls])
+            return done
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
+        if not self._running:
             self._prints.enter_context(escaped_prints())
-        pending = [PendingJob(job) for job in jobs]
-        self._unfinished.update(pending)
-        for pending_job in pending:
-            function = self._functions[pending_job.job.name]
-            if is_async(function):
-                pending_job.future = self._loop.submit(call_async(function, pending_job.job.calls, self._timeout))
-        return pending
+        future = asyncio.run_coroutine_threadsafe(call_async(function, job.calls, self._timeout), self._loop)
+        self._running.add(future)
+        if self._timeout is not None:
+            # call_async applies the limit; this is for blocking code in the loop.
+            timer = threading.Timer(self._timeout + GRACE_SECONDS, self._abandon, [future])
+            timer.daemon = True
+            timer.start()
+            future.add_done_callback(lambda _: timer.cancel())
+        return future
 
-    def poll(self) -> None:
-        """Do nothing: async functions are started at once."""
+    def _abandon(self, future: "Future[Results]") -> None:
+        """Give up a job that does not end, and its event loop."""
+        if future.cancel():
+            self.close()
 
-    def wait(self, pending: Sequence[PendingJob], *, stop_at_first: bool, stop: Stop = NEVER) -> list[Outcome]:
-        """Call functions that are not async, then wait for the others; see `RewardRunner.wait`."""
-        try:
-            with restored_torch_settings():
-                for pending_job in sorted(pending, key=lambda pending_job: pending_job.future is not None):
-                    if pending_job.future is not None:
-                        pending_job.finish(self._loop.result(pending_job.future, self._timeout, stop))
-                    else:
-                        function = self._functions[pending_job.job.name]
-                        pending_job.finish(
-                            call_sync(function, pending_job.job.calls, stop_at_first=stop_at_first, stop=stop)
-                        )
-                    if stop_at_first and pending_job.failed:
-                        break
-            return [pending_job.outcome for pending_job in pending]
-        finally:
-            self.cancel(pending)
-
-    def cancel(self, pending: Sequence[PendingJob]) -> None:
+    def cancel(self, futures: Sequence["Future[Results]"]) -> None:
         """Cancel the unfinished ones of these jobs; see `RewardRunner.cancel`."""
-        for pending_job in pending:
-            if pending_job.future is not None:
-                pending_job.future.cancel()
-        self._unfinished.difference_update(pending)
-        if not self._unfinished:
+        for future in futures:
+            future.cancel()
+        self._running.difference_update(futures)
+        if not self._running:
             self._prints.close()
 
     def close(self) -> None:
         """Stop the event loop."""
-        self._loop.close()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)

@@ -24,102 +24,14 @@ AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form, beside the dataset's columns."""
+REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of the dataset that arguments of TRL's form replace."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that the trainer provides."""
 MAX_WORKERS = 8
 """Largest default number of worker processes."""
 DEFAULT_REWARD_TIMEOUT: float | None = None
 """Default time limit of one call of a reward function, in seconds; None = no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """Parameters of a function.
-
-    Attributes:
-        names: Parameters that can be passed by name, in order.
-        required: Those of `names` without a default.
-        positional: Parameters that can be passed by position, in order.
-        accepts_any: True if the function takes arguments of any name.
-        bind: Raises TypeError for arguments that the function does not accept.
-    """
-
-    names: tuple[str, ...]
-    required: tuple[str, ...]
-    positional: tuple[str, ...]
-    accepts_any: bool
-    bind: Callable[..., Any]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> "Signature | None":
-        """Return the signature of a function, or None if it has none, as some C functions."""
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            return None
-        named = [
-            parameter
-            for parameter in signature.parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        return cls(
-            names=tuple(parameter.name for parameter in named),
-            required=tuple(parameter.name for parameter in named if parameter.default is parameter.empty),
-            positional=tuple(
-                parameter.name
-                for parameter in signature.parameters.values()
-                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            ),
-            accepts_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
-            bind=signature.bind,
-        )
-
-    def accepts(self, *args: Any, **keywords: Any) -> bool:
-        """Return True if the function can be called with these arguments."""
-        try:
-            self.bind(*args, **keywords)
-        except TypeError:
-            return False
-        return True
-
-
-def _agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the names by which a function in AgileRL's form gets its arguments; None = by position.
-
-    A function whose required parameters are all among `completion`, `answer` and `question` is called by name. Any
-    other function gets these three by position, in this order.
-
-    Raises:
-        ValueError: If it takes another number of arguments, or has one of the names at another's position.
-    """
-    signature = Signature.of(function)
-    if signature is None:
-        return None
-    if {"completions", "prompts"}.intersection(signature.names):
-        raise ValueError(
-            f"Reward function {name!r} takes {', '.join(signature.names)}, which is TRL's form. Pass it as "
-            "reward_funcs=[...] (form: trl), or let it take (completion, answer, question)."
-        )
-    # 1. By name, if its names are AgileRL's.
-    named = tuple(argument for argument in AGILERL_ARGUMENTS if argument in signature.names)
-    if (named or signature.accepts_any) and set(signature.required) <= set(AGILERL_ARGUMENTS):
-        names = AGILERL_ARGUMENTS if signature.accepts_any else named
-        if signature.accepts(**dict.fromkeys(names)):
-            return names
-    # 2. By position otherwise.
-    parameters = ", ".join(dict.fromkeys((*signature.positional, *signature.names)))
-    if not signature.accepts(*AGILERL_ARGUMENTS):
-        raise ValueError(
-            f"Reward function {name!r} must take (completion, answer, question), got ({parameters}). Use these names "
-            "in any order, or other names in this order. Other columns need TRL's form (reward_funcs)."
-        )
-    for position, parameter in enumerate(signature.positional[: len(AGILERL_ARGUMENTS)]):
-        if parameter in AGILERL_ARGUMENTS and AGILERL_ARGUMENTS[position] != parameter:
-            raise ValueError(
-                f"Reward function {name!r} takes ({parameters}) but is called by position as (completion, answer, "
-                "question), because of the other names. Use these three names, then any order works."
-            )
-    return None
 
 
 class RewardError(ValueError):
@@ -145,16 +57,6 @@ class RewardInputs:
     turns: Sequence[Sequence[str]] | None = None
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
-    def select(self, positions: Sequence[int]) -> "RewardInputs":
-        """Return the inputs of these completions."""
-        return RewardInputs(
-            rows=[self.rows[position] for position in positions],
-            texts=[self.texts[position] for position in positions],
-            token_ids=[self.token_ids[position] for position in positions],
-            turns=None if self.turns is None else [self.turns[position] for position in positions],
-            trainer=self.trainer,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
@@ -173,14 +75,58 @@ class Reward:
     function: Callable[..., Any]
 
     @functools.cached_property
-    def argument_names(self) -> tuple[str, ...] | None:
-        """Names by which a function in AgileRL's form gets its arguments; None = by position."""
-        return _agilerl_argument_names(self.name, self.function)
+    def signature(self) -> inspect.Signature | None:
+        """Signature of the function, or None if it has none, as some C functions."""
+        try:
+            return inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return None
 
     @functools.cached_property
-    def signature(self) -> Signature | None:
-        """Signature of the function, or None if it has none."""
-        return Signature.of(self.function)
+    def argument_names(self) -> Sequence[str] | None:
+        """Names by which a function in AgileRL's form gets its arguments; None = by position.
+
+        A function that takes no other arguments than `completion`, `answer` and `question` is called by name. Any other
+        function gets these three by position, in this order.
+
+        Raises:
+            ValueError: If it takes another number of arguments, or has one of the names at another's position.
+        """
+        if self.signature is None:
+            return None
+        names = self._accepted(AGILERL_ARGUMENTS)
+        if names and self._accepts(**dict.fromkeys(names)):
+            return names
+        misplaced = any(
+            parameter != argument and parameter in (*AGILERL_ARGUMENTS, *TRL_ARGUMENTS)
+            for parameter, argument in zip(self.signature.parameters, AGILERL_ARGUMENTS, strict=False)
+        )
+        if misplaced or not self._accepts(*AGILERL_ARGUMENTS):
+            raise ValueError(
+                f"Reward function {self.name!r} must take (completion, answer, question), got {self.signature}. Use "
+                "these names in any order, or other names in this order. A function in TRL's form, with other columns, "
+                "belongs in reward_funcs (form: trl)."
+            )
+        return None
+
+    def _accepted(self, names: Iterable[str]) -> list[str]:
+        """Return those of these names that the function can be called with."""
+        if self.signature is None:
+            return list(names)
+        parameters = self.signature.parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return list(names)
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [name for name in names if name in parameters and parameters[name].kind in by_name]
+
+    def _accepts(self, *args: Any, **keywords: Any) -> bool:
+        """Return True if the function can be called with these arguments."""
+        try:
+            if self.signature is not None:
+                self.signature.bind(*args, **keywords)
+        except TypeError:
+            return False
+        return True
 
     def check(self, columns: Collection[str], where: str, *, in_process: bool) -> None:
         """Check that the parameters of the function are available.
@@ -193,39 +139,18 @@ class Reward:
         Raises:
             ValueError: If a required parameter is not available.
         """
-        # 1. AgileRL's form.
         if not self.batched:
             _ = self.argument_names
             return
-        # 2. TRL's form: all arguments are passed by name.
-        if self.signature is None:
-            return
-        required = self.signature.required
-        available = tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns, *TRAINER_ARGUMENTS)))
-        missing = [parameter for parameter in required if parameter not in available]
-        if missing:
-            fix = "Rename a parameter or a column."
-            if "completion" in missing:
-                fix = "Pass a function of a single completion as reward_fn (form: agilerl)."
+        others = TRAINER_ARGUMENTS if in_process else TRAINER_ARGUMENTS[:1]  # worker processes cannot log
+        passed = [column for column in columns if column not in REPLACED_COLUMNS]
+        names = self._accepted(dict.fromkeys((*TRL_ARGUMENTS, *passed, *others)))
+        if not names or not self._accepts(**dict.fromkeys(names)):
             raise ValueError(
-                f"Reward function {self.name!r} takes {', '.join(missing)}, but {where} has the columns "
-                f"{sorted(columns)}. Also available: {', '.join((*TRL_ARGUMENTS, *TRAINER_ARGUMENTS))}. {fix}"
-            )
-        names = [
-            parameter for parameter in available if self.signature.accepts_any or parameter in self.signature.names
-        ]
-        if not names or not self.signature.accepts(**dict.fromkeys(names)):
-            raise ValueError(
-                f"Reward function {self.name!r} is called by name, f(prompts=, completions=, completion_ids=, "
-                f"**columns), but takes ({', '.join(self.signature.names) or 'no such names'}). It must at least take "
-                "completions."
-            )
-        # 3. Worker processes cannot log.
-        logging = set(required).intersection(("log_extra", "log_metric"))
-        if logging and not in_process:
-            raise ValueError(
-                f"Reward function {self.name!r} takes {', '.join(sorted(logging))}, which is not available in worker "
-                "processes. Remove reward_workers and reward_timeout, or give the parameter a default."
+                f"Reward function {self.name!r} takes {self.signature}, but is called by name with "
+                f"{', '.join((*TRL_ARGUMENTS, *others))} and the columns of {where} {sorted(passed)}. It must take "
+                "completions. Rename a parameter or a column. log_extra and log_metric are not available in worker "
+                "processes. A function of a single completion belongs in reward_fn (form: agilerl)."
             )
 
     def jobs(self, inputs: RewardInputs, rows: Sequence[int], num_workers: int) -> list[Job]:
@@ -235,31 +160,32 @@ class Reward:
             parts = [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
         else:
             parts = [(row,) for row in rows]
-        return [Job(name=self.name, rows=part, calls=self._calls(inputs.select(part))) for part in parts]
+        return [Job(name=self.name, rows=part, calls=self._calls(inputs, part), batched=self.batched) for part in parts]
 
-    def _calls(self, inputs: RewardInputs) -> tuple[Call, ...]:
+    def _calls(self, inputs: RewardInputs, rows: Sequence[int]) -> tuple[Call, ...]:
         """Return the calls of the function for these completions, in its form."""
         if not self.batched:
-            return tuple(self._call(text, row) for text, row in zip(inputs.texts, inputs.rows, strict=True))
+            calls: list[Call] = []
+            for row in rows:
+                values = (inputs.texts[row], inputs.rows[row]["answer"], inputs.rows[row]["question"])
+                by_name = dict(zip(AGILERL_ARGUMENTS, values, strict=True))
+                names = self.argument_names
+                calls.append((values, {}) if names is None else ((), {name: by_name[name] for name in names}))
+            return tuple(calls)
         # TRL's form: one call with everything that the function names.
-        prompts = [row["prompt"] for row in inputs.rows]
-        completions: list[Any] = list(inputs.texts)
-        if not isinstance(prompts[0], str):
+        chosen = [inputs.rows[row] for row in rows]
+        completions: list[Any] = [inputs.texts[row] for row in rows]
+        if not isinstance(chosen[0]["prompt"], str):
             turns = [[text] for text in inputs.texts] if inputs.turns is None else inputs.turns
-            completions = [as_messages(texts) for texts in turns]
-        replaced = ("prompt", "completion", "completion_ids")  # columns that TRL's own arguments replace
-        columns = {key: [row[key] for row in inputs.rows] for key in inputs.rows[0] if key not in replaced}
-        arguments = {"prompts": prompts, "completions": completions, "completion_ids": list(inputs.token_ids)}
-        keywords = {**arguments, **columns, **inputs.trainer}
-        if self.signature is not None and not self.signature.accepts_any:
-            keywords = {name: value for name, value in keywords.items() if name in self.signature.names}
-        return (((), keywords),)
-
-    def _call(self, text: str, row: Mapping[str, Any]) -> Call:
-        values = {"completion": text, "answer": row["answer"], "question": row["question"]}
-        if self.argument_names is None:
-            return tuple(values.values()), {}
-        return (), {name: values[name] for name in self.argument_names}
+            completions = [as_messages(turns[row]) for row in rows]
+        available = {
+            "prompts": [row["prompt"] for row in chosen],
+            "completions": completions,
+            "completion_ids": [inputs.token_ids[row] for row in rows],
+            **{key: [row[key] for row in chosen] for key in chosen[0] if key not in REPLACED_COLUMNS},
+            **inputs.trainer,
+        }
+        return (((), {name: available[name] for name in self._accepted(available)}),)
 
 
 def as_messages(texts: Sequence[str]) -> list[dict[str, str]]:

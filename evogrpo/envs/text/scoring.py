@@ -2,7 +2,8 @@
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,7 @@ from evogrpo.envs.text.reward_calls import (
     CallFailedError,
     InProcessRunner,
     Job,
-    Outcome,
-    PendingJob,
+    Results,
     RewardRunner,
     safe_repr,
     safe_str,
@@ -23,6 +23,9 @@ from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardErro
 from evogrpo.envs.text.step_rewards import MAX_REWARD, StepRewards, fits_float32
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
+
+POLL_SECONDS = 0.2  # longest wait without checking for a stop
+StartedJob = tuple[Job, "Future[Results]"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +50,7 @@ def compute_rewards(
     runner: RewardRunner | None = None,
     *,
     retry: bool = False,
-    pending: Sequence[PendingJob] = (),
+    started: Sequence[StartedJob] = (),
     stop: Stop = NEVER,
 ) -> RewardResult:
     """Compute the rewards of completions.
@@ -58,7 +61,7 @@ def compute_rewards(
         on_error: "raise", or "exclude": a completion with a failed reward gets NaN, with one warning per call.
         runner: Calls the functions; None = in this process.
         retry: Repeat failed calls once if on_error is "exclude": the cause may be temporary.
-        pending: Jobs for some of the completions that the runner has already started.
+        started: Jobs for some of the completions that the runner has already started.
         stop: Checked between calls.
 
     Raises:
@@ -66,36 +69,56 @@ def compute_rewards(
             the time limit, ends its process, or returns something other than a finite number, StepRewards or None.
             The message shows the function and the (escaped) completion.
     """
-    # 1. Call all functions.
     runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
-    outcomes = _call_rewards(rewards, inputs, runner, pending, stop, stop_at_first=on_error == "raise")
+    by_name = {reward.name: reward for reward in rewards}
+    stop_at_first = on_error == "raise"
+    # 1. Call all functions; those that run in the background start first.
+    submitted = {(job.name, row) for job, _ in started for row in job.rows}
+    jobs = [
+        job
+        for reward in sorted(rewards, key=lambda reward: not runner.runs_in_background(reward.name))
+        for job in reward.jobs(
+            inputs,
+            [row for row in range(len(inputs.texts)) if (reward.name, row) not in submitted],
+            runner.num_workers,
+        )
+    ]
+    values: dict[tuple[str, int], Any] = {}
+    failed_jobs: list[tuple[Job, BaseException]] = []
+    for job, results in _run(jobs, runner, started, stop, stop_at_first=stop_at_first):
+        if len(job.rows) > 1 and isinstance(results[0], BaseException) and all(each is results[0] for each in results):
+            failed_jobs.append((job, results[0]))
+        else:
+            values |= {(job.name, row): value for row, value in zip(job.rows, results, strict=True)}
+    # 2. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
+    repeated = [(job.name, row) for job, _ in failed_jobs for row in job.rows]
     if retry and on_error == "exclude":
-        failed = [
-            job
-            for reward in rewards
-            for row, value in outcomes[reward.name].items()
-            if isinstance(value, BaseException)
-            for job in reward.jobs(inputs, [row], 1)
-        ]
-        _run_jobs(failed, {reward.name: reward for reward in rewards}, runner, outcomes, stop, stop_at_first=False)
-    # 2. Check the values.
+        repeated += [key for key, value in values.items() if isinstance(value, BaseException)]
+    jobs = [job for name, row in repeated for job in by_name[name].jobs(inputs, [row], 1)]
+    for job, results in _run(jobs, runner, (), stop, stop_at_first=stop_at_first):
+        values[job.name, job.rows[0]] = results[0]
+    for job, error in failed_jobs:
+        repeats = [values.get((job.name, row)) for row in job.rows]
+        if not any(isinstance(value, BaseException) for value in repeats):
+            note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
+            raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
+    # 3. Check the values.
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
-    for reward in rewards:
-        values = np.full(len(inputs.texts), np.nan)
+    for name in by_name:
+        components[name] = np.full(len(inputs.texts), np.nan)
         step_values: list[StepRewards | None] = [None] * len(inputs.texts)
-        for row, outcome in sorted(outcomes[reward.name].items()):
+        for row in range(len(inputs.texts)):
             try:
-                values[row], step_values[row] = _checked_value(reward.name, outcome, inputs, row)
+                components[name][row], step_values[row] = _checked_value(name, values.get((name, row)), inputs, row)
             except RewardError as error:
                 if on_error == "raise":
                     raise
                 failures.setdefault(row, error)
-        components[reward.name] = values
         if any(value is not None for value in step_values):
-            steps[reward.name] = step_values
-    # 3. Weighted sum over the functions that apply.
+            steps[name] = step_values
+    # 4. Weighted sum over the functions that apply.
     table = np.stack(list(components.values()))
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
@@ -112,70 +135,45 @@ def compute_rewards(
     return RewardResult(rewards=total, components=components, steps=steps)
 
 
-def _call_rewards(
-    rewards: Sequence[Reward],
-    inputs: RewardInputs,
-    runner: RewardRunner,
-    pending: Sequence[PendingJob],
-    stop: Stop,
-    *,
-    stop_at_first: bool,
-) -> dict[str, dict[int, Any]]:
-    """Return a value or exception by function and row."""
-    # 1. Submit the calls that are not pending yet.
-    by_name = {reward.name: reward for reward in rewards}
-    submitted = {(waiting.job.name, row) for waiting in pending for row in waiting.job.rows}
-    missing = {name: [row for row in range(len(inputs.texts)) if (name, row) not in submitted] for name in by_name}
-    jobs = [job for reward in rewards for job in reward.jobs(inputs, missing[reward.name], runner.num_workers)]
-    pending = [*pending, *runner.submit(jobs)]
-    # 2. Collect the results.
-    values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
-    failed_jobs: list[tuple[Job, Exception]] = []
-    for waiting, outcome in zip(pending, runner.wait(pending, stop_at_first=stop_at_first, stop=stop), strict=True):
-        error = _store(waiting.job, outcome, values[waiting.job.name], batched=by_name[waiting.job.name].batched)
-        if error is not None:
-            failed_jobs.append((waiting.job, error))
-    # 3. Repeat failed calls for several completions one by one, to find the completion that causes the failure.
-    for job, error in failed_jobs:
-        single_jobs = [single for row in job.rows for single in by_name[job.name].jobs(inputs, [row], 1)]
-        _run_jobs(single_jobs, by_name, runner, values, stop, stop_at_first=stop_at_first)
-        if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
-            note = f" (for {len(job.rows)} completions at once, but for none of them alone)"
-            raise _failed(job.name, error, inputs.texts[job.rows[0]], note=note)
-    return values
+def _run(
+    jobs: Sequence[Job], runner: RewardRunner, started: Sequence[StartedJob], stop: Stop, *, stop_at_first: bool
+) -> list[tuple[Job, list[Any]]]:
+    """Run jobs and wait for those already started; return a value or exception for each row of a job.
+
+    With `stop_at_first`, the jobs that are unfinished when one fails are cancelled and left out.
+    """
+    running = list(started)
+    try:
+        for job in jobs:
+            running.append((job, runner.submit(job, stop)))
+            if stop_at_first and _has_failed(*running[-1]):
+                break
+        while wait([future for _, future in running], timeout=POLL_SECONDS).not_done:
+            stop.check()
+            if stop_at_first and any(_has_failed(job, future) for job, future in running):
+                break
+        return [(job, _results(job, future)) for job, future in running if future.done()]
+    finally:
+        runner.cancel([future for _, future in running])
 
 
-def _run_jobs(
-    jobs: Sequence[Job],
-    by_name: Mapping[str, Reward],
-    runner: RewardRunner,
-    values: Mapping[str, dict[int, Any]],
-    stop: Stop,
-    *,
-    stop_at_first: bool,
-) -> None:
-    """Run jobs of one completion each and store their results."""
-    outcomes = runner.wait(runner.submit(jobs), stop_at_first=stop_at_first, stop=stop)
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        _store(job, outcome, values[job.name], batched=by_name[job.name].batched)
+def _has_failed(job: Job, future: "Future[Results]") -> bool:
+    return future.done() and any(isinstance(value, BaseException) for value in _results(job, future))
 
 
-def _store(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
-    """Store a job's values by row; return the error of a failed call for several completions."""
-    if outcome is None:
-        return None
-    failure = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
-    if isinstance(failure, BaseException):
-        words = f"raised {type(failure).__name__}: {_short_repr(safe_str(failure))}"
-        error = failure if isinstance(failure, Exception) else CallFailedError(words)
-        if len(job.rows) > 1:
-            return error
-        values[job.rows[0]] = error
-        return None
-    assert isinstance(outcome, list)
-    row_values = _checked_list(job.name, outcome[0], len(job.rows)) if batched else outcome
-    values.update(zip(job.rows, row_values, strict=False))  # shorter if the job stopped at its first failure
-    return None
+def _results(job: Job, future: "Future[Results]") -> list[Any]:
+    """Return a value or exception for each row of a finished job."""
+    error = CallFailedError("was cancelled or blocked its event loop") if future.cancelled() else future.exception()
+    if error is not None:
+        if not isinstance(error, CallFailedError):
+            raise error
+        return [error] * len(job.rows)
+    values = future.result()
+    if not job.batched:
+        return values
+    if isinstance(values[0], BaseException):
+        return values * len(job.rows)
+    return _checked_list(job.name, values[0], len(job.rows))
 
 
 def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tuple[float, StepRewards | None]:

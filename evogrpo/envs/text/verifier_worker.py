@@ -5,7 +5,6 @@ output, so that completions cannot make the parent process execute code.
 """
 
 import asyncio
-import importlib
 import importlib.util
 import json
 import os
@@ -14,20 +13,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-MAIN = "__main__"
-MAX_INTEGER = 10**300  # larger ones are no rewards, and JSON readers may reject them
-
 
 def main() -> None:
     """Process requests until the parent process ends."""
     # 1. Keep the pipes for messages; printed text goes to standard error.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -36,28 +31,30 @@ def main() -> None:
     threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
     # 2. Load the reward functions.
     setup = pickle.loads(inbox.get())  # noqa: S301 (as above)
-    try:
-        functions, timeout = _load(setup), setup["timeout"]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
-        _reply(replies, {"refused": f"{type(error).__name__}: {error}{_line(error)}"})
-        return
-    from evogrpo.envs.text.reward_calls import call_async, call_sync, is_async
+    sys.path[:] = setup["path"]
+    from evogrpo.envs.text.reward_calls import CallFailedError, call_async, call_sync, is_async
 
-    loop = asyncio.new_event_loop()
-    _reply(replies, {"ready": True})
+    try:
+        functions = _load(setup)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (user modules may raise anything)
+        failure = CallFailedError(f"{type(error).__name__}: {error}{_line(error)}")
+        print(encoded(failure), file=replies, flush=True)
+        return
+    print("[]", file=replies, flush=True)
     # 3. Process requests.
+    loop = asyncio.new_event_loop()
     while True:
-        request = inbox.get()
         try:
-            name, calls = pickle.loads(request)  # noqa: S301 (as above)
+            name, calls = pickle.loads(inbox.get())  # noqa: S301 (as above)
         except Exception as error:  # noqa: BLE001 (arguments may be objects of any class)
-            _reply(replies, {"unread": f"{type(error).__name__}: {error}"})
+            failure = CallFailedError(f"cannot read its arguments in a worker process, {type(error).__name__}: {error}")
+            print(encoded(failure), file=replies, flush=True)
             continue
         if is_async(functions[name]):
-            values = loop.run_until_complete(call_async(functions[name], calls, timeout))
+            values = loop.run_until_complete(call_async(functions[name], calls, setup["timeout"]))
         else:
-            values = call_sync(functions[name], calls)
-        _reply(replies, {"values": [to_json(value) for value in values]})
+            values = [call_sync(functions[name], call) for call in calls]
+        print(f"[{', '.join(map(encoded, values))}]", file=replies, flush=True)
 
 
 def _listen(requests: BinaryIO, inbox: "SimpleQueue[bytes]") -> None:
@@ -70,52 +67,41 @@ def _listen(requests: BinaryIO, inbox: "SimpleQueue[bytes]") -> None:
 
 
 def _load(setup: dict[str, Any]) -> dict[str, Any]:
-    sys.path[:] = setup["path"]
-    for name, importable, file in setup["modules"]:
-        if importable is not None:
-            sys.modules[name] = importlib.import_module(importable)
-            continue
-        # The main script gets another name, as in multiprocessing, so that code under `if __name__ == "__main__"` does
-        # not run.
-        alias = "__mp_main__" if name == MAIN else name
-        spec = importlib.util.spec_from_file_location(alias, file)
+    """Run the files of the user that a configuration names, then load the functions."""
+    for name, file in setup["files"].items():
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None  # Python files only
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[alias] = sys.modules[name] = module
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return {name: pickle.loads(function) for name, function in setup["functions"].items()}  # noqa: S301 (as above)
 
 
-def to_json(value: Any) -> Any:
-    """Return a reward function's result as a JSON value, invalid rewards as their repr."""
+def encoded(value: Any) -> str:
+    """Return the result of a call, or the exception that it raised, as JSON; failures as `{"failed": reason}`."""
     from evogrpo.envs.text.reward_calls import safe_repr
 
     try:
-        return _to_json(value)
+        return json.dumps(value, default=_plain)
     except Exception:  # noqa: BLE001 (user classes may raise anything)
-        return {"other": safe_repr(value)}
+        return json.dumps({"failed": f"must return numbers or None, got {safe_repr(value)}"})
 
 
-def _to_json(value: Any) -> Any:
-    from evogrpo.envs.text.reward_calls import safe_repr, safe_str
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has no form for as one that it has."""
+    from evogrpo.envs.text.reward_calls import CallFailedError, safe_str
+    from evogrpo.envs.text.step_rewards import StepRewards
 
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < MAX_INTEGER else float(value)
-    if type(value).__name__ in ("CallFailedError", "CallTimeoutError"):
+    if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"raised": [type(value).__name__, safe_str(value)[:10_000], _line(value)]}
+        return {"failed": f"raised {type(value).__name__}: {safe_str(value)!r:.400}{_line(value)}"}
+    if isinstance(value, StepRewards):
+        return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors
-        return to_json(value.tolist())
+        return value.tolist()
     if isinstance(value, Real):
         return float(value)
-    if type(value).__name__ == "StepRewards":
-        return {"steps": [list(value.values), list(value.positions), value.unit]}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [to_json(item) for item in value]
-    return {"other": safe_repr(value)}
+    raise TypeError
 
 
 def _line(error: BaseException) -> str:
@@ -126,11 +112,5 @@ def _line(error: BaseException) -> str:
     return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
-def _reply(replies: int, message: dict[str, Any]) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(replies, line) :]
-
-
-if __name__ == MAIN:
+if __name__ == "__main__":
     main()
