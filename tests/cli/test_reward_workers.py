@@ -44,9 +44,9 @@ def test_a_hanging_reward_stops_the_run_and_names_the_completion(project, workdi
 
 
 def test_a_function_that_cannot_be_pickled_is_refused(project, workdir, capsys):
-    text = "import threading\nclass Score:\n    lock = threading.Lock()\n    def __init__(self):\n        self.own = self.lock\n"
     Path("inner.py").write_text(
-        f"{text}    def __call__(self, completion, answer, question):\n        return 0.0\nscore = Score()\n"
+        "import threading\nclass Score:\n    def __init__(self):\n        self.lock = threading.Lock()\n"
+        "    def __call__(self, completion, answer, question):\n        return 0.0\nscore = Score()\n"
     )
     overrides = ("task.reward=inner.py:score", "task.reward_timeout=5")
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 2
