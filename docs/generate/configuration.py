@@ -31,7 +31,7 @@ from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.registry import TASK_TYPES
+from evogrpo.training.task_types import TASK_TYPES
 
 _SEPARATE = {
     "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",

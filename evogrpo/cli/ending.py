@@ -15,7 +15,7 @@ from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, number_text, origin_text, printable, relative_path, score_text
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.registry import TASK_TYPES
+from evogrpo.training.task_types import TASK_TYPES
 
 _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 

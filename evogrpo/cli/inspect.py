@@ -76,7 +76,7 @@ def video(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run_dir} has no best member yet. Wait for the first generation.")
     console = make_console()
     with working(console, "recording"):
-        from evogrpo.training.task_types.registry import task_type_of
+        from evogrpo.training.task_types import task_type_of
 
         config = load_config(args.run_dir / CONFIG_FILE)
         try:

@@ -38,7 +38,7 @@ from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumabl
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
-from evogrpo.training.task_types.registry import task_type_of
+from evogrpo.training.task_types import task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 
 
@@ -84,7 +84,8 @@ def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
                 rehearse(prepared)
             console.print("Dry run: nothing was trained. Remove --dry-run to start.")
             return OK
-        _check_memory(prepared, args)
+        need = prepared.forecast().need
+        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
         with working(console, "creating the population"):
             trainer = start(prepared, run_dir)
         with single_threaded(enabled=prepared.one_thread):
@@ -117,7 +118,8 @@ def resume_run(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     with closing(prepared.env):
-        _check_memory(prepared, args)
+        need = prepared.forecast().need
+        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
         with working(console, "loading the members"):
             trainer = resume(prepared, resumable, run_dir, allow_changed_data=args.allow_changed_data)
         if read_journal(run_dir / JOURNAL)[-1]["event"] not in ("stopped", "ended"):
@@ -126,13 +128,6 @@ def resume_run(args: argparse.Namespace) -> int:
             say_warning(f"Changed since the run began: {change}")
         with single_threaded(enabled=prepared.one_thread):
             return _train(console, trainer, run_dir, args)
-
-
-def _check_memory(prepared: PreparedRun, args: argparse.Namespace) -> None:
-    """Raise ValueError if a run does not fit in memory."""
-    need = prepared.forecast().need
-    if need is not None:
-        check_memory(need, allowed=args.skip_memory_check, remedy="--skip-memory-check")
 
 
 def _train(console: Console, trainer: Trainer, run_dir: Path, args: argparse.Namespace) -> int:
@@ -231,15 +226,12 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     """
     console.print(Text("Estimated cost", "bold"))
     forecast = prepared.forecast()
-    rows = dict(forecast.rows(prepared.config))
-    need = forecast.need
-    if need is not None:
-        if need.processes > 1:
-            rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
-        rows["available"] = check_memory(need, allowed=True)
+    rows, need = dict(forecast.rows), forecast.need
+    if need.processes > 1:
+        rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
+    rows["available"] = check_memory(need, allowed=True)
     _print_facts(console, rows)
-    if need is not None:
-        check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
+    check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
 def _print_facts(console: Console, rows: Mapping[str, str]) -> None:
@@ -289,7 +281,7 @@ def _evolution_text(prepared: PreparedRun) -> str:
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing (one member)"
     spaces = ", ".join(f"{name} in {_range_text(parameter)}" for name, parameter in config.search_space.items())
-    if prepared.networks_evolve:
+    if getattr(config.agent, "evolve_network", None) is not None:
         spaces = f"{spaces}{', ' if spaces else ''}network architecture"
     # A tournament shows what sets its selection pressure; other strategies show all settings.
     shown_settings = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()

@@ -25,7 +25,7 @@ from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
-from evogrpo.training.task_types.registry import TASK_TYPES
+from evogrpo.training.task_types import TASK_TYPES
 from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
@@ -192,8 +192,7 @@ def _check_memory(
         return  # `Trainer` raises for the first; memory of custom members is unknown
     population.check(env)
     need = TASK_TYPES[population.members.kind].need(population, env, schedule, experience)
-    if need is not None:
-        check_memory(need, allowed=allowed)
+    check_memory(need, allowed=allowed)
 
 
 def _shown(run: Trainer, console: Console | None) -> Run:

@@ -120,6 +120,19 @@ class Need:
         return self.processes * self.size
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Costs of a run, computed before it starts.
+
+    Attributes:
+        rows: Rows of the plan: label -> text.
+        need: Peak memory.
+    """
+
+    rows: dict[str, str]
+    need: Need
+
+
 def sharing(device: str) -> int:
     """Return the largest number of processes that share one device's memory. A collective.
 

@@ -82,7 +82,7 @@ def rehearse(prepared: PreparedRun) -> None:
     """
     config = prepared.config
     check_resumable(config.strategy)
-    if not prepared.loads_weights:
+    if config.model is None:
         _make_trainer(prepared, prepared.population(), config.schedule, config.strategy, None)
         return
     config.schedule.check_held_out(prepared.env)

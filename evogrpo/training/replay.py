@@ -27,7 +27,7 @@ from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
-from evogrpo.training.task_types.registry import task_type_of
+from evogrpo.training.task_types import task_type_of
 from evogrpo.warnings import warn
 
 VERSION = 1
@@ -234,9 +234,7 @@ def replay(
         )
     config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
     prepared = task_type_of(config.task).prepare(config)
-    need = prepared.forecast().need
-    if need is not None:
-        check_memory(need, allowed=skip_memory_check)
+    check_memory(prepared.forecast().need, allowed=skip_memory_check)
     if run_dir is not None:
         trainer = start(prepared, Path(run_dir))
     else:

@@ -113,9 +113,7 @@ def train(
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
     prepared = prepare_in(config, _environment(env, config, settings))
-    need = prepared.forecast().need
-    if need is not None:
-        check_memory(need, allowed=skip_memory_check)
+    check_memory(prepared.forecast().need, allowed=skip_memory_check)
     trainer = _evolution(prepared, run_dir, registered=isinstance(env, str))
     trainer.callbacks.extend(callbacks)
     display = None if console is None else RunDisplay(console, trainer)

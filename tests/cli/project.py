@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from evogrpo.training.task_types.registry import task_type_of
+from evogrpo.training.task_types import task_type_of
 from tests.forking import Forked, evogrpo
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

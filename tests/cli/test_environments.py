@@ -240,12 +240,12 @@ def test_the_forecast_is_an_upper_bound():
         "population": {"size": 2},
     }
     prepared = prepare(parse_config(values))
-    bound = prepared.forecast()
+    assert "at most 15 steps" in prepared.forecast().rows["optimizer"]
     schedule, strategy = prepared.config.schedule, prepared.config.strategy
     run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     for report in run.reports():
         for learned in getattr(report, "learned", {}).values():
-            assert 0 < learned.metrics["optimizer_steps"] <= bound.optimizer_steps["default"] == 15
+            assert 0 < learned.metrics["optimizer_steps"] <= 15
 
 
 def test_the_forecast_uses_the_default_time_limit(workdir, capsys):

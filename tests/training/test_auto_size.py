@@ -12,8 +12,8 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.launch import start
+from evogrpo.training.task_types import task_type_of
 from evogrpo.training.task_types.networks import prepare_in
-from evogrpo.training.task_types.registry import task_type_of
 from tests.envs import probes
 from tests.training.test_time_limit import Clock, costly
 
@@ -167,7 +167,7 @@ def test_images_are_limited_by_memory(monkeypatch):
     env = GymnasiumGroups(Images, max_episode_steps=1000)
     for there, members, samples in ((200e9, 8, 32), (40e9, 8, 16), (5e9, 1, 8), (1e6, 1, 8)):
         monkeypatch.setattr(
-            "evogrpo.training.task_types.auto_size.device_memory", lambda device, there=there: (there, "memory")
+            "evogrpo.training.task_types.networks.device_memory", lambda device, there=there: (there, "memory")
         )
         prepared = prepare_in(configured(), env)
         assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)
@@ -209,4 +209,4 @@ def test_sizes_with_shared_experience(clock, learn_from):
     size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
     assert size > 1
     most = (2 if learn_from == "leader" else size) * samples
-    assert f"{most} at most" in prepared.forecast().rows(prepared.config)["samples"]
+    assert f"{most} at most" in prepared.forecast().rows["samples"]

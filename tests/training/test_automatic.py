@@ -16,7 +16,7 @@ from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AUTO_SIZES
 from evogrpo.training.configuration.strict_yaml import read_yaml
-from evogrpo.training.task_types.auto_size import with_sizes
+from evogrpo.training.task_types.networks import with_sizes
 from tests.tiny_models import tiny_model
 
 EVOLUTION = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.models.devices import process_memory
 from evogrpo.training.forecast import Need, bytes_text, check_memory
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.registry import TASK_TYPES
+from evogrpo.training.task_types import TASK_TYPES
 from tests.tiny_training import tiny_env, tiny_population
 
 GIGABYTE = 10**9

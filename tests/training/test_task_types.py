@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo.reporting.results import TERMS
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.task_types.registry import TASK_TYPES, parse_task
+from evogrpo.training.task_types import TASK_TYPES, parse_task
 from tests.cli.project import CONFIG, write_project
 from tests.training.task_type_case import TaskTypeTestCase
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,41 +15,18 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import (
-    ObservationStatistics,
-    episode_statistics,
-    fits_float32,
-    flatten,
-    leaf_spaces,
-    normalised_leaves,
-    unflatten,
-)
+from evogrpo.envs.control.observations import ObservationStatistics, episode_statistics, fits_float32, normalised_leaves
 from evogrpo.envs.control.rollout import PolicyEpisodes
 from evogrpo.evolution.history import ArchitectureChange
-from evogrpo.models.networks.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
+from evogrpo.models.networks.architecture import NothingToChangeError, mutate_architecture
 from evogrpo.models.networks.bank import StackedBank
-from evogrpo.models.networks.networks import ObservationEncoder
+from evogrpo.spaces import flatten, leaf_spaces, unflatten
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
 `[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start, padded to the longest. Where
 `get_action` was given an `action_mask`, those masks are the fifth part `[starts, g, t, k]`, True = legal, the parts of
 a MultiDiscrete action side by side."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyDescription:
-    """Description of a small network as text.
-
-    Attributes:
-        observations: Observations, part by part.
-        network: Convolutions and layers, or the name of the user's module.
-        actions: Actions and their distribution.
-    """
-
-    observations: str
-    network: str
-    actions: str
 
 
 class StackedPolicy:
@@ -103,15 +80,6 @@ class StackedPolicy:
             own_reference=settings.objective.reference == "snapshot",
             device=device,
             extra_stats=1 + 2 * self._normalised_entries if self._normalised_entries else 0,
-        )
-
-    @property
-    def words(self) -> PolicyDescription:
-        """Description of the first member."""
-        return PolicyDescription(
-            observations=ObservationEncoder(self.observation_space).description,
-            network=self.bank.description(0),
-            actions=self.bank.distribution.description,
         )
 
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> SampledActions:
@@ -188,7 +156,7 @@ class StackedPolicy:
             return None
         # Other fields of the architecture do not change.
         changed = {"hidden": list(new.hidden), "activation": new.activation}
-        return ArchitectureChange(architecture=changed, old=_in_words(config), new=_in_words(new))
+        return ArchitectureChange(architecture=changed, old=config.description, new=new.description)
 
     def change_architecture(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Change a member's architecture and keep what it has learnt."""
@@ -211,11 +179,6 @@ class _PolicyModule(nn.Module):
         count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
         outputs: torch.Tensor = self.network(self._policy.shown(observations, np.full(count, self.slot)))
         return outputs
-
-
-def _in_words(config: NetworkConfig) -> str:
-    """Return the evolving part of an architecture as text, such as "64-64 tanh"."""
-    return f"{'-'.join(map(str, config.hidden))} {config.activation}"
 
 
 # ---- batches

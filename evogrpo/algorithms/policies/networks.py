@@ -34,10 +34,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
 from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
-from evogrpo.envs.control.observations import (
-    ObservationStatistics,
-    unflatten,
-)
+from evogrpo.envs.control.observations import ObservationStatistics
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores
@@ -47,6 +44,7 @@ from evogrpo.models.devices import check_stored_size
 from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
+from evogrpo.spaces import unflatten
 from evogrpo.storage.manifest import CheckpointError
 from evogrpo.warnings import warn
 

@@ -21,13 +21,13 @@ from evogrpo.envs.control.making import (
     time_limit,
     wrapper_name,
 )
-from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.envs.control.policy_mapping import single_agent
 from evogrpo.envs.control.random_play import check_determinism
 from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, SeededGroups
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
+from evogrpo.spaces import leaf_spaces
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 

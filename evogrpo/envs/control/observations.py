@@ -1,6 +1,6 @@
 """Observations as flat lists of arrays, and their running normalisation."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,65 +9,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.config.checks import FLOAT32_LIMIT
+from evogrpo.spaces import leaf_spaces
 
 Array = NDArray[Any]
 Leaves = list[Array]
 """Arrays [m, ...] of m observations, in the order of `leaf_spaces`."""
-
-
-def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
-    """Return the spaces at the leaves of a (nested) Dict or Tuple, in its own order.
-
-    Raises:
-        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary.
-    """
-    match space:
-        case spaces.Dict():
-            return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
-        case spaces.Tuple():
-            return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
-        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            return [space]
-    raise ValueError(
-        "observation_space must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-        f"got {type(space).__name__}. Use a wrapper that converts it."
-    )
-
-
-def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
-    """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
-    match space:
-        case spaces.Dict():
-            return [
-                leaf for key, part in space.spaces.items() for leaf in flatten(part, _part(space, observation, key))
-            ]
-        case spaces.Tuple():
-            return [
-                leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
-            ]
-    return [observation]
-
-
-def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
-    try:
-        return observation[key]
-    except (KeyError, IndexError, TypeError) as error:
-        held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-        raise ValueError(f"observation must have the keys {sorted(space.spaces)}, got {held}") from error
-
-
-def unflatten(space: spaces.Space[Any], leaves: Iterable[Array]) -> Any:
-    """Invert `flatten`: return an array, or dicts and tuples of arrays."""
-    return _rebuilt(space, iter(leaves))
-
-
-def _rebuilt(space: spaces.Space[Any], leaves: Iterator[Array]) -> Any:
-    match space:
-        case spaces.Dict():
-            return {key: _rebuilt(part, leaves) for key, part in space.spaces.items()}
-        case spaces.Tuple():
-            return tuple(_rebuilt(part, leaves) for part in space.spaces)
-    return next(leaves)
 
 
 def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leaves:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.actions import check_action_space
-from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, stack
+from evogrpo.envs.control.observations import Leaves, stack
+from evogrpo.spaces import flatten, leaf_spaces
 
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"

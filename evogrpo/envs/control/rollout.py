@@ -12,10 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import Uniforms, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import fits_float32, unflatten
+from evogrpo.envs.control.observations import fits_float32
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
 
 MOST_STEPS = 100_000

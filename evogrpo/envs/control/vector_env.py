@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape
 from evogrpo.envs.control.making import MakeEnv, noise_seed
-from evogrpo.envs.control.observations import Leaves, flatten, leaf_spaces, scalars, stack, unflatten
+from evogrpo.envs.control.observations import Leaves, scalars, stack
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.spaces import flatten, leaf_spaces, unflatten
 
 
 class PolicyInput(NamedTuple):

@@ -65,6 +65,11 @@ class NetworkConfig:
         if abs(self.log_std) > 20:
             raise ValueError(f"log_std must lie in [-20, 20], got {self.log_std}: it is a logarithm")
 
+    @property
+    def description(self) -> str:
+        """Hidden layers and activation, such as "64-64 tanh"."""
+        return f"{'-'.join(map(str, self.hidden))} {self.activation}" if self.hidden else "linear"
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)

@@ -115,7 +115,11 @@ class StackedBank(StackedTrainStates):
 
     def description(self, slot: int) -> str:
         """Return a member's network in words."""
-        return self.locate(slot)[0].network.description
+        network = self.locate(slot)[0].network
+        if isinstance(network, ModuleNetwork):
+            return f"{network.name}, a module of your own"
+        assert isinstance(network, DefaultNetwork)
+        return f"{'convolutions, then ' if network.encoder.images else ''}{network.config.description}"
 
     # ---- acting
 

@@ -34,11 +34,6 @@ class Distribution(Protocol):
     """
 
     @property
-    def description(self) -> str:
-        """Actions and their distribution in words."""
-        ...
-
-    @property
     def outputs(self) -> int:
         """Number of outputs that the network must have."""
         ...
@@ -132,13 +127,6 @@ class Categorical:
         ends = np.cumsum(counts).tolist()
         self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
-    @property
-    def description(self) -> str:
-        """Number of values of each choice."""
-        if len(self.counts) == 1:
-            return f"one of {self.counts[0]}, by a categorical distribution"
-        return f"{len(self.counts)} choices among {', '.join(map(str, self.counts))}, a categorical distribution each"
-
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
         rows = np.arange(len(outputs))
@@ -209,12 +197,6 @@ class Bernoulli:
         self.shape, self.dtype = shape, dtype
         self.outputs = self.uniforms_per_action = int(np.prod(shape))
 
-    @property
-    def description(self) -> str:
-        """Number of bits."""
-        several = f"{self.outputs} bits, a Bernoulli distribution each"
-        return "1 bit, by a Bernoulli distribution" if self.outputs == 1 else several
-
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
         _check_no_mask(legal, "MultiBinary")
@@ -273,11 +255,6 @@ class DiagonalGaussian:
         self._half = np.where(bounded & (high > low), (high - low) / 2, 1)
         self._middle, self._half = self._middle.astype(np.float32), self._half.astype(np.float32)
         self._log_half = float(np.log(self._half.astype(np.float64)).sum())
-
-    @property
-    def description(self) -> str:
-        """Number of real numbers."""
-        return "1 real number, by a Gaussian" if self.outputs == 1 else f"{self.outputs} real numbers, a Gaussian each"
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""

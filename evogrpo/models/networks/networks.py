@@ -1,7 +1,7 @@
 """Policy networks: observation encoder, layers, the default network, and modules of the user."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from operator import itemgetter
@@ -18,7 +18,7 @@ from torch.nn.functional import conv2d
 from evogrpo.data import map_tensors
 from evogrpo.models.networks.architecture import Activation, Convolution, NetworkConfig, Parameters
 from evogrpo.randomness import generator
-from evogrpo.spaces import preprocess_observation
+from evogrpo.spaces import flatten, leaf_spaces, preprocess_observation, unflatten
 from evogrpo.warnings import warn
 
 Image = tuple[int, int, int]
@@ -38,23 +38,17 @@ class ObservationEncoder:
     Attributes:
         features: Number of features, without images.
         images: Shape of each image.
-        image_names: Name of each image's part; empty for the whole observation.
-        description: The parts of an observation in words.
 
     Raises:
         ValueError: If the space, or a part of it, is of another kind.
     """
 
     def __init__(self, space: spaces.Space[Any] | None) -> None:
-        parts = list(_parts(space))
-        if space is None or not parts:
+        if space is None or not leaf_spaces(space):
             raise ValueError(f"observation_space must have at least one part, got {space}.")
-        self._space, self._leaves = space, [leaf for _, leaf in parts]
-        described = [f"{name}: {_description(leaf)}" if name else _description(leaf) for name, leaf in parts]
-        self.description = "; ".join([*described, "side by side"] if len(described) > 1 else described)
-        self.image_names = [name for name, leaf in parts if _image(leaf) is not None]
+        self.space, self._leaves = space, leaf_spaces(space)
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
-        self.features = sum(_feature_count(leaf) for leaf in self._leaves if _image(leaf) is None)
+        self.features = sum(spaces.flatdim(leaf) for leaf in self._leaves if _image(leaf) is None)
 
     @property
     def is_identity(self) -> bool:
@@ -73,7 +67,7 @@ class ObservationEncoder:
             ValueError: If the observations do not fit the space.
         """
         vectors, images = [], []
-        numbers = leaves(preprocess_observation(observations, self._space, device))
+        numbers = flatten(self.space, preprocess_observation(observations, self.space, device))
         for leaf, part in zip(self._leaves, numbers, strict=True):
             values = part / 255 if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box) else part
             shape = _image(leaf)
@@ -85,74 +79,6 @@ class ObservationEncoder:
                 images.append(values if tuple(values.shape[1:]) == shape else values.permute(0, 3, 1, 2))
         vector = torch.cat(vectors, 1) if len(vectors) > 1 else next(iter(vectors), None)
         return vector, images
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts and tuples in their order."""
-    if isinstance(tree, Mapping):
-        for part in tree.values():
-            yield from leaves(part)
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from leaves(part)
-    else:
-        yield tree
-
-
-def zero_observation(space: spaces.Space[Any]) -> Any:
-    """Return one batch of one observation of zeros (or each space's first value), in the form of the space."""
-    match space:
-        case spaces.Dict():
-            return {key: zero_observation(part) for key, part in space.spaces.items()}
-        case spaces.Tuple():
-            return tuple(zero_observation(part) for part in space.spaces)
-        case spaces.Discrete() | spaces.MultiDiscrete():
-            return np.asarray(space.start)[None]
-    return np.zeros((1, *(space.shape or ())), dtype=space.dtype)
-
-
-def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[str, spaces.Space[Any]]]:
-    """Yield each part of an observation with its name, such as `where.0`; the whole has an empty name."""
-    match space:
-        case spaces.Dict() | spaces.Tuple():
-            named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-            for key, part in named:
-                yield from _parts(part, f"{name}.{key}" if name else str(key))
-        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            yield name, space
-        case _:
-            got = "None" if space is None else type(space).__name__
-            raise ValueError(
-                "observation_space must be a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
-                f"got {got}. Wrap the environment so that its observations are one of these."
-            )
-
-
-def _feature_count(space: spaces.Space[Any]) -> int:
-    """Return the number of features that a part of an observation is encoded as."""
-    match space:
-        case spaces.Discrete():
-            return int(space.n)
-        case spaces.MultiDiscrete():
-            return int(space.nvec.sum())
-    return int(np.prod(space.shape or ()))
-
-
-def _description(space: spaces.Space[Any]) -> str:
-    """Return a part of an observation in words."""
-    features, image = _feature_count(space), _image(space)
-    if image is not None:
-        channels, height, across = image
-        return f"an image of {height} × {across} with {channels} channel{'' if channels == 1 else 's'}"
-    match space:
-        case spaces.Discrete():
-            return f"one of {features}, one-hot"
-        case spaces.MultiDiscrete():
-            return f"{int(space.nvec.size)} choices, one-hot in {features} numbers"
-        case spaces.MultiBinary():
-            return f"{features} bit{'' if features == 1 else 's'}"
-    divided = ", divided by 255" if space.dtype == np.uint8 else ""
-    return f"{features} number{'' if features == 1 else 's'}{divided}"
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:
@@ -351,11 +277,6 @@ class Network(Protocol):
     shapes: Shapes
     values_per_observation: int
 
-    @property
-    def description(self) -> str:
-        """The network in words."""
-        ...
-
     def initial_parameters(self, seed: int) -> Parameters:
         """Return the initial parameters of every member."""
         ...
@@ -411,20 +332,6 @@ class DefaultNetwork:
         for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
             self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
         self.values_per_observation += 2 * sum(sizes)
-
-    @property
-    def description(self) -> str:
-        """Convolutions, number of other features, and hidden layers, such as `64-64 tanh`."""
-        config, parts = self.config, []
-        for image, layers in zip(self.encoder.image_names, self._images, strict=True):
-            shapes = [(self.shapes[f"{name}.weight"], stride) for name, stride in layers]
-            filters = ", ".join(f"{shape[0]} of {shape[2]}×{shape[3]} stride {stride}" for shape, stride in shapes)
-            parts.append(f"convolutions{f' of {image}' if image else ''} ({filters})")
-        if parts and self.encoder.features:
-            count = self.encoder.features
-            parts.append(f"joined with {count} number{'' if count == 1 else 's'}")
-        hidden = f"{'-'.join(map(str, config.hidden))} {config.activation}" if config.hidden else "linear"
-        return f"{', '.join(parts)}, then {hidden}" if parts else hidden
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
         """Add one image's convolutions to `shapes`; return their names, strides and number of features."""
@@ -495,7 +402,7 @@ class DefaultNetwork:
 
     def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
         """Return features `[q, w, f]`, including those of images."""
-        lead = next(leaves(observations)).shape[:2]
+        lead = flatten(self.encoder.space, observations)[0].shape[:2]
         vector, images = self.encoder(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
         parts = [] if vector is None else [vector.unflatten(0, lead)]
         for layers, image in zip(self._images, images, strict=True):
@@ -539,9 +446,13 @@ class ModuleNetwork:
                 "requires_grad_() on it, or add layers."
             )
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
+        # Zeros, or the first value of discrete spaces.
+        first = [
+            np.full((1, *(leaf.shape or ())), getattr(leaf, "start", 0), leaf.dtype) for leaf in leaf_spaces(space)
+        ]
         try:
             with torch.no_grad():
-                output = self._member(self._first, zero_observation(space))
+                output = self._member(self._first, unflatten(space, first))
         except Exception as error:
             kind = f"{type(space).__name__}{space.shape or ''}"
             raise ValueError(
@@ -557,11 +468,6 @@ class ModuleNetwork:
             warn(
                 f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
             )
-
-    @property
-    def description(self) -> str:
-        """Name of the module's class."""
-        return f"{self.name}, a module of your own"
 
     def initial_parameters(self, seed: int) -> Parameters:
         """Return copies of the module's parameters; the seed has no effect."""
@@ -587,7 +493,7 @@ class ModuleNetwork:
 
     def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
         outputs = []
-        for row in range(len(next(leaves(observations)))):
+        for row in range(len(flatten(self._space, observations)[0])):
             own = {name: parameters[name][row] for name in self.shapes}
             outputs.append(self._member(own, map_tensors(observations, itemgetter(row))))
         return torch.stack(outputs)

@@ -115,7 +115,7 @@ def _sections() -> Iterator[tuple[str, Sequence[str]]]:
 
 def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield path and keys of the sections of task types; importing them imports torch."""
-    from evogrpo.training.task_types.registry import TASK_TYPES
+    from evogrpo.training.task_types import TASK_TYPES
 
     for task_type in TASK_TYPES.values():
         hints = get_type_hints(task_type.agent)
@@ -161,7 +161,7 @@ def _build_config(values: Mapping[str, Any]) -> AnyConfig:
         strategy = mapping(strategy, "strategy", ("name", "its settings"))
         parsed["strategy"] = _with_path("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     # 2. Task and agent; their task type has the defaults of the other sections.
-    from evogrpo.training.task_types.registry import parse_task, task_type_of
+    from evogrpo.training.task_types import parse_task, task_type_of
 
     task = parse_task(values["task"])
     kind = task_type_of(task)

@@ -1,5 +1,6 @@
 """Task type of language models on prompts: members are LoRA adapters on one frozen base model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -8,40 +9,89 @@ from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.base_checkpoint import is_path
 from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.distributed import processes
-from evogrpo.envs.text.datasets import Preflight
+from evogrpo.envs.text.datasets import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
-from evogrpo.models.language.fsdp import base_bytes, check_sharding, shard_count
-from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
+from evogrpo.models.language.fsdp import (
+    base_bytes,
+    check_sharding,
+    gathered_parameters,
+    parameters_per_rank,
+    shard_count,
+)
+from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline, own_precision
 from evogrpo.models.language.lora import LoraTargets, check_supported, choose_targets, lora_from_json
-from evogrpo.models.language.quantised import PACKAGES, check_quantised
+from evogrpo.models.language.quantised import PACKAGES, bytes_of, check_quantised
+from evogrpo.models.language.sampling import rows_at_once
+from evogrpo.models.language.sizing import learning_bytes, sampling_bytes
 from evogrpo.storage.checkpoint import CheckpointError, read_record
-from evogrpo.text import pluralize
+from evogrpo.text import count_text, number_text, pluralize, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import user_line
-from evogrpo.training.forecast import Need, limited, sharing, sizes_text
+from evogrpo.training.forecast import (
+    Forecast,
+    Need,
+    Rounds,
+    bytes_text,
+    gigabytes,
+    limited,
+    possible,
+    samples_row,
+    sharing,
+    sizes_text,
+)
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.language_forecast import SAVINGS, LanguageForecast, make_forecast, peak_memory
 from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import RecordedEpisode
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
+
+
+FLOAT = 4  # bytes of a float32
+SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
+NO_REWARD = "none (does the function return a value?)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Estimated peak memory in bytes, by part.
+
+    Attributes:
+        base: Weights of the frozen base model on one rank.
+        members: Adapters and AdamW moments of all members, their copies before a learning step, one gradient and the
+            common first adapter.
+        learning: Activations and logits of one micro-batch.
+        sampling: KV cache, with the copy made when it grows.
+    """
+
+    base: int
+    members: int
+    learning: int
+    sampling: int
+
+    @property
+    def total(self) -> int:
+        """Total; learning and sampling alternate, so the larger counts."""
+        return self.base + self.members + max(self.learning, self.sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +110,6 @@ class PreparedLanguage:
     """
 
     one_thread: ClassVar[bool] = False
-    networks_evolve: ClassVar[bool] = False
-    loads_weights: ClassVar[bool] = True
 
     config: LanguageConfig
     model: str
@@ -84,9 +132,79 @@ class PreparedLanguage:
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
 
-    def forecast(self) -> LanguageForecast:
-        """Compute the costs of the run."""
-        return make_forecast(self.config, self.env, self.trial, self.outline.model, self.trained.targets, self.device)
+    def forecast(self) -> Forecast:
+        """Compute the costs of the run: upper bounds where completions may end early or values may evolve."""
+        config, env, outline, device = self.config, self.env, self.outline.model, self.device
+        # 1. Work: optimizer steps and tokens.
+        rounds, members = Rounds.of(config, env), config.population.size
+        optimizer_steps = [
+            epochs * math.ceil(config.schedule.samples_per_step / batch)
+            for epochs in possible(config, "update_epochs")
+            for batch in possible(config, "batch_size")
+        ]
+        fewest, most = min(optimizer_steps), max(optimizer_steps)
+        longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
+        per_step = members * _member_tokens(config, max(rounds.groups.values()), longest)
+        in_all = ""
+        if rounds.learning_steps is not None:
+            in_all = f", {count_text(rounds.learning_steps * per_step)} in all"
+        # 2. Memory: adapters and the share of the base model.
+        adapter = sum(target.end - target.start for target in self.trained.targets)
+        parts, precision = shard_count(config.base_parts), FLOAT if config.precision == "float32" else 2
+        if config.precision in PACKAGES:
+            precision = own_precision(device).itemsize
+            base = bytes_of(outline, config.precision, precision)
+        else:
+            base = parameters_per_rank(outline, parts) * precision
+        memory = peak_memory(
+            outline,
+            agent=config.agent,
+            members=members,
+            samples=config.schedule.samples_per_step,
+            validation=rounds.validation,
+            adapter=adapter,
+            longest=longest,
+            precision=precision,
+            base=base,
+            device=device,
+        )
+        # 3. Rows of the plan.
+        first = " ".join(map(str, self.trial.tokens[:12]))
+        rewards = (
+            f"{name} {NO_REWARD if value is None else number_text(value)}" for name, value in self.trial.rewards.items()
+        )
+        steps = pluralize(most, "step") if fewest == most else f"{fewest} to {pluralize(most, 'step')}"
+        micro_batch = config.agent.micro_batch_tokens
+        size = f"at most {pluralize(micro_batch or DEFAULT_MICRO_BATCH_TOKENS, 'token')}"
+        if micro_batch is None and device.startswith("cuda"):  # chosen when the run starts
+            assumed = count_text(DEFAULT_MICRO_BATCH_TOKENS)
+            size = f"as many tokens as fit into memory (the estimate of memory assumes {assumed})"
+        fetched = gathered_parameters(outline, parts) * precision  # by each process in one forward pass
+        written, form = config.logging.completions, config.logging.completions_format
+        rows = {
+            "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {pluralize(len(self.trial.tokens), 'token')}: "
+            f"{first}{' …' if len(self.trial.tokens) > 12 else ''}",
+            "rewards": f"{', '.join(rewards)} for {SAMPLE_COMPLETIONS[0]!r}",
+            "samples": samples_row(config, "completions"),
+            "groups": rounds.groups_row(),
+            "optimizer": f"{steps} per member and learning step, in micro-batches of {size}",
+            "steps": rounds.steps_row(config, "completions of held-out questions"),
+            "tokens": f"at most {count_text(per_step)} a learning step{in_all} (prompts of at most {longest}, "
+            f"completions of at most {config.agent.max_output_tokens}; updates included, evaluations left out)",
+            "parameters": f"{_millions_text(sum(map(Tensor.numel, outline.parameters())))} in the base, "
+            f"{_millions_text(adapter)} in each member's adapter",
+            "memory": f"about {gigabytes(memory.total)} at the peak: base {gigabytes(memory.base)} + members "
+            f"{gigabytes(memory.members)} ({members} × adapter and two moments, twice, float32) + the larger of "
+            f"learning {gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
+            f"{gigabytes(memory.sampling)} (KV cache); without Python and its libraries",
+            "completions": f"{written} per learning step are written as {form}" if written else "none are written",
+        }
+        if fetched:
+            received = f"each process receives {bytes_text(fetched)} from other processes per forward pass"
+            rows["base in parts"] = f"{received}, also for each sampled token"
+        return Forecast(
+            rows=rows, need=Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
+        )
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
@@ -147,6 +265,70 @@ def _reserve_text(env: HuggingFaceGym) -> str:
     return f", and {reserve} reserved for held-out splits" if reserve else ""
 
 
+def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, longest: int) -> int:
+    """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used."""
+    completions = config.schedule.samples_per_step * config.agent.max_output_tokens
+    epochs = max(possible(config, "update_epochs"))
+    splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
+    # Dynamic sampling may resample all groups.
+    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
+    # A group that is split between two optimizer steps runs its prompt twice.
+    updates = epochs * ((groups + splits) * longest + completions)
+    if config.experience is not None:  # plus one pass over others' samples for their effective sample size
+        others = max_sources(config.experience, config.population.size)
+        updates += others * (updates + (groups * longest + completions if config.experience.min_ess else 0))
+    reference = (
+        groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.search_space else 0
+    )
+    return sampling + updates + reference
+
+
+def peak_memory(
+    model: PreTrainedModel,
+    *,
+    agent: LanguageAgent | LanguageSettings,
+    members: int,
+    samples: int,
+    validation: int,
+    adapter: int,
+    longest: int,
+    precision: int,
+    base: int,
+    device: str,
+) -> Memory:
+    """Estimate the peak memory.
+
+    If the micro-batch size follows from memory, `DEFAULT_MICRO_BATCH_TOKENS` is assumed: a larger size is only chosen
+    if it needs at most half of the remaining memory.
+
+    Args:
+        model: The base model, with or without weights.
+        agent: Settings of the members.
+        members: Number of members.
+        samples: Completions per member and learning step.
+        validation: Completions per member and evaluation.
+        adapter: Parameters of one member.
+        longest: Tokens of the longest prompt.
+        precision: Bytes per number of the precision that the base model computes in.
+        base: Bytes of the base model's weights on one process.
+        device: Device of the members.
+    """
+    budget = agent.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    width = longest + agent.max_output_tokens
+    cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
+    return Memory(
+        base=base,
+        members=(2 * 3 * members + 2) * adapter * FLOAT,
+        learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
+        + members * adapter * FLOAT,
+        sampling=sampling_bytes(model, cached, precision),
+    )
+
+
+def _millions_text(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)
+
+
 class LanguageTask:
     """See `evogrpo.training.task_types.task_type.TaskType`."""
 
@@ -205,9 +387,7 @@ class LanguageTask:
             trained=trained,
         )
 
-    def need(
-        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
-    ) -> Need | None:
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate the memory from the base model, the adapters and the longest prompt."""
         members: Any = population.members  # language models
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)

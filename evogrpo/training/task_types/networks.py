@@ -1,11 +1,12 @@
 """Task types of small networks: a single agent in a Gymnasium environment, or several in a PettingZoo environment."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +14,27 @@ from gymnasium import spaces
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.algorithms.policies.network_policy import PolicyDescription
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
+from evogrpo.config.default_space import drop_single_group_size
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.data import DEFAULT_POLICY
+from evogrpo.distributed import processes
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.interruption import Interrupted, ProgressUpdate, Stop
+from evogrpo.models.devices import device_memory
 from evogrpo.models.networks.networks import ObservationEncoder
-from evogrpo.text import count_text, pluralize
+from evogrpo.spaces import leaf_spaces
+from evogrpo.text import count_text, duration_text, pluralize
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
-from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, AnyConfig
 from evogrpo.training.forecast import (
+    Forecast,
     Need,
     Rounds,
     gigabytes,
@@ -42,7 +47,6 @@ from evogrpo.training.forecast import (
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.auto_size import choose_sizes
 from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import RecordedEpisode, record_video
 
@@ -54,90 +58,28 @@ SHARED_ACTION_BYTES = 250  # an action that another member learns from; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
 
-def network_memory(
-    observations: Iterable[spaces.Space[Any]],
-    *,
-    longest: int,
-    members: int,
-    samples: int,
-    validation: int,
-    parameters: int,
-    others: int = 0,
-) -> Need:
-    """Estimate the peak memory of a run of small networks.
+CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
+"""Members, and groups per member and learning step, largest first."""
 
-    Args:
-        observations: Observation space of each acting agent.
-        longest: Most steps of an episode.
-        members: Number of members.
-        samples: Episodes per member and learning step.
-        validation: Episodes per member and evaluation.
-        parameters: Parameters per member.
-        others: Number of other members whose samples each member also learns from.
-    """
-    observation_spaces = list(observations)
-    observation_bytes = sum(
-        np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
-        for space in observation_spaces
-        for leaf in leaf_spaces(space)
-    )
-    shared = others * members * samples * longest * len(observation_spaces) * SHARED_ACTION_BYTES
-    episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
-    # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
-    return Need(
-        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
-        device="cpu",
-        savings=SAVINGS,
-        processes=sharing("cpu"),
-    )
+SMALLER_GROUPS = (4, 2)
+"""Group sizes to try for a single member if a whole group takes too long and group_size is auto."""
 
+HELD_OUT, MIN_HELD_OUT = (2, 8), 32
+"""Validation and test starts per training episode, and the minimum of validation starts: with fewer, the choice of the
+best member is mostly noise."""
+
+STEPS, STEPS_OF_ONE = 100, 20
+"""Learning steps that must fit into the time limit, with several members and with one."""
+
+TRIAL_SHARE, TRIAL_SECONDS = 0.05, 10.0
+"""Largest share of the time limit, and most seconds, for the measured step."""
+
+MEMORY_SHARE = 0.5
+"""Largest share of the memory that a run of automatic sizes may need."""
 
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which one thread is used. A second one gains, for 8 members, 9 % at 4,500 parameters,
 5 % at 17,000 and 25 % at 67,000."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkForecast:
-    """Costs of a run of small networks; upper bounds where episodes may end early or values may evolve.
-
-    Attributes:
-        rounds: Numbers of groups, steps and evaluations.
-        episode_steps: Most steps of an episode.
-        environment_steps: Most environment steps of one learning step, all members.
-        actions: Most actions of single agents in one learning step, all members.
-        optimizer_steps: Most optimizer steps per learning step and member, by policy.
-        parameters: Parameters of one founder.
-        need: Peak memory.
-    """
-
-    rounds: Rounds
-    episode_steps: int
-    environment_steps: int
-    actions: int
-    optimizer_steps: Mapping[str, int]
-    parameters: int
-    need: Need
-
-    def rows(self, config: AnyConfig) -> dict[str, str]:
-        """Return the rows of the plan."""
-        steps, longest = count_text(self.environment_steps), self.episode_steps
-        joint = networks = by_agent = ""
-        optimizer = {policy: f"at most {pluralize(most, 'step')}" for policy, most in self.optimizer_steps.items()}
-        if DEFAULT_POLICY not in optimizer:
-            joint, networks, by_agent = "joint ", "s", f": {count_text(self.actions)} actions of single agents"
-            optimizer = {policy: f"{most} of {policy}" for policy, most in optimizer.items()}
-        return {
-            "samples": samples_row(config, f"{joint}episodes"),
-            "groups": self.rounds.groups_row(),
-            "environment": f"at most {steps} {joint}steps a learning step, all members, for episodes of "
-            f"{longest}{by_agent}",
-            "optimizer": f"{', '.join(optimizer.values())} per member and learning step",
-            "steps": self.rounds.steps_row(config, f"{joint}episodes from held-out starts"),
-            "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
-            "memory": f"at most {gigabytes(self.need.size)} (an estimate, for episodes of full length): copies of the "
-            "observations of a learning step or an evaluation; Python and its libraries come on top",
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,18 +92,16 @@ class PreparedNetworks:
         mapping: Maps agents to policies.
         device: Device of the members.
         parameters: Parameters of one founder.
-        words: Description of its networks.
+        networks: Descriptions of its networks, without repetition.
         sizes: Text on sizes that were chosen; None if the configuration gives all.
     """
-
-    loads_weights: ClassVar[bool] = False
 
     config: AnyConfig
     env: GymnasiumGroups | PettingZooGroups
     mapping: PolicyMapping
     device: str
     parameters: int
-    words: PolicyDescription
+    networks: tuple[str, ...]
     sizes: str | None
 
     @property
@@ -170,11 +110,6 @@ class PreparedNetworks:
         images = any(ObservationEncoder(spec.observation_space).images for spec in self.mapping.specs.values())
         return torch.device(self.device).type == "cpu" and self.parameters <= ONE_THREAD and not images
 
-    @property
-    def networks_evolve(self) -> bool:
-        """True if evolution also changes architectures."""
-        return self.config.agent.evolve_network is not None
-
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
         """Restore the members of a stored run."""
         return saved.restore(device=self.device)
@@ -182,7 +117,7 @@ class PreparedNetworks:
     def facts(self) -> dict[str, str]:
         """Return facts about environment, agents, policies and members."""
         config, env, task, specs = self.config, self.env, self.config.task, self.mapping.specs
-        cut, in_all = "", ""
+        cut, in_all, normalised = "", "", ", normalised" if config.agent.normalise_observations else ""
         if env.uses_default_limit:
             cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps "
             cut += "(task.max_episode_steps)"
@@ -197,44 +132,56 @@ class PreparedNetworks:
                 f"{', told who it is' if task.agent_ids else ''}",
                 "policies": "; ".join(
                     f"{policy} for {', '.join(spec.agents)} "
-                    f"(sees {_space(spec.observation_space)}, acts in {_space(spec.action_space)})"
+                    f"(sees {_space(spec.observation_space)}{normalised}, acts in {_space(spec.action_space)})"
                     for policy, spec in specs.items()
                 ),
             }
         else:
             each = "episode" if env.recreate_env else "parallel episode"
             native = "vectorised natively" if env.native else f"one environment per {each}"
-            facts = {"environment": f"{task.label}, {native}: {sizes_text(env)} starts{cut}"}
+            facts = {
+                "environment": f"{task.label}, {native}: {sizes_text(env)} starts{cut}",
+                "observations": f"{_space(env.observation_space)}{normalised}",
+                "actions": _space(env.action_space),
+            }
             if env.reseed_noise:
                 facts["noise"] = "random after reset: every place in a group gets its own"
         networks = "a network" if len(specs) == 1 else f"{len(specs)} networks"
         return {
             **facts,
             "population": f"{pluralize(config.population.size, 'member')}, each {networks} "
-            f"({self.words.network}, {count_text(self.parameters)} parameters{in_all}) on {self.device}",
-            "observations": f"{self.words.observations}{', normalised' if config.agent.normalise_observations else ''}",
-            "actions": self.words.actions,
+            f"({'; '.join(self.networks)}, {count_text(self.parameters)} parameters{in_all}) on {self.device}",
             **({} if self.sizes is None else {"sizes": self.sizes}),
         }
 
-    def forecast(self) -> NetworkForecast:
-        """Compute the costs of the run for the agents that are known in advance."""
+    def forecast(self) -> Forecast:
+        """Compute the costs of the run: upper bounds where episodes may end early or values may evolve."""
         config, members, longest = self.config, self.config.population.size, self.env.max_episode_steps
-        steps = longest * config.schedule.samples_per_step
+        rounds, per_member = Rounds.of(config, self.env), longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        optimizer = {
+            policy: epochs * math.ceil(per_member * len(spec.agents) / smallest)
+            for policy, spec in self.mapping.specs.items()
+        }
+        joint = networks = by_agent = ""
+        steps = [f"at most {pluralize(most, 'step')}" for most in optimizer.values()]
+        if DEFAULT_POLICY not in optimizer:
+            actions = per_member * members * len(self.mapping.observation_spaces)
+            joint, networks, by_agent = "joint ", "s", f": {count_text(actions)} actions of single agents"
+            steps = [f"at most {pluralize(most, 'step')} of {policy}" for policy, most in optimizer.items()]
         need = _need(self.mapping, self.env, config.schedule, members, self.parameters, config.experience)
-        return NetworkForecast(
-            rounds=Rounds.of(config, self.env),
-            episode_steps=longest,
-            environment_steps=steps * members,
-            actions=steps * members * len(self.mapping.observation_spaces),
-            optimizer_steps={
-                policy: epochs * math.ceil(steps * len(spec.agents) / smallest)
-                for policy, spec in self.mapping.specs.items()
-            },
-            parameters=self.parameters,
-            need=need,
-        )
+        rows = {
+            "samples": samples_row(config, f"{joint}episodes"),
+            "groups": rounds.groups_row(),
+            "environment": f"at most {count_text(per_member * members)} {joint}steps a learning step, all members, for "
+            f"episodes of {longest}{by_agent}",
+            "optimizer": f"{', '.join(steps)} per member and learning step",
+            "steps": rounds.steps_row(config, f"{joint}episodes from held-out starts"),
+            "parameters": f"{count_text(self.parameters)} in each member's network{networks} at the start",
+            "memory": f"at most {gigabytes(need.size)} (an estimate, for episodes of full length): copies of the "
+            "observations of a learning step or an evaluation; Python and its libraries come on top",
+        }
+        return Forecast(rows=rows, need=need)
 
     def population(self) -> Population:
         """Make the founders."""
@@ -312,29 +259,14 @@ def prepare_in(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups) -> Pr
     device = "cpu" if config.device is None else choose_device(config.device)
     example: Any = _population(config, env, 1, "cpu").members
     parameters, mapping = _parameters(example.banks.state(0)), example.mapping
-    sized, sizes = choose_sizes(
-        config,
-        env,
-        longest=None if env.uses_default_limit else env.max_episode_steps,
-        members=lambda sized: _population(sized, env, sized.population.size, device),
-        need=lambda sized: _need(mapping, env, sized.schedule, sized.population.size, parameters, sized.experience),
-    )
-    # Descriptions once if all policies are alike, else by policy.
-    own = {name: policy.words for name, policy in example.policies.items()}
-    words = {}
-    for part in ("observations", "network", "actions"):
-        texts = {name: getattr(each, part) for name, each in own.items()}
-        alike = len(set(texts.values())) == 1
-        words[part] = (
-            next(iter(texts.values())) if alike else "; ".join(f"{name}: {text}" for name, text in texts.items())
-        )
+    sized, sizes = _choose_sizes(config, env, mapping, parameters, device)
     return PreparedNetworks(
         config=sized,
         env=env,
         mapping=mapping,
         device=device,
         parameters=parameters,
-        words=PolicyDescription(**words),
+        networks=tuple(dict.fromkeys(policy.bank.description(0) for policy in example.policies.values())),
         sizes=sizes,
     )
 
@@ -347,14 +279,22 @@ def _need(
     parameters: int,
     experience: SharedExperience | None,
 ) -> Need:
-    return network_memory(
-        mapping.observation_spaces.values(),
-        longest=env.max_episode_steps,
-        members=members,
-        samples=schedule.samples_per_step,
-        validation=limited(env.size("validation"), schedule.validation_questions),
-        parameters=parameters,
-        others=max_sources(experience, members),
+    """Estimate the peak memory, for episodes of full length; `parameters` are those of one member."""
+    agents, longest, samples = len(mapping.observation_spaces), env.max_episode_steps, schedule.samples_per_step
+    observation_bytes = sum(
+        np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape or ())
+        for space in mapping.observation_spaces.values()
+        for leaf in leaf_spaces(space)
+    )
+    validation = limited(env.size("validation"), schedule.validation_questions)
+    episodes = members * max(COPIES * samples, (COPIES - 1) * validation)
+    shared = max_sources(experience, members) * members * samples * longest * agents * SHARED_ACTION_BYTES
+    # Weights, a gradient, two moments, the copy of the best, and a copy of weights and moments before a learning step.
+    return Need(
+        size=int(episodes * longest * (observation_bytes + ACTION_BYTES)) + 8 * 4 * members * parameters + shared,
+        device="cpu",
+        savings=SAVINGS,
+        processes=sharing("cpu"),
     )
 
 
@@ -373,3 +313,155 @@ def _parameters(state: Mapping[str, torch.Tensor]) -> int:
 
 def _space(space: spaces.Space[Any]) -> str:
     return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)
+
+
+# ---- automatic sizes
+
+
+def _choose_sizes(
+    config: AnyConfig,
+    env: GymnasiumGroups | PettingZooGroups,
+    mapping: PolicyMapping,
+    parameters: int,
+    device: str,
+) -> tuple[AnyConfig, str | None]:
+    """Return the configuration with its `auto` sizes set, and a description of them; None if there are none.
+
+    The sizes are the largest that fit into memory and, by one measured step, into the time limit.
+    """
+    if not config.auto:
+        return config, None
+    group = config.hyperparameters.group_size
+    smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
+    choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
+    process_group = processes()
+    large_enough = [choice for choice in choices if choice[0] * choice[1] >= process_group.size] or choices[:1]
+    sized = [with_sizes(config, _sizes(env, *choice)) for choice in large_enough]
+    # 1. The largest sizes that need at most half of the memory.
+    memory, _ = process_group.broadcast(device_memory("cpu"))
+    fitting = sized
+    if memory is not None:
+        needs = [
+            _need(mapping, env, each.schedule, each.population.size, parameters, each.experience) for each in sized
+        ]
+        fitting = [
+            candidate for candidate, need in zip(sized, needs, strict=True) if need.total <= MEMORY_SHARE * memory
+        ] or sized[-1:]
+    reason = "" if fitting[0] is sized[0] else "to what fits into half of the memory there is"
+    chosen, limit = fitting[0], config.schedule.max_seconds
+    # 2. Of these, the largest for which enough learning steps fit into the time limit.
+    if limit is not None:
+        step_seconds = _measured_step(chosen, env, device, max_seconds=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
+        seconds = process_group.broadcast(step_seconds) / _work(chosen)  # for an episode
+        chosen = next(
+            (
+                candidate
+                for candidate in fitting
+                if limit >= (STEPS if candidate.population.size > 1 else STEPS_OF_ONE) * seconds * _work(candidate)
+            ),
+            fitting[-1],
+        )
+        if chosen is not fitting[0]:
+            steps = int(limit / (seconds * _work(chosen)))
+            number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
+            fits = f"so that about {number}" if steps else "although no learning step is expected to fit"
+            reason = f"{fits} into {duration_text(limit)}"
+    # 3. Describe those that were chosen.
+    schedule = chosen.schedule
+    texts = {
+        "population.size": pluralize(chosen.population.size, "member"),
+        "schedule.samples_per_step": f"{schedule.samples_per_step} episodes a step",
+        "hyperparameters.group_size": f"in groups of {chosen.hyperparameters.group_size}",
+        "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",
+        "schedule.test_questions": f"{schedule.test_questions} for the test",
+    }
+    words = ", ".join(text for name, text in texts.items() if name in config.auto)
+    return chosen, f"{words}{f', {reason}' if reason else ''}"
+
+
+def with_sizes(config: AnyConfig, sizes: Mapping[str, int]) -> AnyConfig:
+    """Return a configuration with its `auto` sizes set.
+
+    Args:
+        config: The configuration.
+        sizes: Size by full name, such as "population.size".
+
+    Raises:
+        ValueError: If they do not fit its hyperparameters.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in AUTO_KEYS}
+    for name in config.auto & AUTO_SIZES:
+        section, _, key = name.partition(".")
+        sections[section][key] = sizes[name]
+    samples, space = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step), config.search_space
+    return replace(
+        config,
+        search_space=drop_single_group_size(space, samples) if AUTO_SEARCH_SPACE in config.auto else space,
+        hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
+        population=replace(config.population, **sections["population"]),
+        schedule=replace(config.schedule, **sections["schedule"]),
+        auto=frozenset(),
+    )
+
+
+def _sizes(env: GymnasiumGroups | PettingZooGroups, members: int, groups: int, group_size: int) -> dict[str, int]:
+    """Return all sizes that follow from members, groups per learning step and group size."""
+    validation, test = HELD_OUT
+    samples = groups * group_size
+    return {
+        "population.size": members,
+        "hyperparameters.group_size": group_size,
+        "schedule.samples_per_step": samples,
+        "schedule.validation_questions": max(2, min(max(MIN_HELD_OUT, validation * samples), env.size("validation"))),
+        "schedule.test_questions": max(2, min(test * samples, env.size("test"))),  # at least 2, as a schedule requires
+    }
+
+
+def _work(config: AnyConfig) -> int:
+    return config.population.size * config.schedule.samples_per_step
+
+
+class _Deadline(Stop):
+    """Stop at a time by `time.monotonic()`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def check(self) -> None:
+        if time.monotonic() > self._seconds:
+            raise Interrupted
+
+
+def _measured_step(
+    config: AnyConfig, env: GymnasiumGroups | PettingZooGroups, device: str, *, max_seconds: float
+) -> float:
+    """Measure one learning step on members that are then discarded; return its expected seconds.
+
+    A step that takes longer than `max_seconds` is extrapolated from the finished part. Episodes often get longer
+    during training, so their expected length is the geometric mean of the measured and the maximum length.
+    """
+    population, samples = _population(config, env, config.population.size, device), config.schedule.samples_per_step
+    began = time.monotonic()
+    stop = _Deadline(began + max_seconds)
+    progress = [(0.0, 0.0)]  # part and seconds
+
+    def record_progress(work: ProgressUpdate) -> None:
+        if work.activity == "playing" and work.part > progress[-1][0]:
+            progress.append((work.part, time.monotonic() - began))
+
+    stop.listener = record_progress
+    with suppress(Interrupted):
+        collected = population.collect(
+            env, step=0, samples_per_step=samples, block=config.schedule.block(population), stop=stop
+        )
+        shared = config.experience if len(population) > 1 else None
+        slots = [agent.slot for agent in population.healthy]
+        sources = None if shared is None else shared.sources(collected.mean_rewards(), slots)
+        population.learn(collected.experience, step=0, sources=sources, shared=shared, stop=stop)
+        taken = time.monotonic() - began
+        length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
+        longest = length if env.uses_default_limit else env.max_episode_steps
+        return taken * math.sqrt(longest / length)
+    fraction, seconds = progress[-1]
+    return seconds / fraction if fraction else math.inf

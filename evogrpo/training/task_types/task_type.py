@@ -13,7 +13,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.models.devices import check_device, local_gpu
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
-from evogrpo.training.forecast import Need
+from evogrpo.training.forecast import Forecast, Need
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
@@ -52,19 +52,6 @@ class Environment(GroupEnvironment, Protocol):
         ...
 
 
-class Forecast(Protocol):
-    """Costs of a run, computed before it starts."""
-
-    @property
-    def need(self) -> Need | None:
-        """Peak memory; None if unknown."""
-        ...
-
-    def rows(self, config: AnyConfig) -> Mapping[str, str]:
-        """Return the rows of the plan: label -> text."""
-        ...
-
-
 class PreparedRun(Protocol):
     """Run whose configuration was checked against the machine, the task and the members."""
 
@@ -81,16 +68,6 @@ class PreparedRun(Protocol):
     @property
     def one_thread(self) -> bool:
         """True if matrix products are so small that one thread is faster than several."""
-        ...
-
-    @property
-    def networks_evolve(self) -> bool:
-        """True if evolution also changes architectures."""
-        ...
-
-    @property
-    def loads_weights(self) -> bool:
-        """True if making the founders loads a base model."""
         ...
 
     def facts(self) -> Mapping[str, str]:
@@ -149,10 +126,8 @@ class TaskType(Protocol[TaskT, AgentT]):
         """
         ...
 
-    def need(
-        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
-    ) -> Need | None:
-        """Estimate the memory of a run without a configuration; None if unknown."""
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
+        """Estimate the memory of a run without a configuration."""
         ...
 
     def record(
