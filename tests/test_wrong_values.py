@@ -21,6 +21,7 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import PopulationConfig
 from evogrpo.training.run_dir import LoggingConfig
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import dump
 from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_options, tiny_population
 
@@ -137,7 +138,7 @@ def test_agents_refuse_invalid_values(make):
             made = result_or_error(name, lambda name=name, value=value: make(**{name: value}))
             if not isinstance(made, str):
                 json.dumps(made.hyperparameters.to_json(), allow_nan=False)
-                made.members.settings.to_json()
+                dump(made.members.settings)
 
 
 def test_teams_refuse_invalid_values():

@@ -1,13 +1,15 @@
 """Schedule: length and limits of a run."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from evogrpo.config.checks import MAX_COUNT, MAX_STEPS, finite_number, flag, whole_between
+from pydantic import Field
+
+from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.default_space import without_effect
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.text import pluralize
+from evogrpo.validation import MAX_COUNT, WHOLE, Flag, Float, NonNegativeInt, PositiveFloat, PositiveInt, settings
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -19,7 +21,7 @@ LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_f
 """Fields of `Schedule` that a resumed run may change."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Schedule:
     """Length and limits of a run.
 
@@ -42,50 +44,28 @@ class Schedule:
         target_fitness: Stop once a member reaches it.
     """
 
-    generations: int | None = None
-    steps_per_generation: int = 8
-    samples_per_step: int = 64
-    validation_questions: int | None = None
-    test_questions: int | None = None
-    max_timesteps: int | None = None
-    max_tokens: int | None = None
-    max_seconds: float | None = None
-    target_fitness: float | None = None
-    count_evaluations: bool = False
+    generations: Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None = None
+    steps_per_generation: Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] = 8
+    samples_per_step: Annotated[int, Field(ge=2, le=MAX_SAMPLES), WHOLE] = 64
+    validation_questions: Annotated[int, Field(ge=2, le=MAX_COUNT), WHOLE] | None = None
+    test_questions: NonNegativeInt | None = None
+    max_timesteps: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    max_seconds: PositiveFloat | None = None
+    target_fitness: Float | None = None
+    count_evaluations: Flag = False
 
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
             raise ValueError("A run needs a limit: set generations, max_timesteps, max_tokens or max_seconds.")
-        self._whole("generations", 1, MAX_STEPS, optional=True)
-        self._whole("steps_per_generation", 1, MAX_STEPS)
-        self._whole("max_timesteps", 1, optional=True)
-        self._whole("max_tokens", 1, optional=True)
-        for name in ("max_seconds", "target_fitness"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, finite_number(name, getattr(self, name)))
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            raise ValueError(f"max_seconds must be above 0, got {self.max_seconds}")
-        self._whole("validation_questions", 2, optional=True)  # one question gives no standard error
-        self._whole("test_questions", 0, optional=True)
         if self.test_questions == 1:
             raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
-        self._whole("samples_per_step", 2, MAX_SAMPLES)
-        if flag("count_evaluations", self.count_evaluations) and self.max_tokens is None and self.max_timesteps is None:
+        if self.count_evaluations and self.max_tokens is None and self.max_timesteps is None:
             raise ValueError("count_evaluations needs max_tokens or max_timesteps. Set one of them, or leave it out.")
-
-    def _whole(self, name: str, least: int, most: int = MAX_COUNT, *, optional: bool = False) -> None:
-        """Validate an integer field and convert it to a plain int."""
-        value = getattr(self, name)
-        if value is not None or not optional:
-            object.__setattr__(self, name, whole_between(name, value, least, most))
 
     def late_starts(self, group_size: int) -> int:
         """Return the number of starts of a member in the last half of a generation's learning steps."""
         return self.samples_per_step // group_size * math.ceil(self.steps_per_generation / 2)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
     def ended_by(
         self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None

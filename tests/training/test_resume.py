@@ -184,7 +184,7 @@ def test_another_base_is_refused(whole):
 def test_all_settings_are_in_the_folder(whole):
     saved = open_run(whole)
     assert saved.strategy() == Tournament(z=0.0)
-    assert saved.record.schedule.to_json() == tiny_run(None).schedule.to_json()
+    assert saved.record.schedule == tiny_run(None).schedule
     assert saved.base["source"] == "LlamaForCausalLM"
 
 

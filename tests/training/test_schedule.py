@@ -6,6 +6,7 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, evolve
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import dump
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -38,7 +39,7 @@ def test_invalid_schedules_are_refused(fields, rule):
 )
 def test_one_limit_suffices_and_schedules_round_trip(fields):
     schedule = Schedule(**fields)
-    assert Schedule(**schedule.to_json()) == schedule
+    assert Schedule(**dump(schedule)) == schedule
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
 from evogrpo.storage.manifest import CheckpointError
+from evogrpo.validation import validate
 
 
 class LanguagePolicySet:
@@ -477,7 +478,7 @@ class LanguagePolicySet:
         members = cls(
             model,
             size,
-            LanguageSettings.from_json(record["settings"]),
+            validate(LanguageSettings, record["settings"]),
             hp_config,
             recognised_by=actual,
             lora_config=None if constants else lora,

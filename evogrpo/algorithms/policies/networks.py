@@ -46,6 +46,7 @@ from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from evogrpo.spaces import unflatten
 from evogrpo.storage.manifest import CheckpointError
+from evogrpo.validation import validate
 from evogrpo.warnings import warn
 
 
@@ -435,11 +436,11 @@ class NetworkPolicySet:
         if record["kind"] == "joint":
             if accelerator is not None or actor_network is not None:
                 raise ValueError("accelerator and actor_network are not available for several agents. Leave them out.")
-            settings: NetworkSettings = JointSettings.from_json(record["settings"])
+            settings: NetworkSettings = validate(JointSettings, record["settings"])
             assert isinstance(settings, JointSettings)
             mapping = map_policies(seen, done, settings.policies, agent_ids=settings.agent_ids)
         else:
-            settings = NetworkSettings.from_json(record["settings"])
+            settings = validate(NetworkSettings, record["settings"])
             mapping = single_agent(*seen.values(), *done.values())
         if actor_network is None:  # before anything is allocated, as the record may name huge widths
             for spec in mapping.specs.values():

@@ -47,10 +47,6 @@ class Settings(Protocol):
         """Maximum number of actions in a training row; some losses divide by it."""
         ...
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        ...
-
 
 class Policy(Protocol):
     """One policy of all members."""

@@ -1,20 +1,21 @@
 """Settings of a population that do not evolve, for each kind of policy set."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import field
 from numbers import Integral
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field, InstanceOf
 
 from evogrpo.algorithms.learning.advantages import check_action_objective
-from evogrpo.config.checks import MAX_COUNT, MAX_SEED, finite_number, flag, instance, refuse_unknown, whole_between
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingOptions
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
+from evogrpo.validation import WHOLE, Flag, Float, Int, NonNegativeInt, PositiveInt, settings
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")
 """Default objective of small networks: clipped loss averaged over actions, returns-to-go compared per time step."""
@@ -29,7 +30,10 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {
 """Default hyperparameters of small networks that differ from those of language models."""
 
 
-@dataclass(frozen=True, kw_only=True)
+Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE]
+
+
+@settings
 class NetworkSettings:
     """Settings of a population of small networks that do not evolve; stored in checkpoints.
 
@@ -43,49 +47,27 @@ class NetworkSettings:
         seed: Root of every random stream.
     """
 
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    evolve_network: ArchitectureLimits | None = None
-    normalise_observations: bool = False
-    objective: Objective = STEPWISE
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    seed: int = 0
+    network: InstanceOf[NetworkConfig] = field(default_factory=NetworkConfig)
+    evolve_network: InstanceOf[ArchitectureLimits] | None = None
+    normalise_observations: Flag = False
+    objective: InstanceOf[Objective] = STEPWISE
+    optimizer: InstanceOf[Optimizer] = field(default_factory=Optimizer)
+    seed: Seed = 0
 
     max_actions: ClassVar[int] = 1  # episodes are split into single actions
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MAX_SEED))
-        flag("normalise_observations", self.normalise_observations)
-        instance("network", self.network, NetworkConfig, "NetworkConfig(hidden=(64, 64))")
-        instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
-        instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
         if self.objective.overlong_buffer is not None:
             raise ValueError("overlong_buffer is for language models. Leave it out.")
         check_action_objective(self.objective)
         if self.evolve_network is not None:
-            instance("evolve_network", self.evolve_network, ArchitectureLimits, "ArchitectureLimits(max_layers=2)")
             mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # raises for empty limits
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from the result of `to_json`; ValueError for unknown names or invalid values."""
-        refuse_unknown("setting", values, cls.__dataclass_fields__)
-        plain = dict(values)
-        limits = plain["evolve_network"]
-        plain["network"] = NetworkConfig.from_json(plain["network"])
-        plain["evolve_network"] = None if limits is None else ArchitectureLimits(**limits)
-        plain["objective"] = Objective(**plain["objective"])
-        plain["optimizer"] = Optimizer(**plain["optimizer"])
-        return cls(**plain)
 
 
 Credit = Literal["team", "agent"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class JointSettings(NetworkSettings):
     """Settings of a multi-agent population that do not evolve; stored in checkpoints.
 
@@ -97,14 +79,10 @@ class JointSettings(NetworkSettings):
 
     policies: Policies = "shared"
     credit: Credit = "team"
-    agent_ids: bool = False
+    agent_ids: Flag = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, legal in (("policies", get_args(Policies)), ("credit", get_args(Credit))):
-            if getattr(self, name) not in legal:
-                raise ValueError(f"{name} must be one of {list(legal)}, got {getattr(self, name)!r}")
-        flag("agent_ids", self.agent_ids)
         if self.objective.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling is not available for several agents, because a joint episode belongs to one group "
@@ -114,32 +92,16 @@ class JointSettings(NetworkSettings):
 
 MOST_TOKENS = 10_000_000
 """Maximum of `max_output_tokens`; beyond any model's context."""
-_WHOLE = (
-    ("max_output_tokens", 1, MOST_TOKENS),
-    ("min_output_tokens", -MAX_COUNT, MAX_COUNT),
-    ("max_episode_tokens", -MAX_COUNT, MAX_COUNT),
-    ("top_k", -MAX_COUNT, MAX_COUNT),
-    ("seed", 0, MAX_SEED),
-)
-"""Integer settings with their minimum and maximum; some have additional rules."""
 
 
-def token_ids(what: str, given: object) -> tuple[int, ...]:
-    """Return one or several token ids as a tuple; ValueError if there are none.
-
-    The vocabulary is checked later.
-    """
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        given = (given,)
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or isinstance(given, Mapping):
-        raise ValueError(f"{what} must be a list of token ids, such as [tokenizer.eos_token_id], got {given!r:.80}")
-    found = tuple(int(token) if isinstance(token, Integral) else token for token in given)
-    if not found:
-        raise ValueError(f"{what} must have at least one token, got none.")
-    return found
+def _several(value: Any) -> Any:
+    """Return one or several token ids as a tuple."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else value
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class LanguageSettings:
     """Settings of a population of language models that do not evolve; stored in checkpoints.
 
@@ -164,42 +126,23 @@ class LanguageSettings:
         micro_batch_tokens: Most tokens in one forward pass with gradients; None = the default of the device.
     """
 
-    pad_token_id: int
-    eos_token_ids: tuple[int, ...]
-    max_output_tokens: int = 128
-    min_output_tokens: int = 0
-    max_episode_tokens: int | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    objective: Objective = field(default_factory=Objective)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    seed: int = 0
-    calc_position_embeddings: bool = True
-    reduce_memory_peak: bool = True
-    micro_batch_tokens: int | None = None
+    pad_token_id: NonNegativeInt
+    eos_token_ids: Annotated[tuple[Int, ...], Field(min_length=1), BeforeValidator(_several)]
+    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] = 128
+    min_output_tokens: Int = 0
+    max_episode_tokens: Int | None = None
+    top_k: Int = 0
+    top_p: Float = 1.0
+    min_p: Float = 0.0
+    repetition_penalty: Float = 1.0
+    objective: InstanceOf[Objective] = field(default_factory=Objective)
+    optimizer: InstanceOf[Optimizer] = field(default_factory=Optimizer)
+    seed: Seed = 0
+    calc_position_embeddings: Flag = True
+    reduce_memory_peak: Flag = True
+    micro_batch_tokens: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
-        object.__setattr__(self, "pad_token_id", whole_between("pad_token_id", self.pad_token_id, 0))
-        for name, least, most in _WHOLE:
-            if name != "max_episode_tokens" or self.max_episode_tokens is not None:
-                object.__setattr__(self, name, whole_between(name, getattr(self, name), least, most))
-        if self.micro_batch_tokens is not None:
-            object.__setattr__(
-                self, "micro_batch_tokens", whole_between("micro_batch_tokens", self.micro_batch_tokens, 1)
-            )
-        for name in ("top_p", "min_p", "repetition_penalty"):
-            object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
-        for name in ("calc_position_embeddings", "reduce_memory_peak"):
-            flag(name, getattr(self, name))
-        instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
-        instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
-        self._check_ranges()
-
-    def _check_ranges(self) -> None:
-        """Check settings against each other."""
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
             raise ValueError(
                 f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
@@ -233,17 +176,3 @@ class LanguageSettings:
     def max_actions(self) -> int:
         """Maximum number of actions of a training row; without `max_episode_tokens`, of a single turn."""
         return self.max_episode_tokens or self.max_output_tokens
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from the result of `to_json`; ValueError for unknown names or invalid values."""
-        refuse_unknown("setting", values, cls.__dataclass_fields__)
-        plain = dict(values)
-        plain["eos_token_ids"] = tuple(plain["eos_token_ids"])
-        plain["objective"] = Objective(**plain["objective"])
-        plain["optimizer"] = Optimizer(**plain["optimizer"])
-        return cls(**plain)

@@ -334,7 +334,7 @@ class Trainer:
         """Write the event that describes the run."""
         population, schedule = self.population, self.schedule
         settings = population.members.settings
-        tokens = settings.to_json().get("micro_batch_tokens")  # networks have none
+        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
         self._logger.event(
             "run",
             **self._description,
@@ -344,7 +344,7 @@ class Trainer:
             population_size=len(population),
             samples_per_step=schedule.samples_per_step,
             steps_per_generation=schedule.steps_per_generation,
-            schedule=schedule.to_json(),
+            schedule=dump(schedule),
             fitness=self.fitness.to_json(),
             evolvable=population.space.to_json(),
             algorithm=population.algorithm.__qualname__,
