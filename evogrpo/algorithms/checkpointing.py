@@ -285,7 +285,7 @@ def _open(
 def _members_record(members: PolicySet) -> dict[str, Any]:
     return {
         "kind": members.kind,
-        "settings": members.settings.to_json(),
+        "settings": dump(members.settings),
         "hp_config": None if members.hp_config is None else members.hp_config.to_json(),
         **members.record(),
     }
