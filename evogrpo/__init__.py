@@ -33,7 +33,7 @@ _MODULES = {
     "envs.control.pettingzoo_groups": ("PettingZooGroups",),
     "envs.text.huggingface_gym": ("HuggingFaceGym",),
     "envs.text.multi_turn_gym": ("MultiTurnGym",),
-    "envs.text.step_rewards": ("StepRewards",),
+    "envs.text.reward_functions": ("StepRewards",),
     "evolution.fitness": ("FitnessConfig",),
     "evolution.shared_experience": ("SharedExperience",),
     "evolution.strategies.baselines": ("Fixed", "MutationOnly", "RandomSearch", "SelectionOnly"),
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
     from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
-    from evogrpo.envs.text.step_rewards import StepRewards
+    from evogrpo.envs.text.reward_functions import StepRewards
     from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly

@@ -4,13 +4,14 @@ from evogrpo.data.batch import (
     DEFAULT_POLICY,
     Batch,
     Experience,
+    LearnReport,
     NoInputs,
     ObservationInputs,
     TokenInputs,
+    UpdateReport,
     map_tensors,
     select_rows,
 )
-from evogrpo.data.reports import LearnReport, UpdateReport
 from evogrpo.data.rollout import (
     Actor,
     Conversation,

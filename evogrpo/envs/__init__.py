@@ -23,25 +23,24 @@ _MODULES = {
     "SPLITS": "protocol",
     "TASKS": "text.tasks",
     "PromptBatch": "protocol",
-    "Filtered": "text.splits",
+    "Filtered": "text.datasets",
     "GroupEnvironment": "protocol",
     "HuggingFaceGym": "text.huggingface_gym",
     "MultiTurnGym": "text.multi_turn_gym",
     "RewardError": "text.reward_functions",
     "Scores": "protocol",
     "Split": "protocol",
-    "StepRewards": "text.step_rewards",
+    "StepRewards": "text.reward_functions",
     "Task": "text.tasks",
     "deal_starts": "protocol",
 }
 
 if TYPE_CHECKING:
     from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, deal_starts
+    from evogrpo.envs.text.datasets import Filtered
     from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
-    from evogrpo.envs.text.reward_functions import RewardError
-    from evogrpo.envs.text.splits import Filtered
-    from evogrpo.envs.text.step_rewards import StepRewards
+    from evogrpo.envs.text.reward_functions import RewardError, StepRewards
     from evogrpo.envs.text.tasks import TASKS, Task
 else:  # hidden from type checkers, so that they report misspelt names
 

@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_reward_runner, make_rewards
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 from evogrpo.envs.text.scoring import compute_rewards
+from evogrpo.envs.text.verifier_pool import make_reward_runner
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):

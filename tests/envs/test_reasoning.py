@@ -48,7 +48,7 @@ def test_tasks_use_their_own_score(make, tokenizer, encode):
 
 
 def test_answer_tag_and_system_prompt(make, tokenizer, encode):
-    env = make(min_digits=3, max_digits=4, answer_tag="answer", system_prompt="Tag it.", gym_options={"group_size": 2})
+    env = make(min_digits=3, max_digits=4, answer_tag="answer", system_prompt="Tag it.")
     episodes = env.open("test", [0])
     answer = episodes.rows[0]["answer"]
     assert tokenizer.decode(episodes.prompts[0]).startswith("<s>Tag it.")

@@ -145,7 +145,7 @@ def test_padding_is_removed_from_completions(tokenizer):
         tokenizer,
         validation_dataset=[{"prompt": "y"}],
         reward_funcs=reward,
-        data_batch_size_per_gpu=1,
+        data_batch_size=1,
     )
     (prompt,), _ = env.reset()
     eos, pad, start = tokenizer.eos_token_id, tokenizer.pad_token_id, prompt["input_ids"][0].tolist()
@@ -200,13 +200,9 @@ def test_invalid_shapes_are_refused(env, tokenizer):
     assert env.step(good)[1].shape == (3, 2)  # a refused step changes nothing
 
 
-def test_group_size_is_checked_only_in_training(tokenizer):
-    env = HuggingFaceGym(QA, HELD_OUT, tokenizer, reward_fn=exact, data_batch_size=2, group_size=3)
-    prompts, _ = env.reset()
-    with pytest.raises(ValueError, match=r"group_size .* 3 .* 2"):
-        env.step(respond(tokenizer, prompts, "1", "2"))
+def test_single_completions_are_rewarded_only_in_eval_mode(env, tokenizer):
     with env.eval_mode("test"):
-        assert env.step(respond(tokenizer, env.reset()[0], "="))[1].tolist() == [[1.0], [1.0]]
+        assert env.step(respond(tokenizer, env.reset()[0], "="))[1].tolist() == [[1.0]] * 3
 
 
 @pytest.mark.parametrize("options", [{"cursor": 1}, {"step": -1}, {"step": "1"}])

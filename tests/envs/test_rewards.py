@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards, make_rewards
 from evogrpo.envs.text.scoring import compute_rewards
-from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.envs.text.verifier_worker import encoded
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]

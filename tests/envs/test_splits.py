@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.envs.protocol import SPLITS
-from evogrpo.envs.text.datasets import check_table
-from evogrpo.envs.text.splits import HELD_OUT_FRACTION, RESERVE_FACTOR, Filtered, PromptSplit, RowHashes, make_splits
+from evogrpo.envs.text.datasets import (
+    HELD_OUT_FRACTION,
+    RESERVE_FACTOR,
+    Filtered,
+    PromptSplit,
+    RowHashes,
+    check_table,
+    make_splits,
+)
 
 NONE = {"validation": None, "test": None}
 

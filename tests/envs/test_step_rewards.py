@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
 from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.envs.text.prompt_batch import character_ends, token_positions
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.envs.text.step_rewards import character_ends, token_positions
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
 TEST = [{"prompt": "9*9", "answer": "81"}]

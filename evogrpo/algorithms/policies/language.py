@@ -205,8 +205,7 @@ class LanguagePolicySet:
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
         longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
-        at = getattr(env, "longest_at", "The longest prompt")
-        check_context(self.bank.base.context, longest + self.settings.max_output_tokens, at)
+        check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
         batch = env.open(split, starts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
 from evogrpo.envs.protocol import GroupEnvironment, Split
-from evogrpo.envs.text.datasets import PromptEnvironment
+from evogrpo.envs.text.huggingface_gym import PromptEnvironment
 from evogrpo.evolution.fitness import (
     GREEDY_EVALUATION,
     Fitness,

@@ -1,36 +1,18 @@
-"""Prompt datasets: checked tables with their splits and reward functions, as a base class of environments."""
+"""Prompt datasets: tables, and their disjoint, deduplicated splits for training, fitness and the final report."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
-import gymnasium
-
-from evogrpo.config.checks import refuse_unknown, whole_between, whole_number
-from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
-from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.prompt_batch import SingleTurnBatch, TrainingProgress
-from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs, make_reward_runner
-from evogrpo.envs.text.scoring import compute_rewards
-from evogrpo.envs.text.splits import PromptSplit, RowHashes, Table, make_splits
-from evogrpo.envs.text.templates import (
-    Message,
-    Options,
-    Prompt,
-    Tokenizer,
-    check_messages,
-    check_options,
-    fill_template,
-    tokenize,
-)
+from evogrpo.envs.fingerprint import canonical
+from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.warnings import warn
 
 AnyTable = Any
 """A `datasets.Dataset`, a pandas or polars data frame, a pyarrow table, or any sequence of mappings."""
-TEMPLATE_OPTIONS = "chat_template_kwargs"
-"""Column with keyword arguments of the chat template for one row, as in TRL."""
-SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
 def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
@@ -118,254 +100,198 @@ def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
     return present
 
 
+DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
+HELD_OUT_FRACTION = 0.2
+"""Fraction of all questions that a held-out split is drawn from."""
+RESERVE_FACTOR = 4
+"""Questions reserved for a held-out split, including it, as a multiple of its size; none of them is trained on."""
+
+
+class Table(Protocol):
+    """A prompt dataset: a `datasets.Dataset` or any sequence of mappings."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one row: a mapping of column names to values."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """Results of testing the reward functions before a run.
+class Filtered:
+    """Number of rows of one split that were left out, by reason. Each row counts once.
 
     Attributes:
-        prompt: First training prompt, rendered; untrusted text.
-        tokens: Its token ids.
-        rewards: Reward of the first sample completion by function; None where it does not apply or failed.
+        too_long: The prompt has more tokens than `max_prompt_length`.
+        duplicates: An earlier row of the split has the same prompt.
+        held_out: The prompt also occurs in a split with priority (test, then validation).
+        reserve: Reserved for a held-out split that is drawn from train; see `make_splits`.
     """
 
-    prompt: str
-    tokens: tuple[int, ...]
-    rewards: dict[str, float | None]
+    too_long: int = 0
+    duplicates: int = 0
+    held_out: int = 0
+    reserve: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.too_long} too long, {self.duplicates} duplicates, {self.held_out} held out elsewhere"
 
 
-class PromptEnvironment:
-    """Base class of environments with a prompt dataset and reward functions.
+@dataclass(frozen=True)
+class RowHashes:
+    """Hashes of a row.
+
+    Attributes:
+        question: Hash of the question or prompt in the dataset, before templates.
+        row: Hash of all columns.
+    """
+
+    question: bytes
+    row: bytes
+
+    @classmethod
+    def of(cls, question: object, row: Mapping[str, Any]) -> "RowHashes":
+        """Hash a row."""
+        texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (question, dict(row)))
+        return cls(*(hashlib.sha256(text).digest()[:16] for text in texts))
+
+    def position(self, seed: int) -> float:
+        """Return a position in [0, 1) that depends on the question and the seed alone."""
+        return int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.question).digest()[:6], "big") / 2**48
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptSplit:
+    """Rows of one split.
+
+    Attributes:
+        table: The dataset.
+        rows: Row number in `table` of each prompt.
+        prompts: Token ids of each prompt.
+        hashes: Hashes of each row.
+    """
+
+    table: Table
+    rows: Sequence[int]
+    prompts: Sequence["array[int]"]
+    hashes: Sequence[RowHashes]
+
+    def take(self, positions: Iterable[int]) -> "PromptSplit":
+        """Return the prompts at these positions, in this order."""
+        chosen = list(positions)
+        return replace(
+            self,
+            rows=[self.rows[position] for position in chosen],
+            prompts=[self.prompts[position] for position in chosen],
+            hashes=[self.hashes[position] for position in chosen],
+        )
+
+
+def make_splits(
+    tables: Mapping[Split, Table],
+    read: Callable[[Split, Table], PromptSplit],
+    *,
+    max_prompt_length: int | None,
+    sizes: Mapping[Split, int | None],
+    seed: int,
+) -> tuple[dict[Split, PromptSplit], dict[Split, Filtered]]:
+    """Return train, validation and test splits that share no prompt.
+
+    Two rows are the same question if their prompts have the same tokens. A prompt that occurs in several datasets stays
+    in test, or else in validation.
+
+    A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
+    it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
+    `HELD_OUT_FRACTION`, validation the highest positions above 1 - `HELD_OUT_FRACTION`. If these intervals hold more
+    questions than needed, the outermost ones are held out. The next ones, up to `RESERVE_FACTOR` times the size, are
+    left out of training too. When rows are added, no training question becomes a held-out question, and no held-out
+    question a training question until the dataset has grown by `RESERVE_FACTOR`. For sizes beyond the intervals, the
+    outermost questions of all are taken.
 
     Args:
         tables: Datasets by split; "train" is required.
-        tokenizer: A transformers tokenizer.
-        rewards: The reward functions.
-        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or questions are
-            plain text.
-        columns: Required columns; the first is the question or prompt.
-        sizes: Number of prompts to draw for a held-out split without a dataset.
-        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, or None.
+        read: Returns all rows of a split's dataset, tokenized.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
-        on_reward_error: "raise" or "exclude".
-        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
-        reward_workers: Number of worker processes for rewards; see `make_reward_runner`.
-        seed: Seed of the training order and of drawn splits.
+        sizes: Number of questions to draw for a held-out split without a dataset; None means 64 for validation and 256
+            for test, or the number in the split's interval if that is fewer, but at least one.
+        seed: Seed of the draw.
+
+    Returns:
+        The splits, and the counts of rows that were left out.
 
     Raises:
-        ValueError: If an argument, a column or a split is invalid.
+        ValueError: If a split is empty.
     """
-
-    def __init__(
-        self,
-        tables: Mapping[Split, Table | None],
-        tokenizer: Tokenizer | None,
-        *,
-        rewards: Sequence[Reward],
-        template: Sequence[Message] | None,
-        columns: Sequence[str],
-        sizes: Mapping[Split, int | None],
-        chat_template_kwargs: Options | None,
-        max_prompt_length: int | None,
-        on_reward_error: OnRewardError,
-        reward_timeout: float | None,
-        reward_workers: int | None,
-        seed: int,
-    ) -> None:
-        # 1. Arguments.
-        if tokenizer is None:
-            raise ValueError("tokenizer must be given: the environment encodes prompts and decodes completions.")
-        if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+    splits: dict[Split, PromptSplit] = {}
+    filtered: dict[Split, Filtered] = {}
+    held_out_prompts: set[bytes] = set()
+    # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
+    for split in (split for split in reversed(SPLITS) if split in tables):
+        splits[split], filtered[split] = _clean(read(split, tables[split]), max_prompt_length, held_out_prompts)
+        held_out_prompts.update(ids.tobytes() for ids in splits[split].prompts)
+        if not splits[split].rows:
             raise ValueError(
-                f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80} ({type(tokenizer).__name__}). "
-                "Load one with AutoTokenizer.from_pretrained."
+                f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
             )
-        if on_reward_error not in ("raise", "exclude"):
-            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
-        if max_prompt_length is not None:
-            max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
-        sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
-        self.tokenizer = tokenizer
-        self.seed = whole_number("seed", seed)
-        self._on_reward_error: OnRewardError = on_reward_error
-        self._rewards, self._template, self._columns = rewards, template, tuple(columns)
-        self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
-        self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
-        self._progress = TrainingProgress()
-        # 2. Columns of each dataset.
-        datasets = {split: table for split, table in tables.items() if table is not None}
-        for split, table in datasets.items():
-            present = check_table(table, self._columns, f"{split}_dataset")
-            for reward in rewards:
-                reward.check(present, f"{split}_dataset", in_process=self._runner.in_process)
-        for split, size in sizes.items():
-            if size is not None and split in datasets:
-                raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
-        # 3. Tokenized, deduplicated splits.
-        self._splits, self.filtered = make_splits(
-            datasets, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+    # 2. Held-out splits without a dataset, drawn from train.
+    hashes = splits["train"].hashes
+    remaining = {number: (row_hashes.position(seed), row_hashes.row) for number, row_hashes in enumerate(hashes)}
+    for split in (split for split in reversed(SPLITS) if split not in tables):
+        chosen, reserve = _draw(split, remaining, sizes[split])
+        splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
+        filtered["train"] = replace(filtered["train"], reserve=filtered["train"].reserve + len(reserve))
+        for number in (*chosen, *reserve):
+            del remaining[number]
+    splits["train"] = splits["train"].take(remaining)
+    # 3. Warn of left-out rows; reserved ones are expected.
+    unexpected = {split: replace(filtered[split], reserve=0) for split in SPLITS}
+    parts = [f"{split}: {counts}" for split, counts in unexpected.items() if counts != Filtered()]
+    if parts:
+        warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")
+    return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
+
+
+def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
+    """Return the questions of a held-out split, and those reserved for it."""
+    from_test_end = split == "test"
+    # 1. Order the questions by their distance from the split's end of [0, 1); ties by content.
+    depth = {
+        number: (position if from_test_end else 1.0 - position, row) for number, (position, row) in remaining.items()
+    }
+    order = sorted(depth, key=lambda number: depth[number])
+    candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
+    count = max(1, min(DEFAULT_SIZES[split], candidate_count)) if size is None else size
+    if len(order) < 2:
+        raise ValueError(
+            f"{split} questions are drawn from train, which has {len(order)} left. Give at least 3 different "
+            f"questions, or {split}_dataset."
         )
-        vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
-        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
-        return f"{type(self).__name__}({sizes} questions, {', '.join(reward.name for reward in self._rewards)})"
-
-    def size(self, split: Split) -> int:
-        """Return the number of distinct prompts of a split."""
-        refuse_unknown("split", [split], SPLITS)
-        return len(self._splits[split].rows)
-
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training prompts of learning step `step`; see `deal_starts`."""
-        return deal_starts(self.seed, self.size("train"), step, count, block)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return hashes of the questions, prompts and reward functions; see `SupportsFingerprint`."""
-        fingerprint = {}
-        for split in SPLITS:
-            hashes = self._splits[split].hashes
-            fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
-        for reward in self._rewards:
-            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
-        prompts = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
-        return fingerprint | {
-            "prompts": short_hash(*prompts),
-            TEMPLATE_OPTIONS: short_hash(canonical(self._options)),
-            "seed": str(self.seed),
-        }
-
-    @property
-    def excludes_failures(self) -> bool:
-        """True if completions with a failed reward are excluded, rather than stop the run."""
-        return self._on_reward_error == "exclude"
-
-    @property
-    def largest_token(self) -> int:
-        """Largest token id of all prompts."""
-        return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
-
-    @property
-    def longest_prompt(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return self._longest[0]
-
-    @property
-    def longest_at(self) -> str:
-        """The split and the row of its dataset that the longest prompt comes from."""
-        _, split, row = self._longest
-        return f"The prompt of row {row} ({split})"
-
-    @property
-    def _longest(self) -> tuple[int, str, int]:
-        return max(
-            (len(ids), split, row)
-            for split, questions in self._splits.items()
-            for ids, row in zip(questions.prompts, questions.rows, strict=True)
+    if not 1 <= count < len(order):
+        raise ValueError(
+            f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {count}. "
+            f"Pass {split}_dataset, a smaller {split}_size or more training rows."
         )
-
-    def set_progress(self, step: int, total_steps: int) -> None:
-        """Set the training progress, for reward functions that take the `trainer_state`."""
-        self._progress.step, self._progress.total_steps = step, total_steps
-
-    def preflight(self) -> Preflight:
-        """Test every reward function on two sample completions of the first training prompt.
-
-        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a function may fail, but what
-        it returns must be valid.
-
-        Raises:
-            RewardError: If a function fails or returns an invalid reward.
-        """
-        batch = SingleTurnBatch(**self._batch_fields("train", [0]))
-        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
-        inputs = RewardInputs(
-            rows=list(batch.rows) * 2,
-            texts=SAMPLE_COMPLETIONS,
-            token_ids=ids,
-            trainer=batch.trainer_arguments(range(2)),
-        )
-        rewards: dict[str, float | None] = {}
-        for reward in self._rewards:
-            try:
-                value = float(compute_rewards([reward], inputs, "raise", self._runner).rewards[0])
-            except RewardError as error:
-                if self._on_reward_error == "exclude" and error.__cause__ is not None:
-                    rewards[reward.name] = None
-                    continue
-                message = f"Reward functions are tested on sample completions before training: {error}"
-                raise RewardError(message) from error.__cause__
-            rewards[reward.name] = None if math.isnan(value) else value
-        (prompt,) = batch.prompts
-        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
-
-    def close(self) -> None:
-        """End the worker processes of reward functions. The next score starts new ones."""
-        self._runner.close()
-
-    def _batch_fields(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of `SingleTurnBatch` for prompts of a split."""
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
-        questions = self._splits[split]
-        if not all(0 <= start < len(questions.rows) for start in starts):
-            raise ValueError(f"starts of {split} must be in [0, {len(questions.rows) - 1}], got {list(starts)}.")
-        return {
-            "prompts": tuple(questions.prompts[start].tolist() for start in starts),
-            "rows": [questions.table[questions.rows[start]] for start in starts],
-            "rewards": self._rewards,
-            "runner": self._runner,
-            "tokenizer": self.tokenizer,
-            "on_reward_error": self._on_reward_error,
-            "held_out": split != "train",
-            "progress": self._progress,
-        }
-
-    def _read_table(self, split: Split, table: Table) -> PromptSplit:
-        """Return all rows of a table, tokenized and hashed."""
-        hashes: list[RowHashes] = []
-        prompts = tokenize(self._prompts(table, f"{split}_dataset", hashes), self.tokenizer, f"{split}_dataset")
-        return PromptSplit(table=table, rows=range(len(table)), prompts=prompts, hashes=hashes)
-
-    def _prompts(self, table: Table, where: str, hashes: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
-        """Yield each row's prompt and chat template options; append the row's hashes."""
-        columns, question_column = set(table[0]), self._columns[0]
-        for number in range(len(table)):
-            # 1. Checks of the row.
-            row = table[number]
-            if set(row) != columns:
-                raise ValueError(
-                    f"Every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}."
-                )
-            question = row[question_column]
-            if _missing(question):
-                raise ValueError(
-                    f"Row {number} of {where} must have a {question_column}, got {question!r}. Remove the row."
-                )
-            for name in self._columns:
-                if isinstance(row[name], bytes | bytearray):
-                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
-                if name == "answer" and row[name] != "" and _missing(row[name]):
-                    raise ValueError(f"Row {number} of {where} must have an answer, got {row[name]!r}. Remove the row.")
-            hashes.append(RowHashes.of(question, row))
-            # 2. The prompt.
-            prompt: Prompt = str(question)
-            if self._columns == ("prompt",):
-                if not isinstance(question, str):
-                    prompt = check_messages(question, f"prompt {number} of {where}")
-            elif self._template is not None:
-                prompt = fill_template(self._template, question, row["answer"])
-            # 3. Its template options.
-            options = self._options
-            if row.get(TEMPLATE_OPTIONS) is not None:
-                row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
-                # Arrow tables give every row the keys of all rows, with None for missing ones.
-                options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
-            yield prompt, options
+    # 2. The first ones are held out, the next ones reserved; at least half of the others stay in train.
+    reserved = min(candidate_count - count, (RESERVE_FACTOR - 1) * count, (len(order) - count) // 2)
+    return order[:count], order[count : count + max(0, reserved)]
 
 
-def _missing(value: object) -> bool:
-    """Return True for None, NaN (a missing value in data frames) and blank text."""
-    blank = isinstance(value, str) and not value.strip()
-    return value is None or blank or (isinstance(value, float) and math.isnan(value))
+def _clean(
+    questions: PromptSplit, max_prompt_length: int | None, held_out_prompts: set[bytes]
+) -> tuple[PromptSplit, Filtered]:
+    """Leave out prompts that are too long, in `held_out_prompts`, or duplicates."""
+    counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
+    seen: set[bytes] = set()
+    positions = []
+    for position, ids in enumerate(questions.prompts):
+        key = ids.tobytes()
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            counts["too_long"] += 1
+        elif key in held_out_prompts:
+            counts["held_out"] += 1
+        elif key in seen:
+            counts["duplicates"] += 1
+        else:
+            positions.append(position)
+        seen.add(key)
+    return questions.take(positions), Filtered(**counts)

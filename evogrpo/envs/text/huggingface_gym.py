@@ -1,26 +1,300 @@
 """HuggingFaceGym: single-turn prompts of a dataset, with Gymnasium's reset and step for hand-written loops."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.config.checks import names_unknown, whole_between, whole_number
+from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between, whole_number
 from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.datasets import AnyTable, PromptEnvironment, tables_by_split
-from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.datasets import (
+    AnyTable,
+    PromptSplit,
+    RowHashes,
+    Table,
+    check_table,
+    make_splits,
+    tables_by_split,
+)
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch, TrainingProgress
 from evogrpo.envs.text.reasoning import reasoning_gym_tables
-from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError, RewardFn, RewardFunc, make_rewards
-from evogrpo.envs.text.templates import Options, Tokenizer, check_template
+from evogrpo.envs.text.reward_functions import (
+    DEFAULT_REWARD_TIMEOUT,
+    OnRewardError,
+    Reward,
+    RewardError,
+    RewardFn,
+    RewardFunc,
+    RewardInputs,
+    make_rewards,
+)
+from evogrpo.envs.text.scoring import compute_rewards
+from evogrpo.envs.text.templates import (
+    Message,
+    Options,
+    Prompt,
+    Tokenizer,
+    check_messages,
+    check_options,
+    check_template,
+    fill_template,
+    tokenize,
+)
+from evogrpo.envs.text.verifier_pool import make_reward_runner
 
+SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""Column with keyword arguments of the chat template for one row, as in TRL."""
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """Results of testing the reward functions before a run.
+
+    Attributes:
+        prompt: First training prompt, rendered; untrusted text.
+        tokens: Its token ids.
+        rewards: Reward of the first sample completion by function; None where it does not apply or failed.
+    """
+
+    prompt: str
+    tokens: tuple[int, ...]
+    rewards: dict[str, float | None]
+
+
+class PromptEnvironment:
+    """Base class of environments with a prompt dataset and reward functions.
+
+    Args:
+        tables: Datasets by split; "train" is required.
+        tokenizer: A transformers tokenizer.
+        rewards: The reward functions.
+        template: Messages with the fields {question} and {answer}; None if rows have a `prompt` or questions are
+            plain text.
+        columns: Required columns; the first is the question or prompt.
+        sizes: Number of prompts to draw for a held-out split without a dataset.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, or None.
+        max_prompt_length: Maximum number of prompt tokens; None = no limit.
+        on_reward_error: "raise" or "exclude".
+        reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
+        reward_workers: Number of worker processes for rewards; see `make_reward_runner`.
+        seed: Seed of the training order and of drawn splits.
+
+    Raises:
+        ValueError: If an argument, a column or a split is invalid.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[Split, Table | None],
+        tokenizer: Tokenizer | None,
+        *,
+        rewards: Sequence[Reward],
+        template: Sequence[Message] | None,
+        columns: Sequence[str],
+        sizes: Mapping[Split, int | None],
+        chat_template_kwargs: Options | None,
+        max_prompt_length: int | None,
+        on_reward_error: OnRewardError,
+        reward_timeout: float | None,
+        reward_workers: int | None,
+        seed: int,
+    ) -> None:
+        # 1. Arguments.
+        if tokenizer is None:
+            raise ValueError("tokenizer must be given: the environment encodes prompts and decodes completions.")
+        if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise ValueError(
+                f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80} ({type(tokenizer).__name__}). "
+                "Load one with AutoTokenizer.from_pretrained."
+            )
+        if on_reward_error not in ("raise", "exclude"):
+            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}.')
+        if max_prompt_length is not None:
+            max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
+        sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
+        self.tokenizer = tokenizer
+        self.seed = whole_number("seed", seed)
+        self._on_reward_error: OnRewardError = on_reward_error
+        self._rewards, self._template, self._columns = rewards, template, tuple(columns)
+        self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
+        self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
+        self._progress = TrainingProgress()
+        # 2. Columns of each dataset.
+        datasets = {split: table for split, table in tables.items() if table is not None}
+        for split, table in datasets.items():
+            present = check_table(table, self._columns, f"{split}_dataset")
+            for reward in rewards:
+                reward.check(present, f"{split}_dataset", in_process=self._runner.in_process)
+        for split, size in sizes.items():
+            if size is not None and split in datasets:
+                raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
+        # 3. Tokenized, deduplicated splits.
+        self._splits, self.filtered = make_splits(
+            datasets, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+        )
+        vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
+        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
+        return f"{type(self).__name__}({sizes} questions, {', '.join(reward.name for reward in self._rewards)})"
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct prompts of a split."""
+        refuse_unknown("split", [split], SPLITS)
+        return len(self._splits[split].rows)
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training prompts of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return hashes of the questions, prompts and reward functions; see `SupportsFingerprint`."""
+        fingerprint = {}
+        for split in SPLITS:
+            hashes = self._splits[split].hashes
+            fingerprint[f"{split} questions"] = f"{len(hashes)}, content {short_hash(*(each.row for each in hashes))}"
+        for reward in self._rewards:
+            fingerprint[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
+        prompts = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
+        return fingerprint | {
+            "prompts": short_hash(*prompts),
+            TEMPLATE_OPTIONS: short_hash(canonical(self._options)),
+            "seed": str(self.seed),
+        }
+
+    @property
+    def excludes_failures(self) -> bool:
+        """True if completions with a failed reward are excluded, rather than stop the run."""
+        return self._on_reward_error == "exclude"
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all prompts."""
+        return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(len(ids) for questions in self._splits.values() for ids in questions.prompts)
+
+    def set_progress(self, step: int, total_steps: int) -> None:
+        """Set the training progress, for reward functions that take the `trainer_state`."""
+        self._progress.step, self._progress.total_steps = step, total_steps
+
+    def preflight(self) -> Preflight:
+        """Test every reward function on two sample completions of the first training prompt.
+
+        Two completions reveal a wrong number of rewards. With on_reward_error "exclude" a function may fail, but what
+        it returns must be valid.
+
+        Raises:
+            RewardError: If a function fails or returns an invalid reward.
+        """
+        batch = SingleTurnBatch(**self._batch_fields("train", [0]))
+        ids = self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"]
+        inputs = RewardInputs(
+            rows=list(batch.rows) * 2,
+            texts=SAMPLE_COMPLETIONS,
+            token_ids=ids,
+            trainer=batch.trainer_arguments(range(2)),
+        )
+        rewards: dict[str, float | None] = {}
+        for reward in self._rewards:
+            try:
+                value = float(compute_rewards([reward], inputs, "raise", self._runner).rewards[0])
+            except RewardError as error:
+                if self._on_reward_error == "exclude" and error.__cause__ is not None:
+                    rewards[reward.name] = None
+                    continue
+                message = f"Reward functions are tested on sample completions before training: {error}"
+                raise RewardError(message) from error.__cause__
+            rewards[reward.name] = None if math.isnan(value) else value
+        (prompt,) = batch.prompts
+        return Preflight(prompt=str(self.tokenizer.decode(prompt)), tokens=tuple(prompt), rewards=rewards)
+
+    def close(self) -> None:
+        """End the worker processes of reward functions. The next score starts new ones."""
+        self._runner.close()
+
+    def _batch_fields(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of `SingleTurnBatch` for prompts of a split."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
+        questions = self._splits[split]
+        if not all(0 <= start < len(questions.rows) for start in starts):
+            raise ValueError(f"starts of {split} must be in [0, {len(questions.rows) - 1}], got {list(starts)}.")
+        return {
+            "prompts": tuple(questions.prompts[start].tolist() for start in starts),
+            "rows": [questions.table[questions.rows[start]] for start in starts],
+            "rewards": self._rewards,
+            "runner": self._runner,
+            "tokenizer": self.tokenizer,
+            "on_reward_error": self._on_reward_error,
+            "held_out": split != "train",
+            "progress": self._progress,
+        }
+
+    def _read_table(self, split: Split, table: Table) -> PromptSplit:
+        """Return all rows of a table, tokenized and hashed."""
+        hashes: list[RowHashes] = []
+        prompts = tokenize(self._prompts(table, f"{split}_dataset", hashes), self.tokenizer, f"{split}_dataset")
+        return PromptSplit(table=table, rows=range(len(table)), prompts=prompts, hashes=hashes)
+
+    def _prompts(self, table: Table, where: str, hashes: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
+        """Yield each row's prompt and chat template options; append the row's hashes."""
+        columns, question_column = set(table[0]), self._columns[0]
+        for number in range(len(table)):
+            # 1. Checks of the row.
+            row = table[number]
+            if set(row) != columns:
+                raise ValueError(
+                    f"Every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}."
+                )
+            question = row[question_column]
+            if _missing(question):
+                raise ValueError(
+                    f"Row {number} of {where} must have a {question_column}, got {question!r}. Remove the row."
+                )
+            for name in self._columns:
+                if isinstance(row[name], bytes | bytearray):
+                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
+                if name == "answer" and row[name] != "" and _missing(row[name]):
+                    raise ValueError(f"Row {number} of {where} must have an answer, got {row[name]!r}. Remove the row.")
+            hashes.append(RowHashes.of(question, row))
+            # 2. The prompt.
+            prompt: Prompt = str(question)
+            if self._columns == ("prompt",):
+                if not isinstance(question, str):
+                    prompt = check_messages(question, f"prompt {number} of {where}")
+            elif self._template is not None:
+                prompt = fill_template(self._template, question, row["answer"])
+            # 3. Its template options.
+            options = self._options
+            if row.get(TEMPLATE_OPTIONS) is not None:
+                row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+                # Arrow tables give every row the keys of all rows, with None for missing ones.
+                options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
+            yield prompt, options
+
+
+def _missing(value: object) -> bool:
+    """Return True for None, NaN (a missing value in data frames) and blank text."""
+    blank = isinstance(value, str) and not value.strip()
+    return value is None or blank or (isinstance(value, float) and math.isnan(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +347,7 @@ class HuggingFaceGym(PromptEnvironment):
             column of this name overrides them for its row.
         max_prompt_length: Maximum number of prompt tokens: the model's context minus the longest completion. Longer
             prompts are left out and counted in `filtered`; None = no limit.
-        data_batch_size: Prompts per batch of `reset` and `step`; 8 by default.
-        data_batch_size_per_gpu: AgileRL's name for `data_batch_size`.
-        group_size: Completions per prompt in training `step`s; None = any number from 2.
+        data_batch_size: Prompts per batch of `reset` and `step`.
         on_reward_error: "raise" stops with a `RewardError`; "exclude" gives the completion a NaN reward and warns.
         reward_timeout: Time limit of one call of a reward function, in seconds; None = no limit.
         reward_workers: Worker processes for reward functions that are slow or may crash; 0 = run in this process.
@@ -109,20 +381,12 @@ class HuggingFaceGym(PromptEnvironment):
         test_size: int | None = None,
         chat_template_kwargs: Options | None = None,
         max_prompt_length: int | None = None,
-        data_batch_size: int | None = None,
-        data_batch_size_per_gpu: int | None = None,
-        group_size: int | None = None,
+        data_batch_size: int = 8,
         on_reward_error: OnRewardError = "raise",
         reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT,
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        if data_batch_size is not None and data_batch_size_per_gpu is not None:
-            raise ValueError(
-                "data_batch_size_per_gpu is another name for data_batch_size, "
-                f"got both ({data_batch_size_per_gpu} and {data_batch_size}). Set one of them."
-            )
-        batch_size = next((size for size in (data_batch_size, data_batch_size_per_gpu) if size is not None), 8)
         agilerl = reward_fn is not None
         if conversation_template is not None and not agilerl:
             raise ValueError("conversation_template requires reward_fn. With reward_funcs, put messages into prompt.")
@@ -142,10 +406,7 @@ class HuggingFaceGym(PromptEnvironment):
             reward_workers=reward_workers,
             seed=seed,
         )
-        self._batch_size = whole_between("data_batch_size", batch_size, 1)
-        if group_size is not None and whole_number("group_size", group_size) < 2:
-            raise ValueError(f"group_size must be at least 2, got {group_size}.")
-        self._group_size = group_size
+        self._batch_size = whole_between("data_batch_size", data_batch_size, 1)
         self._cursor = _Cursor(split="train", seed=seed)
 
     @classmethod
@@ -312,12 +573,9 @@ class HuggingFaceGym(PromptEnvironment):
                 f"completion_ids must be [group_size, prompt + completion] with equal group_size, got {shapes}."
             )
         group_size = int(shapes[0][0])
-        training = self._cursor.split == "train"
-        smallest = 2 if training else 1
+        smallest = 2 if self._cursor.split == "train" else 1
         if group_size < smallest:
             raise ValueError(f"group_size must be at least {smallest}, got {group_size}.")
-        if training and self._group_size not in (None, group_size):
-            raise ValueError(f"group_size must be {self._group_size} as in the constructor, got {group_size}.")
         return group_size
 
     def _completion(self, row: list[int], prompt: Sequence[int]) -> list[int]:

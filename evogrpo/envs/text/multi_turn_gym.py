@@ -8,14 +8,8 @@ from evogrpo.config.checks import names_unknown, whole_number
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.envs.text.datasets import (
-    SAMPLE_COMPLETIONS,
-    TEMPLATE_OPTIONS,
-    AnyTable,
-    Preflight,
-    PromptEnvironment,
-    tables_by_split,
-)
+from evogrpo.envs.text.datasets import AnyTable, tables_by_split
+from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.envs.text.reward_calls import escaped_prints, restored_torch_settings
 from evogrpo.envs.text.reward_functions import (

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.reward_calls import RewardRunner
-from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs
+from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardInputs, StepRewards
 from evogrpo.envs.text.scoring import RewardResult, StartedJob, compute_rewards
-from evogrpo.envs.text.step_rewards import token_positions
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.interruption import NEVER, Stop
 
@@ -250,3 +249,48 @@ def _question(row: Mapping[str, Any], column: str) -> str:
     messages = check_messages(prompt, column)
     user = [message["content"] for message in messages if message["role"] == "user"]
     return str(user[-1] if user else messages[-1]["content"])
+
+
+def token_positions(
+    rewards: StepRewards, token_ids: Sequence[int], text: str, decode: Callable[[list[int]], str]
+) -> list[int]:
+    """Return the token position of each value of a completion's step rewards.
+
+    A character belongs to the token that completes it: if its bytes are spread over several tokens, to the last one.
+
+    Args:
+        rewards: The step rewards.
+        token_ids: Tokens of the completion.
+        text: `decode(token_ids)`.
+        decode: The tokenizer's decoding, without special tokens.
+    """
+    if rewards.unit == "token" or not rewards.positions:
+        return list(rewards.positions)
+    ends = character_ends(token_ids, text, decode)
+    return [next(token for token, end in enumerate(ends) if end > position) for position in rewards.positions]
+
+
+def character_ends(token_ids: Sequence[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:
+    """Return the number of complete characters of a text after each of its tokens, non-decreasing.
+
+    Args:
+        token_ids: The tokens.
+        text: `decode(token_ids)`.
+        decode: The tokenizer's decoding, without special tokens.
+    """
+    # 1. Fast: tokens that decode to the same text alone as in context.
+    pieces = [decode([token]) for token in token_ids]
+    ends: list[int] = []
+    if "".join(pieces) == text:
+        for piece in pieces:
+            ends.append(len(piece) + (ends[-1] if ends else 0))
+    else:
+        # 2. Slow: decode every prefix, as spaces between words and parts of characters depend on context.
+        for count in range(1, len(token_ids) + 1):
+            prefix = decode(list(token_ids[:count]))
+            pairs = zip(prefix, text, strict=False)
+            common = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(prefix), len(text)))
+            ends.append(max(common, ends[-1] if ends else 0))
+    if ends:
+        ends[-1] = len(text)
+    return ends

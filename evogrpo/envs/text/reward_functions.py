@@ -3,16 +3,75 @@
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from evogrpo.config.checks import finite_number, whole_number
-from evogrpo.distributed import cores_per_rank
-from evogrpo.envs.text.reward_calls import Call, InProcessRunner, Job, RewardRunner, is_async
-from evogrpo.envs.text.step_rewards import StepRewards
-from evogrpo.envs.text.verifier_pool import VerifierPool
+from evogrpo.config.checks import finite_number
+from evogrpo.envs.text.reward_calls import Call, Job, is_async
+
+Unit = Literal["token", "character"]
+MAX_REWARD = 3.4e38
+"""Largest reward: float32, which members learn in, has none beyond."""
+
+
+def fits_float32(value: Any) -> bool:
+    """Return True for numbers that are finite in float32."""
+    return bool(abs(value) <= MAX_REWARD)  # also False for NaN and integers beyond float64
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Rewards at positions inside one completion, which a reward function may return instead of a number.
+
+    The completion's reward is the sum of the values. Several values at one position are added. Without values the
+    reward is 0.
+
+    Attributes:
+        values: Rewards, each finite.
+        positions: Position of each reward from 0, in the completion's token ids or in its text. A character's reward
+            goes to the token that completes it. Usually the last token or character of a step.
+        unit: Unit of positions: "token" or "character".
+
+    Raises:
+        ValueError: If values and positions have different lengths or invalid types.
+    """
+
+    values: Sequence[float]
+    positions: Sequence[int]
+    unit: Unit = "token"
+
+    def __post_init__(self) -> None:
+        values, positions = _checked_list("values", self.values), _checked_list("positions", self.positions)
+        if self.unit not in get_args(Unit):
+            raise ValueError(f'unit of StepRewards must be "token" or "character", got {self.unit!r:.80}.')
+        if len(values) != len(positions):
+            raise ValueError(
+                f"positions of StepRewards must match values, got {len(values)} values and {len(positions)} positions."
+            )
+        for value in values:
+            if not isinstance(value, numbers.Real) or not fits_float32(value):
+                raise ValueError(f"values of StepRewards must be finite numbers, got {value!r:.80}.")
+        for position in positions:
+            if not isinstance(position, numbers.Integral) or isinstance(position, bool) or position < 0:
+                raise ValueError(f"positions of StepRewards must be whole numbers from 0, got {position!r:.80}.")
+        object.__setattr__(self, "values", tuple(float(value) for value in values))
+        object.__setattr__(self, "positions", tuple(int(position) for position in positions))
+
+    @property
+    def total(self) -> float:
+        """Sum of the values."""
+        return math.fsum(self.values)
+
+
+def _checked_list(name: str, items: Any) -> list[Any]:
+    if hasattr(items, "tolist"):  # arrays and tensors
+        items = items.tolist()
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise ValueError(f"{name} of StepRewards must be a list, got {items!r:.80}.")
+    return [item.tolist() if hasattr(item, "tolist") else item for item in items]
+
 
 OnRewardError = Literal["raise", "exclude"]
 Value = float | StepRewards
@@ -28,8 +87,6 @@ REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of the dataset that arguments of TRL's form replace."""
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that the trainer provides."""
-MAX_WORKERS = 8
-"""Largest default number of worker processes."""
 DEFAULT_REWARD_TIMEOUT: float | None = None
 """Default time limit of one call of a reward function, in seconds; None = no limit."""
 
@@ -242,43 +299,6 @@ def make_rewards(
         factor = float(finite_number("each of reward_weights", weight))
         rewards[name] = Reward(name=name, weight=factor, batched=True, function=function)
     return tuple(rewards.values())
-
-
-def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> RewardRunner:
-    """Return a runner that calls the reward functions.
-
-    Args:
-        rewards: The reward functions.
-        timeout: Time limit of one call, in seconds; None = no limit.
-        workers: Number of worker processes; 0 = call functions in this process; None = one per core, at most 8, if a
-            timeout is set and a function is not async, otherwise 0.
-
-    Raises:
-        ValueError: If a number is out of range, a timeout needs worker processes, or a function cannot be pickled.
-    """
-    check_worker_limits(timeout, workers)
-    functions = {reward.name: reward.function for reward in rewards}
-    synchronous = [name for name, function in functions.items() if not is_async(function)]
-    # Only worker processes can stop a function that is not async.
-    if workers is None:
-        workers = min(MAX_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
-    if workers > 0:
-        return VerifierPool(functions, workers=workers, timeout=timeout)
-    if timeout is not None and synchronous:
-        raise ValueError(
-            f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r}, got 0. A function that is "
-            "not async can only be stopped in a worker process."
-        )
-    return InProcessRunner(functions, timeout)
-
-
-def check_worker_limits(timeout: float | None, workers: int | None) -> None:
-    """Raise ValueError if a time limit or number of worker processes is out of range."""
-    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout!r:.80}.")
-    if workers is not None and whole_number("reward_workers", workers) < 0:
-        raise ValueError(f"reward_workers must be at least 0, or None, got {workers}.")
 
 
 def _checked(function: F) -> F:

@@ -19,8 +19,15 @@ from evogrpo.envs.text.reward_calls import (
     safe_repr,
     safe_str,
 )
-from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs
-from evogrpo.envs.text.step_rewards import MAX_REWARD, StepRewards, fits_float32
+from evogrpo.envs.text.reward_functions import (
+    MAX_REWARD,
+    OnRewardError,
+    Reward,
+    RewardError,
+    RewardInputs,
+    StepRewards,
+    fits_float32,
+)
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import numbers
 import os
 import pickle  # noqa: TID251 (sent to our own child process; replies are JSON)
 import signal
@@ -18,23 +20,28 @@ from typing import Any
 
 import cloudpickle
 
+from evogrpo.config.checks import whole_number
+from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.text.reward_calls import (
     GRACE_SECONDS,
     CallFailedError,
     Function,
+    InProcessRunner,
     Job,
     Results,
+    RewardRunner,
     forward_output,
     is_async,
     timeout_error,
 )
-from evogrpo.envs.text.step_rewards import StepRewards
+from evogrpo.envs.text.reward_functions import Reward, StepRewards
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import USER_MODULE_PREFIX, printable
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
 WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes
 MAX_REPLY_BYTES = 64 * 2**20
+MAX_WORKERS = 8  # largest default number of worker processes
 START_SECONDS = 120.0  # time limit for a worker to load the reward functions
 
 _Task = tuple["Future[Results]", bytes, float | None]
@@ -247,3 +254,40 @@ def _end(tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, fina
             tasks.put(None)
         if worker.process is not None:
             _kill(worker.process)
+
+
+def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> RewardRunner:
+    """Return a runner that calls the reward functions.
+
+    Args:
+        rewards: The reward functions.
+        timeout: Time limit of one call, in seconds; None = no limit.
+        workers: Number of worker processes; 0 = call functions in this process; None = one per core, at most 8, if a
+            timeout is set and a function is not async, otherwise 0.
+
+    Raises:
+        ValueError: If a number is out of range, a timeout needs worker processes, or a function cannot be pickled.
+    """
+    check_worker_limits(timeout, workers)
+    functions = {reward.name: reward.function for reward in rewards}
+    synchronous = [name for name, function in functions.items() if not is_async(function)]
+    # Only worker processes can stop a function that is not async.
+    if workers is None:
+        workers = min(MAX_WORKERS, cores_per_rank()) if timeout is not None and synchronous else 0
+    if workers > 0:
+        return VerifierPool(functions, workers=workers, timeout=timeout)
+    if timeout is not None and synchronous:
+        raise ValueError(
+            f"reward_timeout requires reward_workers of at least 1 for {synchronous[0]!r}, got 0. A function that is "
+            "not async can only be stopped in a worker process."
+        )
+    return InProcessRunner(functions, timeout)
+
+
+def check_worker_limits(timeout: float | None, workers: int | None) -> None:
+    """Raise ValueError if a time limit or number of worker processes is out of range."""
+    number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout!r:.80}.")
+    if workers is not None and whole_number("reward_workers", workers) < 0:
+        raise ValueError(f"reward_workers must be at least 0, or None, got {workers}.")

@@ -89,7 +89,7 @@ def encoded(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has."""
     from evogrpo.envs.text.reward_calls import CallFailedError, safe_str
-    from evogrpo.envs.text.step_rewards import StepRewards
+    from evogrpo.envs.text.reward_functions import StepRewards
 
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}

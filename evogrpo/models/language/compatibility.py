@@ -105,11 +105,11 @@ def context_of(model: PreTrainedModel) -> int | None:
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
-def check_context(context: int | None, width: int, longest: str = "The longest prompt") -> None:
+def check_context(context: int | None, width: int) -> None:
     """Raise a ValueError if sequences of `width` tokens exceed the model's context; None = no limit."""
     if context is not None and width > context:
         raise ValueError(
-            f"{longest} and its completion take {width} tokens, but the model's context is {context}. Lower "
+            f"The longest prompt and its completion take {width} tokens, but the model's context is {context}. Lower "
             "max_output_tokens, or set max_prompt_length to leave long prompts out. The config sets the context: "
             "max_position_embeddings, or original_max_position_embeddings (longrope), or floor_scale (Llama 4)."
         )

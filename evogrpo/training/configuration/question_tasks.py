@@ -11,9 +11,10 @@ from typing import IO, Any, ClassVar, Literal
 from evogrpo.config.checks import refuse_unknown
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError, check_worker_limits
+from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
+from evogrpo.envs.text.verifier_pool import check_worker_limits
 from evogrpo.synonyms import close_match
 from evogrpo.text import extra_command, number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES

@@ -19,8 +19,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.distributed import processes
-from evogrpo.envs.text.datasets import SAMPLE_COMPLETIONS, Preflight
-from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym, Preflight
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
@@ -374,7 +373,7 @@ class LanguageTask:
         trial = _run_preflight(env)
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
-        check_context(context, env.longest_prompt + config.agent.max_output_tokens, env.longest_at)
+        check_context(context, env.longest_prompt + config.agent.max_output_tokens)
         precision = processes().broadcast(choose_precision(config.precision, outline.model, device))
         return PreparedLanguage(
             trial=trial,
