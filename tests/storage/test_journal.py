@@ -133,7 +133,7 @@ def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
 )  # fmt: skip
 def test_a_corrupt_line_with_a_newline_is_an_error_that_names_the_line(path, line):
     path.parent.mkdir()
-    content = '{"event": "run", "journal_version": 2}\n' + line + '\n{"event": "stopped"}\n'
+    content = f'{{"event": "run", "journal_version": {VERSION}}}\n' + line + '\n{"event": "stopped"}\n'
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(JournalError, match=r"line 2 of .*journal\.jsonl is not an event"):
         read_journal(path)
@@ -258,7 +258,7 @@ def test_reading_a_journal_does_not_load_torch(path):
 def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
     path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
     if kind == "link":
-        elsewhere.write_text('{"event": "run", "journal_version": 2}\n')
+        elsewhere.write_text(f'{{"event": "run", "journal_version": {VERSION}}}\n')
     if kind in ("link", "dangling"):
         path.symlink_to(elsewhere)
     elif kind == "pipe":

@@ -21,6 +21,7 @@ from evogrpo.training.loop.evaluation import candidates
 from evogrpo.training.loop.run_state import Best, best_agent
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.tensorboard import generation_curves
+from evogrpo.validation import dump
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import (
@@ -398,7 +399,7 @@ def test_finalists_are_evaluated_on_a_second_set_and_the_best_is_saved(way, tmp_
     _, progress = saved.restore()
     assert progress.best.second == run.run_state.best.second
     for stored, before in zip(progress.finalists, run.run_state.finalists, strict=True):
-        assert stored.to_json() == before.to_json()
+        assert dump(stored) == dump(before)
         assert equal_states(stored.state, before.state)
 
 
