@@ -36,18 +36,6 @@ def networks(folder: Path) -> Trainer:
     return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0))
 
 
-def halving(folder: Path) -> Trainer:
-    """Members retire; training rewards decide."""
-    return step_run(
-        folder,
-        size=4,
-        strategy=SuccessiveHalving(),
-        generations=4,
-        samples_per_step=16,
-        fitness=FitnessConfig(by="both", racing=True),
-    )
-
-
 PARTS = 6
 """Shards requested: the greatest common divisor with the number of ranks, so two of two and three of three."""
 
@@ -105,10 +93,11 @@ def team(folder: Path) -> Trainer:
 
 
 def lent(folder: Path) -> Trainer:
-    """Small networks that learn from all members' samples; better members sample more."""
+    """Small networks that learn from all members' samples; better members sample more; racing."""
     return step_run(
         folder,
         size=4,
+        fitness=FitnessConfig(racing=True),
         experience=SharedExperience(min_ess=0.2, samplers="rank"),
         options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
         generations=2,
@@ -155,7 +144,6 @@ def thinned(folder: Path) -> Trainer:
 
 SCENARIOS: dict[str, Callable[[Path], Trainer]] = {
     "networks": networks,
-    "halving": halving,
     "words": words,
     "pair": pair,
     "double": double,

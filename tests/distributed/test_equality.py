@@ -14,7 +14,7 @@ from tests.distributed.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish, shared_model
 
 IN_THREE = ["networks", "double", "lone", "team", "pair", "led", "borrowed", "thinned"]
-IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[2:])]
+IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[2:]]
 
 
 class Alone:
@@ -56,14 +56,11 @@ def three(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rest(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Slow scenarios on three ranks."""
+    """Scenarios on three ranks with a sharded base."""
     folder = tmp_path_factory.mktemp("rest")
-    for name in ("led", "thinned"):
-        shutil.copytree(alone / name, folder / "back" / name)
     shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
     store(shared_model(), folder / "base")
-    several = ("parts/words", "parts/pair", "parts/back/pair+3")
-    performed(3, folder, "halving", "led", "back/led+3", "thinned", "back/thinned+3", *several)
+    performed(3, folder, "parts/words", "parts/pair", "parts/back/pair+3")
     return folder
 
 
@@ -82,12 +79,6 @@ def test_two_ranks_give_the_results_of_one(name: str, alone: Alone, two: Path) -
 def test_three_ranks_give_the_results_of_one(name: str, alone: Alone, three: Path) -> None:
     """For five members, two and one, and where members retire."""
     assert_same(alone / name, three / name)
-
-
-@pytest.mark.slow
-def test_retired_members(alone: Alone, rest: Path) -> None:
-    """Fewer members than ranks are left."""
-    assert_same(alone / "halving", rest / "halving")
 
 
 @pytest.mark.parametrize(
@@ -122,15 +113,7 @@ def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
         assert status == 0, said
 
 
-@pytest.mark.parametrize(
-    ("name", "several", "generations"),
-    [
-        ("networks", "two", 6),
-        ("pair", "three", 3),
-        pytest.param("led", "rest", 3, marks=pytest.mark.slow),
-        pytest.param("thinned", "rest", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3)])
 def test_a_run_can_be_resumed_on_another_number_of_ranks(
     name: str, several: str, generations: int, alone: Alone, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

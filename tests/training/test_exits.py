@@ -18,11 +18,6 @@ from evogrpo.storage.journal import read_journal
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import QUICK, shared_model, shared_tokenizer, tiny_env, tiny_population
 
-ENDS = {
-    "raise": lambda: (_ for _ in ()).throw(SystemExit),
-    "sys.exit(0)": lambda: sys.exit(0),
-}
-
 
 def status_of(work):
     """Run a function in a forked process and return its status: 99 if it returns, 98 if it raises."""
@@ -39,17 +34,17 @@ def status_of(work):
 class Ending(gymnasium.Wrapper):
     """Exits after some steps, in one of its methods."""
 
-    end, where, left = staticmethod(lambda: None), "step", 10**9
+    where, left = "step", 10**9
 
     def step(self, action):
         Ending.left -= 1
         if Ending.left < 0 and self.where == "step":
-            self.end()
+            sys.exit(0)
         return super().step(action)
 
     def reset(self, **options):
         if Ending.left < 0 and self.where == "reset":
-            self.end()
+            sys.exit(0)
         return super().reset(**options)
 
 
@@ -57,23 +52,23 @@ class EndingStrategy(Tournament):
     """Exits instead of planning."""
 
     def plan(self, history, rng):
-        Ending.end()
+        sys.exit(0)
 
 
-def run_in(where, end, folder):
+def run_in(where, folder):
     """Train until user code exits at this place."""
     if where in ("reward", "async reward"):
 
         def reward(completion, answer, question):
-            return 0.5 if "made-up" in completion else end()
+            return 0.5 if "made-up" in completion else sys.exit(0)
 
         async def waiting(completions, **_):
-            return [0.5 if "made-up" in each else end() for each in completions]
+            return [0.5 if "made-up" in each else sys.exit(0) for each in completions]
 
         env = tiny_env(reward_fn=reward) if where == "reward" else tiny_env(reward_funcs=waiting)
         population = tiny_population(2)
     else:
-        Ending.end, Ending.where = staticmethod(end), where
+        Ending.where = where
         env = cart_pole() if where == "plan" else GymnasiumGroups("CartPole-v1", wrappers=[Ending], validation_size=4)
         population = step_population(2, env)
     strategy = EndingStrategy() if where == "plan" else None
@@ -83,18 +78,18 @@ def run_in(where, end, folder):
 
 
 @pytest.mark.parametrize(
-    ("where", "error", "end"),
+    ("where", "error"),
     [
-        ("reward", "RewardError", "sys.exit(0)"),
-        ("async reward", "RewardError", "sys.exit(0)"),
-        ("step", "ProgramEndError", "raise"),
-        ("reset", "ProgramEndError", "sys.exit(0)"),
-        ("plan", "StrategyError", "sys.exit(0)"),
+        ("reward", "RewardError"),
+        ("async reward", "RewardError"),
+        ("step", "ProgramEndError"),
+        ("reset", "ProgramEndError"),
+        ("plan", "StrategyError"),
     ],
 )
-def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, end, tmp_path, capfd):
+def test_an_exit_during_a_run_is_an_error_and_the_run_is_saved(where, error, tmp_path, capfd):
     shared_model()
-    assert status_of(lambda: run_in(where, ENDS[end], tmp_path / "run")) == 98
+    assert status_of(lambda: run_in(where, tmp_path / "run")) == 98
     said = capfd.readouterr().err
     assert f"{error}: " in said
     assert "SystemExit" in said
@@ -149,13 +144,13 @@ def write_task(rewards):
 
 
 @pytest.mark.parametrize(
-    ("where", "end"),
-    [("module", "raise SystemExit"), ("reward", "raise SystemExit")],
+    "rewards",
+    ["raise SystemExit\n", "def score(completion, answer, question):\n    raise SystemExit\n"],
+    ids=["module", "reward"],
 )
-def test_commands_fail_if_user_code_exits(end, where, tmp_path, monkeypatch, capfd):
+def test_commands_fail_if_user_code_exits(rewards, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    call = f"    {end}\n" if where == "reward" else "    return 0.0\n"
-    write_task(f"{end if where == 'module' else ''}\ndef score(completion, answer, question):\n{call}")
+    write_task(rewards)
     assert status_of(lambda: os._exit(main(["train", "c.yaml"]))) in (1, 2)
     said = capfd.readouterr().err
     assert "error: " in said
