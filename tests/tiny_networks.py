@@ -153,7 +153,7 @@ def acted_batch(
     masks = None
     if case.masked:
         counts = getattr(case.actions, "nvec", np.array([getattr(case.actions, "n", 0)])).ravel()
-        masks = tuple(np.stack([rng.permutation(count) for rng in rngs]) < count - 1 for count in counts)
+        masks = np.concatenate([np.stack([rng.permutation(n) for rng in rngs]) < n - 1 for n in counts], axis=1)
     n, slots = len(work), np.array([slot for slot, *_ in work])
     temperature = np.array([TEMPERATURES[member % 3] for _, member, *_ in work], dtype=np.float32)
     acted = bank.act(

@@ -15,6 +15,7 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.bank import ReferenceDistributions
+from evogrpo.models.networks.distributions import MASKED_LOGIT
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_states_agree
 from tests.rounding import assert_metrics_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch
@@ -48,12 +49,11 @@ def test_the_loss_uses_the_kl_of_every_action_with_temperature_and_mask(case, ba
     own, other = (bank.distributions(batch, reference=reference) for reference in (False, True))
     mask, seen = batch.action_mask, []
     flat = batch.flatten_actions()
-    legal = flat.inputs.action_masks
-    if legal is not None:
-        legal = torch.cat([part.flatten(1) for part in (legal if isinstance(legal, tuple) else [legal])], 1)
-    pair = (other[mask], own[mask]) if backwards else (own[mask], other[mask])
+    pair = [bank.distribution.at_temperature(each[mask], flat.inputs.temperature) for each in (own, other)]
+    if flat.inputs.action_masks is not None:
+        pair = [each.masked_fill(~flat.inputs.action_masks[:, 0], MASKED_LOGIT) for each in pair]
     expected = torch.zeros(mask.shape)
-    expected[mask] = bank.distribution.kl(*pair, flat.inputs.temperature, legal)
+    expected[mask] = bank.distribution.kl(*reversed(pair) if backwards else pair)
 
     def loss_fn(rows, log_probs, entropies, divergences):
         torch.testing.assert_close(divergences.detach(), expected[rows], rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """Architectures: configuration, function-preserving changes, optimizer moments, mutations and banks."""
 
-import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from gymnasium import spaces
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.models.networks.architecture import (
-    ACTIVATIONS,
     ArchitectureLimits,
     NetworkConfig,
     add_layer,
@@ -25,6 +24,7 @@ from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe, stacked, tensors
 
 HIDDEN = (7, 5)
+ACTIVATIONS = ["tanh", "relu", "elu"]
 
 
 def random_parameters(config, space=VECTOR, outputs=3):
@@ -44,37 +44,28 @@ def outputs_of(parameters, config, space=VECTOR):
     return network({name: value[None] for name, value in parameters.items()}, seen)[0]
 
 
-def test_json_and_bytes_round_trip():
-    config = NetworkConfig(hidden=(8,), activation="elu", convolutions=((4, 3, 1),), log_std=-0.5)
-    assert NetworkConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    assert NetworkConfig.from_tensor(json_bytes(config.to_json())) == config
-    assert NetworkConfig(hidden=[8], convolutions=[[4, 3, 1]]) == NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),))
-    assert hash(NetworkConfig(hidden=[8])) == hash(NetworkConfig(hidden=(8,)))
+def test_lists_become_tuples():
+    config = NetworkConfig(hidden=[8], convolutions=[[4, 3, 1]])
+    assert config == NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),))
+    assert hash(config) == hash(NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),)))
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
+    "fields",
     [
-        ({"hidden": (8, 0)}, "from 1 to 65,536"),
-        ({"hidden": (8.5,)}, "integer"),
-        ({"hidden": 64}, "sequence"),
-        ({"hidden": "64"}, "sequence"),
-        ({"activation": "gelu"}, "tanh, relu, elu"),
-        ({"convolutions": ((8, 3),)}, "triples"),
-        ({"log_std": float("nan")}, "finite"),
+        {"hidden": (8, 0)},
+        {"hidden": (8.5,)},
+        {"hidden": 64},
+        {"hidden": "64"},
+        {"activation": "gelu"},
+        {"convolutions": ((8, 3),)},
+        {"log_std": float("nan")},
+        {"hiden": [8]},
     ],
 )
-def test_invalid_architectures_are_rejected(fields, match):
-    with pytest.raises(ValueError, match=match):
+def test_invalid_architectures_are_rejected(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
         NetworkConfig(**fields)
-
-
-def test_unknown_settings_and_damaged_bytes_are_rejected():
-    with pytest.raises(ValueError, match="hidden"):
-        NetworkConfig.from_json({"hiden": [8]})
-    for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
-        with pytest.raises(ValueError, match="architecture"):
-            NetworkConfig.from_tensor(broken)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -284,9 +275,12 @@ def test_checkpoints_contain_the_architecture(tmp_path):
 def test_states_with_a_wrong_architecture_are_rejected():
     bank = CASES["discrete"].bank(2)
     state, before = bank.state(0), bank.state(0)
-    state["architecture"] = json_bytes(NetworkConfig(hidden=(60_000, 60_000)).to_json())
+    state["architecture"] = json_bytes(asdict(NetworkConfig(hidden=(60_000, 60_000))))
     with pytest.raises(ValueError, match=r"state 'exp_avg'|state 'weights'"):
         bank.load_state(0, state)
+    for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
+        with pytest.raises(ValueError, match="architecture"):
+            bank.load_state(0, before | {"architecture": broken})
     assert same_state(bank.state(0), before)
 
 
@@ -296,4 +290,4 @@ def test_states_of_another_space_or_module_are_rejected():
         Case(actions=spaces.Discrete(4)).bank(1).load_state(0, bank.state(0))
     other = CASES["module"].bank(1)
     with pytest.raises(ValueError, match="module"):
-        other.load_state(0, other.state(0) | {"architecture": json_bytes(NetworkConfig().to_json())})
+        other.load_state(0, other.state(0) | {"architecture": json_bytes(asdict(NetworkConfig()))})

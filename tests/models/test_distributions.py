@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import distributions as laws
 
-from evogrpo.models.networks.distributions import distribution_for
+from evogrpo.models.networks.distributions import MASKED_LOGIT, distribution_for
 
 GRID = 20_000
 UNIFORMS = ((np.arange(GRID) + 0.5) / GRID).astype(np.float32)[:, None]
@@ -85,14 +85,10 @@ def test_temperature_zero_takes_the_most_likely_action(space):
         np.testing.assert_allclose(values[heat == 0], log_probs[heat == 0], rtol=1e-6)
     assert any((actions[row] != best[row]).any() for actions, _ in results for row in (1, 3, 4))
     # Slow oracle: the most likely of many actions.
-    scored = law.evaluate_actions(
-        torch.from_numpy(outputs), torch.from_numpy(best), torch.ones(6), None, entropy_gradient=False
-    )[0]
+    scored = law.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(best), entropy_gradient=False)[0]
     np.testing.assert_allclose(scored.numpy(), log_probs, rtol=1e-4, atol=1e-5)
     for actions, _ in results:
-        other = law.evaluate_actions(
-            torch.from_numpy(outputs), torch.from_numpy(actions), torch.ones(6), None, entropy_gradient=False
-        )
+        other = law.evaluate_actions(torch.from_numpy(outputs), torch.from_numpy(actions), entropy_gradient=False)
         assert bool((other[0] <= scored + 1e-5).all())
 
 
@@ -122,7 +118,8 @@ def test_log_probs_entropies_and_gradients_match_torch(temperature):
         chosen = [actions] if len(parts) == 1 else list(actions.unbind(1))
         expected = sum(part.log_prob(a.float() if a.ndim == 2 else a) for part, a in zip(parts, chosen, strict=True))
         entropy = sum(part.entropy() for part in parts)
-        got = distribution_for(space).evaluate_actions(outputs, actions, heat, None, entropy_gradient=True)
+        law = distribution_for(space)
+        got = law.evaluate_actions(law.at_temperature(outputs, heat), actions, entropy_gradient=True)
         for one, other in zip(got, (expected, entropy), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
             weights = torch.arange(7.0)
@@ -135,22 +132,19 @@ def test_gaussian_at_a_temperature_is_proportional_to_a_power():
     outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]
     for temperature in (0.5, 3.0):
         heat = torch.full((len(points),), temperature)
-        hot, entropy = law.evaluate_actions(outputs.expand(len(points), 2), points, heat, None, entropy_gradient=False)
-        cold, _ = law.evaluate_actions(
-            outputs.expand(len(points), 2), points, torch.ones_like(heat), None, entropy_gradient=False
-        )
+        each = outputs.expand(len(points), 2)
+        hot, entropy = law.evaluate_actions(law.at_temperature(each, heat), points, entropy_gradient=False)
+        cold, _ = law.evaluate_actions(each, points, entropy_gradient=False)
         power = (cold.double() / temperature).exp()
         torch.testing.assert_close(hot.double().exp(), power / (power.sum() * 1e-3), rtol=1e-3, atol=1e-6)
         assert float(entropy[0]) == pytest.approx(-float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3)
 
 
-def test_masked_log_probs_ignore_illegal_actions():
+def test_illegal_actions_have_no_probability_and_no_gradient():
     law = distribution_for(spaces.MultiDiscrete([3, 2]))
     outputs = torch.tensor([[1.0, 5.0, -1.0, 0.5, 0.0]], requires_grad=True)
-    legal = torch.tensor([[True, False, True, True, True]])
-    log_prob, entropy = law.evaluate_actions(
-        outputs, torch.tensor([[2, 0]]), torch.ones(1), legal, entropy_gradient=True
-    )
+    masked = outputs.masked_fill(torch.tensor([[False, True, False, False, False]]), MASKED_LOGIT)
+    log_prob, entropy = law.evaluate_actions(masked, torch.tensor([[2, 0]]), entropy_gradient=True)
     parts = laws.Categorical(logits=torch.tensor([1.0, -1.0])), laws.Categorical(logits=torch.tensor([0.5, 0.0]))
     expected = parts[0].log_prob(torch.tensor(1)) + parts[1].log_prob(torch.tensor(0))
     assert log_prob.item() == pytest.approx(expected.item())
@@ -158,26 +152,6 @@ def test_masked_log_probs_ignore_illegal_actions():
     (slope,) = torch.autograd.grad((log_prob + entropy).sum(), outputs)
     assert slope[0, 1] == 0
     assert bool(slope.isfinite().all())
-
-
-def test_single_legal_action_has_no_gradient():
-    law = distribution_for(spaces.Discrete(3))
-    outputs = torch.tensor([[1.0, 5.0, -1.0]], requires_grad=True)
-    legal = torch.tensor([[True, False, False]])
-    log_prob, entropy = law.evaluate_actions(outputs, torch.tensor([0]), torch.ones(1), legal, entropy_gradient=True)
-    assert log_prob.item() == entropy.item() == 0.0
-    assert not bool(torch.autograd.grad((log_prob + entropy).sum(), outputs)[0].any())
-
-
-@pytest.mark.parametrize("space", [spaces.MultiBinary(2), spaces.Box(-1, 1, (2,))])
-def test_action_masks_are_rejected_for_other_spaces(space):
-    law = distribution_for(space)
-    with pytest.raises(ValueError, match="action_mask"):
-        law.sample(np.zeros((1, 4), np.float32), None, None, np.ones((1, 2), bool))
-    with pytest.raises(ValueError, match="action_mask"):
-        law.evaluate_actions(
-            torch.zeros(1, 4), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2) > 0, entropy_gradient=False
-        )
 
 
 @pytest.mark.parametrize(

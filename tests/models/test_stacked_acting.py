@@ -104,16 +104,6 @@ def test_non_finite_members_do_not_affect_others():
         assert after.log_probs[2] == before.log_probs[2]
 
 
-@pytest.mark.parametrize("member_ids", [[0, 2], [-1, 0], []])
-def test_unknown_slots_are_rejected(member_ids):
-    bank = Case(actions=spaces.Discrete(2)).bank(2)
-    observations = np.zeros((len(member_ids), 3), np.float32)
-    with pytest.raises(ValueError, match="member_ids"):
-        bank.act(observations, np.array(member_ids, dtype=np.int64), uniforms=None)
-    with pytest.raises(ValueError, match="slot"):
-        bank.state(2)
-
-
 @pytest.mark.parametrize("name", ["architectures", "images", "box", "module"])
 def test_policy_module_matches_acting(name):
     case = CASES[name]

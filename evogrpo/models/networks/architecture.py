@@ -1,19 +1,21 @@
 """Architecture of small networks, and mutations of it that keep what a member has learnt."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self, get_args
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, whole_between, whole_number
+from evogrpo.validation import REAL, WHOLE, PositiveShare, settings
 
 Activation = Literal["tanh", "relu", "elu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-Convolution = tuple[int, int, int]
+MAX_LAYERS, MAX_UNITS = 64, 65_536  # larger values are typing errors that would exhaust memory
+_Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS), WHOLE]
+_Units = Annotated[int, Field(ge=1, le=MAX_UNITS), WHOLE]
+Convolution = tuple[_Units, _Units, _Units]
 """(channels, kernel size, stride)."""
 
 Parameters = dict[str, Tensor]
@@ -23,12 +25,10 @@ StateParameters = dict[str, Parameters]
 """Parameters by name of a train state's tensors: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # power of the gradient that each averages
-MAX_LAYERS, MAX_UNITS = 64, 65_536  # larger values are typing errors that would exhaust memory
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class NetworkConfig:
     """Architecture of one member's network.
 
@@ -44,58 +44,18 @@ class NetworkConfig:
         ValueError: If a value is of the wrong type or out of range.
     """
 
-    hidden: tuple[int, ...] = (64, 64)
+    hidden: Annotated[tuple[_Units, ...], Field(max_length=MAX_LAYERS)] = (64, 64)
     activation: Activation = "tanh"
     convolutions: tuple[Convolution, ...] | None = None
-    log_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        # Lists when read from YAML or JSON.
-        object.__setattr__(self, "hidden", _sizes("hidden", self.hidden))
-        if self.convolutions is not None:
-            if isinstance(self.convolutions, str) or not isinstance(self.convolutions, Sequence):
-                raise ValueError(f"convolutions must be a sequence of triples, got {self.convolutions!r:.80}")
-            layers = tuple(_sizes("each of convolutions", layer) for layer in self.convolutions)
-            if any(len(layer) != 3 for layer in layers):
-                raise ValueError(f"convolutions must be triples (channels, kernel size, stride), got {layers}")
-            object.__setattr__(self, "convolutions", layers)
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        object.__setattr__(self, "log_std", float(finite_number("log_std", self.log_std)))
-        if abs(self.log_std) > 20:
-            raise ValueError(f"log_std must lie in [-20, 20], got {self.log_std}: it is a logarithm")
+    log_std: Annotated[float, Field(ge=-20, le=20), REAL] = 0.0
 
     @property
     def description(self) -> str:
         """Hidden layers and activation, such as "64-64 tanh"."""
         return f"{'-'.join(map(str, self.hidden))} {self.activation}" if self.hidden else "linear"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; ValueError for an unknown name or an invalid value."""
-        refuse_unknown("network setting", values, cls.__dataclass_fields__)
-        return cls(**values)
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> Self:
-        """Build from `json_bytes(config.to_json())`; ValueError for any other tensor."""
-        if tensor.dtype != torch.uint8 or tensor.ndim != 1:
-            raise ValueError(f"an architecture must be a vector of bytes, got {tuple(tensor.shape)} of {tensor.dtype}.")
-        try:
-            values = json.loads(bytes(tensor.tolist()))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"an architecture must be JSON text: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"an architecture must be a JSON object, got {values!r:.80}.")
-        return cls.from_json(values)
-
-
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ArchitectureLimits:
     """Limits of architecture mutations.
 
@@ -112,31 +72,19 @@ class ArchitectureLimits:
         ValueError: If a value is of the wrong type or out of range.
     """
 
-    min_layers: int = 1
-    max_layers: int = 3
-    min_units: int = 16
-    max_units: int = 256
-    unit_steps: tuple[int, ...] = (16, 32, 64)
-    activations: tuple[Activation, ...] = ACTIVATIONS
-    probability: float = 0.25
+    min_layers: _Layers = 1
+    max_layers: _Layers = 3
+    min_units: _Units = 16
+    max_units: _Units = 256
+    unit_steps: tuple[_Units, ...] = (16, 32, 64)
+    activations: tuple[Activation, ...] = ("tanh", "relu", "elu")
+    probability: PositiveShare = 0.25
 
     def __post_init__(self) -> None:
-        if isinstance(self.activations, str) or not isinstance(self.activations, Sequence):
-            raise ValueError(f"activations must be a sequence of names, got {self.activations!r:.80}")
-        object.__setattr__(self, "activations", tuple(self.activations))
-        for name, most in (("layers", MAX_LAYERS), ("units", MAX_UNITS)):
-            for edge in ("min", "max"):
-                field = f"{edge}_{name}"
-                object.__setattr__(self, field, whole_between(field, getattr(self, field), 1, most))
-        object.__setattr__(self, "unit_steps", _sizes("unit_steps", self.unit_steps))
         if self.min_layers > self.max_layers:
             raise ValueError(f"min_layers must be at most max_layers, got {self.min_layers} and {self.max_layers}.")
         if self.min_units > self.max_units:
             raise ValueError(f"min_units must be at most max_units, got {self.min_units} and {self.max_units}.")
-        refuse_unknown("name in activations:", self.activations, ACTIVATIONS)
-        object.__setattr__(self, "probability", finite_number("probability", self.probability))
-        if not 0 < self.probability <= 1:
-            raise ValueError(f"probability must lie in (0, 1], got {self.probability}")
 
 
 class NothingToChangeError(ValueError):
@@ -303,15 +251,3 @@ def remove_layer(state: StateParameters, depth: int) -> StateParameters:
 def json_bytes(values: Any) -> Tensor:
     """Return plain JSON values as text with sorted keys, in bytes `[b]` (uint8)."""
     return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
-
-
-def _sizes(what: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """Return integers of at least 1, or raise ValueError naming `what`."""
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ValueError(f"{what} must be a sequence of whole numbers, got {values!r}")
-    if len(values) > MAX_LAYERS:
-        raise ValueError(f"{what} must hold at most {MAX_LAYERS} numbers, got {len(values)}")
-    sizes = tuple(whole_number(what, value) for value in values)
-    if any(not 1 <= size <= MAX_UNITS for size in sizes):
-        raise ValueError(f"{what} must hold numbers from 1 to {MAX_UNITS:,}, got {sizes}")
-    return sizes

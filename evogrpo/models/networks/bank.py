@@ -17,7 +17,7 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, SampledActions, map_tensors
 from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
 from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.models.networks.distributions import distribution_for
+from evogrpo.models.networks.distributions import MASKED_LOGIT, distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
 
@@ -138,13 +138,7 @@ class StackedBank(StackedTrainStates):
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.
         """
-        if not len(member_ids) or member_ids.min() < 0 or member_ids.max() >= self.size:
-            raise ValueError(f"member_ids must be slots from 0 to {self.size - 1}, got {member_ids}.")
         layouts = self._layouts("act", member_ids, base=base)
-        legal = None
-        if action_mask is not None:
-            parts = action_mask if isinstance(action_mask, tuple | list) else [action_mask]
-            legal = np.concatenate(parts, axis=1).astype(np.bool_)
         with np.errstate(all="ignore"):  # a member whose weights are not finite fails when it learns
             outputs = [self._act_outputs(stack, layout, observations, len(member_ids)) for stack, layout in layouts]
             if len(outputs) == 1 and layouts[0][1].in_order:
@@ -153,7 +147,7 @@ class StackedBank(StackedTrainStates):
                 together = np.empty((len(member_ids), outputs[0].shape[1]), dtype=np.float32)
                 for (_, layout), part in zip(layouts, outputs, strict=True):
                     together[layout.items] = part
-            actions, log_probs = self.distribution.sample(together, uniforms, temperature, legal)
+            actions, log_probs = self.distribution.sample(together, uniforms, temperature, action_mask)
         return SampledActions(actions=actions, log_probs=log_probs)
 
     def _act_outputs(self, stack: Stack, layout: Layout, observations: Any, count: int) -> NDArray[np.float32]:
@@ -384,24 +378,25 @@ class StackedBank(StackedTrainStates):
         reference_distributions: ReferenceDistributions | None = None,
     ) -> list[Tensor]:
         """Return log-probabilities, entropies and, with reference distributions, divergences `[c]` of some actions."""
-        take = partial(_take, places=places)
-        masks, legal = batch.inputs.action_masks, None
-        if masks is not None:
-            parts = masks if isinstance(masks, tuple | list) else [masks]
-            legal = torch.cat([take(part).flatten(1) for part in parts], 1).bool().to(outputs.device)
-        temperature = batch.inputs.temperature
+        take, distribution = partial(_take, places=places), self.distribution
+        temperature, masks, legal = batch.inputs.temperature, batch.inputs.action_masks, None
         if bool((temperature == 1).all()):
             temperature = None
         else:
             temperature = take(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
-        actions = take(batch.actions).to(outputs.device)
-        found = list(
-            self.distribution.evaluate_actions(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient)
-        )
+        if masks is not None:
+            legal = take(masks).to(outputs.device)
+
+        def adjusted(parameters: Tensor) -> Tensor:
+            if temperature is not None:
+                parameters = distribution.at_temperature(parameters, temperature)
+            return parameters if legal is None else parameters.masked_fill(~legal, MASKED_LOGIT)
+
+        actions, first = take(batch.actions).to(outputs.device), adjusted(outputs)
+        found = list(distribution.evaluate_actions(first, actions, entropy_gradient=entropy_gradient))
         if reference_distributions is not None:
-            pair = outputs, take(reference_distributions.outputs).to(outputs.device)
-            first, second = reversed(pair) if reference_distributions.reverse else pair
-            found.append(self.distribution.kl(first, second, temperature, legal))
+            pair = adjusted(outputs), adjusted(take(reference_distributions.outputs).to(outputs.device))
+            found.append(distribution.kl(*reversed(pair) if reference_distributions.reverse else pair))
         return found
 
 

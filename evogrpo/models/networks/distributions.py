@@ -5,8 +5,9 @@ actions, it takes 10 microseconds; `torch.distributions.Categorical` takes about
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,28 +27,24 @@ MAX_RANGE = 1e6  # larger ranges count as unbounded
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Distribution(Protocol):
+class Distribution(ABC):
     """Action distribution with the outputs of a network as parameters.
 
     Actions have the shape and dtype of the space, after the leading dimensions. A temperature T means the distribution
     proportional to p^(1/T).
+
+    Attributes:
+        outputs: Number of outputs that the network must have.
+        uniforms_per_action: Number of uniform random numbers that sample one action.
+        free_parameters: Shapes by name of parameters that do not depend on observations; they follow the network's
+            outputs.
     """
 
-    @property
-    def outputs(self) -> int:
-        """Number of outputs that the network must have."""
-        ...
+    outputs: int
+    uniforms_per_action: int
+    free_parameters: Mapping[str, tuple[int, ...]] = {}
 
-    @property
-    def free_parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name of parameters that do not depend on observations; they follow the network's outputs."""
-        ...
-
-    @property
-    def uniforms_per_action(self) -> int:
-        """Number of uniform random numbers that sample one action."""
-        ...
-
+    @abstractmethod
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row.
 
@@ -60,31 +57,24 @@ class Distribution(Protocol):
         Returns:
             Actions `[m, ...]` and their log-probabilities `[m]` in nats; at temperature 1 for most likely actions.
         """
-        ...
 
-    def evaluate_actions(
-        self,
-        outputs: Tensor,
-        actions: Tensor,
-        temperature: Tensor | None,
-        legal: Tensor | None,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
+        """Return the parameters `[c, o]` at temperatures `[c]` above 0; by default outputs are logits."""
+        return outputs / temperature[:, None]
+
+    @abstractmethod
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[c]`, in nats.
 
         Args:
-            outputs: `[c, o]` outputs of the network, then free parameters.
+            outputs: `[c, o]` outputs of the network, then free parameters; `MASKED_LOGIT` for illegal actions.
             actions: `[c, ...]`.
-            temperature: `[c]` above 0; None = 1.
-            legal: `[c, o]` True for legal actions; None = all.
             entropy_gradient: Entropies carry a gradient.
         """
-        ...
 
-    def kl(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+    @abstractmethod
+    def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second) `[c]` between distributions, in nats; arguments as in `evaluate_actions`."""
-        ...
 
 
 def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
@@ -110,7 +100,7 @@ def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
     )
 
 
-class Categorical:
+class Categorical(Distribution):
     """Independent categorical distributions over values from 0: Discrete and MultiDiscrete.
 
     Args:
@@ -118,8 +108,6 @@ class Categorical:
         shape: Shape of one action.
         dtype: Of the actions.
     """
-
-    free_parameters: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, counts: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> None:
         self.counts, self.shape, self.dtype = counts, shape, dtype
@@ -153,37 +141,23 @@ class Categorical:
             actions[:, number] = chosen
         return actions.reshape(len(outputs), *self.shape), log_probs
 
-    def evaluate_actions(
-        self,
-        outputs: Tensor,
-        actions: Tensor,
-        temperature: Tensor | None,
-        legal: Tensor | None,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
-        logits = self._logits(outputs, temperature, legal)
         chosen = actions.reshape(len(outputs), len(self.counts)).long()
         log_probs, entropies = [], []
         for number, part in enumerate(self._parts):
-            values = torch.log_softmax(logits if len(self.counts) == 1 else logits[:, part], 1)
+            values = torch.log_softmax(outputs if len(self.counts) == 1 else outputs[:, part], 1)
             log_probs.append(values.gather(1, chosen[:, number, None])[:, 0])
             values = values if entropy_gradient else values.detach()
             entropies.append(-(values.exp() * values).sum(1))
         return _sum(log_probs), _sum(entropies)
 
-    def kl(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+    def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
-        one, other = (self._logits(outputs, temperature, legal) for outputs in (first, second))
-        return _sum([categorical_kl(one[:, part], other[:, part]) for part in self._parts])
-
-    def _logits(self, outputs: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
-        logits = outputs if temperature is None else outputs / temperature[:, None]
-        return logits if legal is None else logits.masked_fill(~legal, MASKED_LOGIT)
+        return _sum([categorical_kl(first[:, part], second[:, part]) for part in self._parts])
 
 
-class Bernoulli:
+class Bernoulli(Distribution):
     """Independent bits: MultiBinary.
 
     Args:
@@ -191,15 +165,12 @@ class Bernoulli:
         dtype: Of the actions.
     """
 
-    free_parameters: Mapping[str, tuple[int, ...]] = {}
-
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype
         self.outputs = self.uniforms_per_action = int(np.prod(shape))
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
-        _check_no_mask(legal, "MultiBinary")
         logits, bits = outputs, outputs > 0
         if uniforms is not None:
             greedy, divisor = _greedy_and_divisor(temperature)
@@ -209,31 +180,19 @@ class Bernoulli:
         log_probs = -np.logaddexp(0, np.where(bits, -logits, logits)).sum(1)
         return bits.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(np.float32)
 
-    def evaluate_actions(
-        self,
-        outputs: Tensor,
-        actions: Tensor,
-        temperature: Tensor | None,
-        legal: Tensor | None,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
-        _check_no_mask(legal, "MultiBinary")
-        logits = outputs if temperature is None else outputs / temperature[:, None]
-        signs = 2.0 * actions.reshape(outputs.shape).to(logits) - 1.0
-        log_probs = logsigmoid(signs * logits).sum(1)
-        logits = logits if entropy_gradient else logits.detach()
+        signs = 2.0 * actions.reshape(outputs.shape).to(outputs) - 1.0
+        log_probs = logsigmoid(signs * outputs).sum(1)
+        logits = outputs if entropy_gradient else outputs.detach()
         return log_probs, (softplus(logits) - logits * torch.sigmoid(logits)).sum(1)
 
-    def kl(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+    def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`."""
-        _check_no_mask(legal, "MultiBinary")
-        divisor = 1.0 if temperature is None else temperature[:, None]
-        return bernoulli_kl(first / divisor, second / divisor)
+        return bernoulli_kl(first, second)
 
 
-class DiagonalGaussian:
+class DiagonalGaussian(Distribution):
     """Independent normal distributions: Box. The standard deviations are free parameters.
 
     Means are relative to the middle of the range. Where an entry is bounded, means and standard deviations are in units
@@ -247,7 +206,7 @@ class DiagonalGaussian:
     def __init__(self, space: spaces.Box) -> None:
         self.shape, self.dtype, self.outputs = space.shape, space.dtype, int(np.prod(space.shape))
         self.uniforms_per_action = self.outputs
-        self.free_parameters: Mapping[str, tuple[int, ...]] = {"log_std": (self.outputs,)}
+        self.free_parameters = {"log_std": (self.outputs,)}
         low, high = space.low.ravel().astype(np.float64), space.high.ravel().astype(np.float64)
         with np.errstate(over="ignore"):
             bounded = high - low <= MAX_RANGE
@@ -258,7 +217,6 @@ class DiagonalGaussian:
 
     def sample(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Samples:
         """Sample one action per row; see `Distribution`."""
-        _check_no_mask(legal, "Box")
         mean, log_std = outputs[:, : self.outputs], outputs[:, self.outputs :]
         if uniforms is None:
             noise: Floats = np.zeros_like(mean)
@@ -276,20 +234,14 @@ class DiagonalGaussian:
         log_probs = -(0.5 * noise * noise + log_std).sum(1) - (self.outputs * HALF_LOG_2PI + self._log_half)
         return values.reshape(len(outputs), *self.shape).astype(self.dtype), log_probs.astype(np.float32)
 
-    def evaluate_actions(
-        self,
-        outputs: Tensor,
-        actions: Tensor,
-        temperature: Tensor | None,
-        legal: Tensor | None,
-        *,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def at_temperature(self, outputs: Tensor, temperature: Tensor) -> Tensor:
+        """Return the parameters at temperatures: p^(1/T) of a normal distribution has sqrt(T) times its deviation."""
+        shift = 0.5 * temperature.log()[:, None]
+        return torch.cat([outputs[:, : self.outputs], outputs[:, self.outputs :] + shift], dim=1)
+
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
-        _check_no_mask(legal, "Box")
         mean, log_std = outputs[:, : self.outputs], outputs[:, self.outputs :]
-        if temperature is not None:
-            log_std = log_std + 0.5 * temperature.log()[:, None]
         middle, half = (torch.from_numpy(values).to(outputs.device) for values in (self._middle, self._half))
         values = (actions.reshape(mean.shape) - middle) / half
         noise = (values.to(mean) - mean) * torch.exp(-log_std)
@@ -298,12 +250,10 @@ class DiagonalGaussian:
         entropies = (total if entropy_gradient else total.detach()) + self.outputs * (HALF_LOG_2PI + 0.5)
         return log_probs, entropies
 
-    def kl(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+    def kl(self, first: Tensor, second: Tensor) -> Tensor:
         """Return KL(first || second); see `Distribution`. The units of actions cancel."""
-        _check_no_mask(legal, "Box")
-        shift = 0.0 if temperature is None else 0.5 * temperature.log()[:, None]
-        mean, log_std = first[:, : self.outputs], first[:, self.outputs :] + shift
-        return gaussian_kl(mean, log_std, second[:, : self.outputs], second[:, self.outputs :] + shift)
+        split = self.outputs
+        return gaussian_kl(first[:, :split], first[:, split:], second[:, :split], second[:, split:])
 
 
 def _greedy_and_divisor(temperature: Floats | None) -> tuple[NDArray[np.bool_] | None, Floats | None]:
@@ -318,8 +268,3 @@ def _greedy_and_divisor(temperature: Floats | None) -> tuple[NDArray[np.bool_] |
 
 def _sum(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _check_no_mask(legal: object, space: str) -> None:
-    if legal is not None:
-        raise ValueError(f"action_mask needs Discrete or MultiDiscrete actions, got {space}.")

@@ -1,8 +1,9 @@
 """Train states of small networks: members with one architecture are rows of one stack."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -440,8 +441,8 @@ class StackedTrainStates:
         config, architecture = None, state["architecture"]
         if self._initial.config is not None:
             try:
-                config = NetworkConfig.from_tensor(architecture)
-            except ValueError as error:
+                config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
+            except (ValueError, TypeError, RecursionError) as error:  # other bytes, or no bytes at all
                 raise ValueError(f"train state 'architecture' is damaged: {error}") from error
         elif architecture.dtype != torch.uint8 or not torch.equal(architecture, self._architecture_bytes(None)):
             raise ValueError("train state 'architecture' is not that of this bank's module.")
@@ -475,7 +476,7 @@ class StackedTrainStates:
 
     def _architecture_bytes(self, config: NetworkConfig | None) -> Tensor:
         if config is not None:
-            return json_bytes(config.to_json())
+            return json_bytes(asdict(config))
         assert isinstance(self.base.network, ModuleNetwork)
         return json_bytes({"module": self.base.network.name})
 
