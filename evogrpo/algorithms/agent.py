@@ -15,10 +15,8 @@ from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparame
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.founders import spread_founders
 from evogrpo.evolution.history import NETWORK, Changes, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.randomness import generator
 
 _COPIED = (
     "parent",
@@ -188,33 +186,6 @@ class Agent(HyperparameterAttributes):
         agent = cls.__new__(cls)
         Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
-
-    @classmethod
-    def founders(
-        cls,
-        members: PolicySet,
-        first: Hyperparameters,
-        index: int,
-        *,
-        samples: int,
-        spread: bool,
-        given: Sequence[Hyperparameters] = (),
-    ) -> list[Self]:
-        """Create the agents of a new population.
-
-        Args:
-            members: Their policies.
-            first: Hyperparameters of the first agent; those that evolve are spread over their ranges for the others.
-            index: Identity of the first agent; the others count up from it.
-            samples: Samples per learning step; group sizes divide it.
-            spread: False gives all agents the hyperparameters of the first.
-            given: Hyperparameters of the first agents, if chosen by the user.
-        """
-        first = given[0] if given else first
-        space = members.hp_config if spread and members.hp_config else HyperparameterConfig()
-        rng = generator(members.settings.seed, "spread")
-        records = spread_founders(first, space, members.banks.size, rng, samples, given)
-        return [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
 
     @staticmethod
     def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":

@@ -1,13 +1,13 @@
-"""Construction of policy sets from the arguments of agents and populations."""
+"""Construction of policy sets and populations from the arguments of agents and populations."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import Accelerator
 from gymnasium import spaces
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from torch import jit, nn
 from transformers import PreTrainedModel
 
@@ -24,7 +24,8 @@ from evogrpo.algorithms.policies.settings import (
     LanguageSettings,
     NetworkSettings,
 )
-from evogrpo.config.checks import instance, refuse_unknown, whole_between
+from evogrpo.algorithms.population import Population
+from evogrpo.config.checks import flag, instance, refuse_unknown, whole_between
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters
 from evogrpo.config.objective import Objective
@@ -37,13 +38,17 @@ from evogrpo.config.search_space import (
     HyperparameterConfig,
     common_samples,
 )
+from evogrpo.distributed import processes
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
-from evogrpo.evolution.founders import warm_start_founders
+from evogrpo.evolution.founders import spread_founders, warm_start_founders
 from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class
-from evogrpo.models.language.loading import BaseModel
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.randomness import generator
 from evogrpo.warnings import warn
+
+if TYPE_CHECKING:
+    from evogrpo.algorithms.grpo import EvolvableAlgorithm
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -151,27 +156,17 @@ AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRP
 """Names of the agents' classes by kind."""
 
 
-OptionsT = TypeVar("OptionsT", Options, MultiAgentOptions)
-
+_LANGUAGE, _NETWORKS = LanguageSettings.__dataclass_fields__, NetworkSettings.__dataclass_fields__
 LANGUAGE_ONLY = (
-    "calc_position_embeddings",
-    "reduce_memory_peak",
-    "min_output_tokens",
-    "max_output_tokens",
-    "max_episode_tokens",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "eos_token_ids",
-    "lora_config",
-    "adapter",
-    "micro_batch_tokens",
-    "source",
+    *(name for name in _LANGUAGE if name not in _NETWORKS and name != "pad_token_id"),
+    *("lora_config", "adapter", "source"),
 )
+NETWORKS_ONLY = tuple(name for name in _NETWORKS if name not in _LANGUAGE)
 FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
 """Positional arguments of the constructors."""
-NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
+
+Built = tuple[PolicySet, Hyperparameters]
+"""Policies of all members, and the first member's hyperparameters."""
 
 
 def build_policy_set(
@@ -180,270 +175,233 @@ def build_policy_set(
     action_space: spaces.Space[Any] | None,
     actor_network: nn.Module | None,
     pad_token_id: int | None,
-    options: Options,
-) -> tuple[PolicySet, Hyperparameters]:
+    options: Mapping[str, Any],
+) -> Built:
     """Validate constructor arguments and build the policy set: language models for a transformers model, else networks.
-
-    Returns:
-        The policy set, and the first member's hyperparameters.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range.
     """
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
-    given = observation_space, action_space
-    for name, space in zip(FIRST_ARGUMENTS, given, strict=False):
-        if space is not None:
-            check_space(name, space)
-    _check_wrapped(actor_network)
+    both = observation_space, action_space
+    for name, space in zip(FIRST_ARGUMENTS, both, strict=False):
+        if space is not None and not isinstance(space, spaces.Space):
+            raise ValueError(
+                f"{name} must be a Gymnasium space, got {space!r:.80}. Use GRPO(env.observation_space, "
+                "env.action_space), or evogrpo.train(env, total_timesteps=...) to train in an environment."
+            )
     if isinstance(actor_network, PreTrainedModel):
-        return _open_language(size, given, actor_network, pad_token_id, options)
-    wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
-    if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
-        return _open_networks(size, given, actor_network, pad_token_id, options)
-    if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
-        raise ValueError(f"actor_network must be a module, got its class. Pass {actor_network.__name__}(...).")
-    if actor_network is None and given != (None, None):
+        return _language_policy_set(size, both, actor_network, pad_token_id, options)
+    if actor_network is None and both.count(None) == 1:
         raise ValueError("observation_space and action_space must both be given to train small networks.")
-    if wordless:
-        raise ValueError(
-            f"actor_network must be a torch module, got {type(actor_network).__name__}. Leave it out for the "
-            "default network, whose layers are network=NetworkConfig(hidden=(64, 64))."
-        )
-    raise ValueError(
-        f"actor_network must be a transformers model, got {type(actor_network).__name__}. Load one with "
-        "evogrpo.load_base(...).model, or pass observation_space and action_space to train small networks."
+    plain = actor_network is None or (
+        isinstance(actor_network, nn.Module) and not isinstance(actor_network, nn.DataParallel | jit.ScriptModule)
     )
+    if not plain or any(space is None or isinstance(space, spaces.Sequence) for space in both):
+        raise ValueError(
+            "actor_network must be a transformers model without wrappers, such as evogrpo.load_base(...).model, or a "
+            "torch module for the given observation_space and action_space, got "
+            f"{type(actor_network).__name__}: {actor_network!r:.80}"
+        )
+    options = {name: value for name, value in options.items() if value is not None}
+    _refuse_other_kind(LANGUAGE_ONLY, options, "language models")
+    if pad_token_id is not None:
+        raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
+    if actor_network is not None and "network" in options:
+        raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
+    chosen = {name: options[name] for name in _NETWORKS if name in options}
+    mapping = single_agent(observation_space, action_space)  # type: ignore[arg-type]  # both are given
+    return _network_policy_set(size, mapping, NetworkSettings(**chosen), options, actor_network)
 
 
-def _check_wrapped(network: object) -> None:
-    """Refuse a model inside a wrapper and name the model inside it."""
-    remedy = ""
-    if isinstance(network, BaseModel):
-        remedy = "the result of load_base. Pass its model: actor_network=base.model."
-    elif isinstance(network, PeftModel):
-        remedy = "a PeftModel. Pass the plain base model, and adapter='FOLDER' to start from a saved adapter."
-    elif isinstance(getattr(network, "_orig_mod", None), PreTrainedModel):
-        remedy = "a compiled model. Pass the model that was given to torch.compile."
-    elif isinstance(getattr(network, "module", None), PreTrainedModel):
-        remedy = f"a model wrapped in {type(network).__name__}. Pass the model inside it: actor_network.module."
-    elif isinstance(network, nn.DataParallel | jit.ScriptModule):
-        remedy = f"a {type(network).__name__}. Pass the plain module that it was made from."
-    if remedy:
-        raise ValueError(f"actor_network is {remedy}")
-
-
-def _open_language(
+def _language_policy_set(
     size: int,
-    given: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
+    both: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
     model: PreTrainedModel,
     pad_token_id: int | None,
-    options: Options,
-) -> tuple[PolicySet, Hyperparameters]:
-    values: Mapping[str, Any] = options
-    _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
+    options: Mapping[str, Any],
+) -> Built:
+    _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
     check_causal_class(model)
     if pad_token_id is None:
         raise ValueError("pad_token_id must be given, such as tokenizer.pad_token_id.")
-    names = LanguageSettings.__dataclass_fields__
-    settings = LanguageSettings(
-        pad_token_id=pad_token_id,
-        eos_token_ids=_eos_of(model) if values.get("eos_token_ids") is None else values["eos_token_ids"],
-        **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
-    )
-    hyperparameters = _first_member(values, settings, {})
-    accelerator = values.get("accelerator")
-    kinds: tuple[tuple[str, Any, str], ...] = (
-        ("lora_config", LoraConfig, "LoraConfig(r=8)"),
-        ("adapter", str | Path, "'runs/demo/best'"),
-        ("source", str, "'smollm2-135m'"),
-    )
-    for name, kind, example in kinds:
-        if values.get(name) is not None:
-            instance(name, values[name], kind, example)
+    kinds: Mapping[str, tuple[Any, str]] = {
+        "lora_config": (LoraConfig, "LoraConfig(r=8)"),
+        "adapter": (str | Path, "'runs/demo/best'"),
+        "source": (str, "'smollm2-135m'"),
+    }
+    for name, (kind, example) in kinds.items():
+        if options.get(name) is not None:
+            instance(name, options[name], kind, example)
+    end_tokens = options.get("eos_token_ids")
+    if end_tokens is None:
+        end_tokens = getattr(model.generation_config, "eos_token_id", None)
+    if end_tokens is None:
+        end_tokens = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if end_tokens is None:
+        raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
+    chosen = {name: options[name] for name in _LANGUAGE if name in options}
+    settings = LanguageSettings(**{**chosen, "pad_token_id": pad_token_id, "eos_token_ids": end_tokens})
+    first = _first_member(options, settings, {})
     members = LanguagePolicySet(
         model,
         size,
         settings,
-        values.get("hp_config"),
-        lora_config=values.get("lora_config"),
-        start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
-        source=values.get("source"),
-        device=choose_device(accelerator, values.get("device")),
-        autocast=autocast_context(accelerator),
-        observation_space=given[0],
-        action_space=given[1],
+        options.get("hp_config"),
+        lora_config=options.get("lora_config"),
+        start=None if options.get("adapter") is None else read_adapter(options["adapter"]),
+        source=options.get("source"),
+        device=choose_device(options.get("accelerator"), options.get("device")),
+        autocast=autocast_context(options.get("accelerator")),
+        observation_space=both[0],
+        action_space=both[1],
     )
-    return members, hyperparameters
-
-
-def _open_networks(
-    size: int,
-    given: tuple[Any, Any],
-    module: nn.Module | None,
-    pad_token_id: int | None,
-    options: Options,
-) -> tuple[PolicySet, Hyperparameters]:
-    chosen: Mapping[str, Any] = options
-    values = {name: value for name, value in chosen.items() if value is not None}
-    _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
-    if pad_token_id is not None:
-        raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
-    if module is not None and "network" in values:
-        raise ValueError("network is for evogrpo's own networks. Leave it out if you pass actor_network.")
-    names = NetworkSettings.__dataclass_fields__
-    settings = NetworkSettings(**{name: values[name] for name in names if name in values})
-    return _network_policy_set(size, single_agent(*given), settings, values, module)
+    return members, first
 
 
 def build_joint_policy_set(
-    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: MultiAgentOptions
-) -> tuple[PolicySet, Hyperparameters]:
-    """Check the constructor arguments of members that act for several agents, then make the banks they describe.
+    size: int,
+    observation_spaces: AgentSpaces | None,
+    action_spaces: AgentSpaces | None,
+    options: Mapping[str, Any],
+) -> Built:
+    """Validate constructor arguments of members that act for several agents, and build the policy set.
 
     Raises:
-        ValueError: If an argument is unknown or out of range; nothing is made then.
+        ValueError: If an argument is unknown or out of range.
     """
     refuse_unknown("argument", options, [*MultiAgentOptions.__annotations__, "observation_spaces", "action_spaces"])
-    for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
-        if not isinstance(given, Mapping) or not given:
-            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
+    for name, by_agent in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
+        if not isinstance(by_agent, Mapping) or not by_agent:
+            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {by_agent!r:.80}")
     assert observation_spaces is not None and action_spaces is not None
-    values: Mapping[str, Any] = options
-    names = JointSettings.__dataclass_fields__
-    settings = JointSettings(**{name: values[name] for name in names if name in values})
+    chosen = {name: options[name] for name in JointSettings.__dataclass_fields__ if name in options}
+    settings = JointSettings(**chosen)
     mapping = map_policies(observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids)
-    return _network_policy_set(size, mapping, settings, values, None)
+    return _network_policy_set(size, mapping, settings, options, None)
 
 
 def _network_policy_set(
-    size: int, mapping: PolicyMapping, settings: NetworkSettings, values: Mapping[str, Any], module: nn.Module | None
-) -> tuple[PolicySet, Hyperparameters]:
-    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
-    space = values.get("hp_config") or HyperparameterConfig()
-    check_hyperparameters(settings.objective, hyperparameters, space, per_action=True)
-    device = choose_device(values.get("accelerator"), values.get("device")) or "cpu"
-    members = NetworkPolicySet(mapping, size, settings, values.get("hp_config"), module=module, device=device)
-    return members, hyperparameters
+    size: int,
+    mapping: PolicyMapping,
+    settings: NetworkSettings,
+    options: Mapping[str, Any],
+    module: nn.Module | None,
+) -> Built:
+    first, space = _first_member(options, settings, NETWORK_DEFAULTS), options.get("hp_config")
+    check_hyperparameters(settings.objective, first, space or HyperparameterConfig(), per_action=True)
+    device = choose_device(options.get("accelerator"), options.get("device")) or "cpu"
+    return NetworkPolicySet(mapping, size, settings, space, module=module, device=device), first
 
 
-def check_space(name: str, space: object) -> None:
-    """Raise ValueError if the argument is not a Gymnasium space."""
-    if isinstance(space, spaces.Space):
-        return
-    what = repr(space) if isinstance(space, str) else type(space).__name__
-    if isinstance(space, nn.Module):
-        raise ValueError(f"{name} must be a Gymnasium space, got {what}. Pass a model as actor_network={what}(...).")
-    raise ValueError(
-        f"{name} must be a Gymnasium space, got {what:.80}. Use GRPO(env.observation_space, env.action_space), or "
-        "evogrpo.train(env, total_timesteps=...) to train in an environment."
-    )
+def create_population(
+    algorithm: "type[EvolvableAlgorithm]",
+    build: Callable[[int, Mapping[str, Any]], Built],
+    size: int | None,
+    options: Mapping[str, Any],
+    *,
+    words: bool,
+    samples_per_step: int | None,
+    spread: bool,
+    founders: Sequence[Hyperparameters] | None,
+    wrapper_cls: type[Any] | None,
+    wrapper_kwargs: Mapping[str, Any] | None,
+) -> Population:
+    """Create agents that share one policy set.
 
-
-def check_size(size: int | None, options: Mapping[str, Any]) -> int:
-    """Return the number of members, or raise ValueError if it is missing or out of range."""
+    Args:
+        algorithm: Class of the agents.
+        build: Returns the policy set of so many members with these options.
+        size: See `GRPO.population`.
+        options: See `GRPO.population`.
+        words: True for language models.
+        samples_per_step: See `GRPO.population`.
+        spread: See `GRPO.population`.
+        founders: See `GRPO.population`.
+        wrapper_cls: See `GRPO.population`.
+        wrapper_kwargs: See `GRPO.population`.
+    """
+    # 1. Check what is not checked with the policies, and replace hp_config="auto" by the default search space.
     if size is None:
         refuse_unknown("argument", options, ["size", *Options.__annotations__, *MultiAgentOptions.__annotations__])
         raise ValueError("size must be given: the number of members.")
-    return whole_between("size", size, 1, MAX_MEMBERS)
-
-
-def check_founders(
-    given: object, first: Hyperparameters, space: HyperparameterConfig | None, samples: int
-) -> tuple[Hyperparameters, ...]:
-    """Return the user's founders, with a warning for values moved into range; empty for None.
-
-    Raises:
-        ValueError: If they are not `Hyperparameters`.
-    """
-    if given is None:
-        return ()
-    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Hyperparameters) for each in given):
-        raise ValueError(
-            "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
-            f"{given!r:.80}."
-        )
-    founders, moved = warm_start_founders(given, first, space or HyperparameterConfig(), samples)
-    for words in moved:
-        warn(f"founders: {words}")
-    return founders
-
-
-def founder_samples(options: CommonOptions, samples_per_step: int | None) -> int:
-    """Return the samples per learning step that group sizes must divide.
-
-    Raises:
-        ValueError: If they are out of range, or not given and the group sizes have no common multiple in range.
-    """
+    size = whole_between("size", size, 1, MAX_MEMBERS)
+    flag("spread", spread)
+    if options.get("hp_config") == "auto":
+        space = _default_space(options, samples_per_step, words=words, unused=algorithm.unused_options)
+        options = {**options, "hp_config": space}
+    algorithm.check_class(options)
+    # 2. Samples that group sizes must divide.
     if samples_per_step is not None:
-        return whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
-    config = options.get("hp_config")
-    if not isinstance(config, HyperparameterConfig):  # None, or invalid and rejected later
-        config = HyperparameterConfig()
-    return common_samples(options.get("group_size", Hyperparameters().group_size), config)
-
-
-def resolve_search_space(
-    options: OptionsT, samples_per_step: int | None, *, words: bool, unused: Collection[str] = ()
-) -> OptionsT:
-    """Replace `hp_config="auto"` by the default search space; other options are unchanged.
-
-    Args:
-        options: Options of the population.
-        samples_per_step: Samples per learning step; group sizes evolve only if it is given.
-        words: True for language models.
-        unused: Hyperparameters that the algorithm does not use.
-    """
-    values: Mapping[str, Any] = options
-    if values.get("hp_config") != "auto":
-        return options
-    chosen: dict[str, Any] = {name: values[name] for name in HYPERPARAMETER_NAMES if values.get(name) is not None}
-    defaults = (
-        {} if words else {name: NETWORK_DEFAULTS[name] for name in HYPERPARAMETER_NAMES if name in NETWORK_DEFAULTS}
+        samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
+    else:
+        config = options.get("hp_config")
+        if not isinstance(config, HyperparameterConfig):  # None, or invalid and rejected later
+            config = HyperparameterConfig()
+        samples = common_samples(options.get("group_size", Hyperparameters().group_size), config)
+    # 3. Policies.
+    members, first = build(size, options)
+    members.processes = processes()
+    # 4. Founders: the user's, then a spread over the ranges of what evolves.
+    space, chosen = members.hp_config or HyperparameterConfig(), tuple[Hyperparameters, ...]()
+    if founders is not None:
+        if (
+            not founders
+            or not isinstance(founders, Sequence)
+            or not all(isinstance(each, Hyperparameters) for each in founders)
+        ):
+            raise ValueError(
+                "founders must be a list of Hyperparameters, as evogrpo.best_hyperparameters(RUN) returns, got "
+                f"{founders!r:.80}."
+            )
+        chosen, moved = warm_start_founders(founders, first, space, samples)
+        for change in moved:
+            warn(f"founders: {change}")
+    records = spread_founders(
+        chosen[0] if chosen else first,
+        space if spread else HyperparameterConfig(),
+        size,
+        generator(members.settings.seed, "spread"),
+        samples,
+        chosen,
     )
-    objective = values.get("objective")
+    index = options.get("index", 0)
+    agents = [algorithm._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
+    return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+
+
+def _default_space(
+    options: Mapping[str, Any], samples_per_step: int | None, *, words: bool, unused: Collection[str]
+) -> HyperparameterConfig:
+    """Return the default search space: the most important hyperparameters that are neither set nor unused."""
+    chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if options.get(name) is not None}
+    objective = options.get("objective")
     if not isinstance(objective, Objective):  # None, or invalid and rejected later
         objective = Objective() if words else STEPWISE
-    space = default_space(
+    return default_space(
         LANGUAGE_RANGES if words else NETWORK_RANGES,
         objective,
-        Hyperparameters.from_json({**defaults, **chosen}),
+        Hyperparameters.from_json({**({} if words else NETWORK_DEFAULTS), **chosen}),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
         rows_are_samples=words,
     )
-    found: Any = {**values, "hp_config": space}
-    searched: OptionsT = found
-    return searched
 
 
-def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
+def _refuse_other_kind(names: tuple[str, ...], options: Mapping[str, Any], kind: str) -> None:
     for name in names:
-        if name in values:
+        if options.get(name) is not None:
             raise ValueError(f"{name} is for {kind}. Leave it out.")
 
 
-def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
+def _first_member(options: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
     """Return the first member's hyperparameters, checked against the objective and the search space."""
-    given = values.get("hp_config")
-    if given is not None:
-        instance("hp_config", given, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
-    whole_between("index", values.get("index", 0), 0)
-    space = given or HyperparameterConfig()
-    hyperparameters = space.first(
-        {name: value for name, value in defaults.items() if name in HYPERPARAMETER_NAMES},
-        {name: values[name] for name in HYPERPARAMETER_NAMES if name in values},
-    )
-    hyperparameters = settings.objective.resolved(hyperparameters, space)
-    settings.objective.check(hyperparameters, space)
-    return hyperparameters
-
-
-def _eos_of(model: PreTrainedModel) -> Any:
-    """Return the end-of-sequence token or tokens in the model's configuration."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    if declared is None:
-        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if declared is None:
-        raise ValueError("eos_token_ids must be given: the model's configuration has no end-of-sequence token.")
-    return declared
+    space = options.get("hp_config")
+    if space is not None:
+        instance("hp_config", space, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
+    space = space or HyperparameterConfig()
+    whole_between("index", options.get("index", 0), 0)
+    chosen = {name: options[name] for name in HYPERPARAMETER_NAMES if name in options}
+    first = settings.objective.resolved(space.first(defaults, chosen), space)
+    settings.objective.check(first, space)
+    return first

@@ -16,24 +16,17 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.factory import (
-    Options,
-    build_policy_set,
-    check_founders,
-    check_size,
-    founder_samples,
-    resolve_search_space,
-)
+from evogrpo.algorithms.factory import Options, build_policy_set, create_population
 from evogrpo.algorithms.learning.learning_step import learn
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
 from evogrpo.algorithms.rollout.testing import open_test_environment
-from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown
+from evogrpo.config.checks import lists_options, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import LearnReport
-from evogrpo.distributed import processes
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
@@ -166,7 +159,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._check_class(options)
+        self.check_class(options)
         accelerator = options.get("accelerator")
         if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
             raise ValueError(
@@ -215,20 +208,26 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        size = check_size(size, options)
-        flag("spread", spread)
-        words = isinstance(actor_network, PreTrainedModel)
-        options = resolve_search_space(options, samples_per_step, words=words, unused=cls.unused_options)
-        cls._check_class(options)
-        samples = founder_samples(options, samples_per_step)
-        members, first = build_policy_set(size, observation_space, action_space, actor_network, pad_token_id, options)
-        members.processes = processes()
-        given = check_founders(founders, first, members.hp_config, samples)
-        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
-        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+
+        def build(size: int, options: Mapping[str, Any]) -> tuple[PolicySet, Hyperparameters]:
+            return build_policy_set(size, observation_space, action_space, actor_network, pad_token_id, options)
+
+        return create_population(
+            cls,
+            build,
+            size,
+            options,
+            words=isinstance(actor_network, PreTrainedModel),
+            samples_per_step=samples_per_step,
+            spread=spread,
+            founders=founders,
+            wrapper_cls=wrapper_cls,
+            wrapper_kwargs=wrapper_kwargs,
+        )
 
     @classmethod
-    def _check_class(cls, options: Mapping[str, Any]) -> None:
+    def check_class(cls, options: Mapping[str, Any]) -> None:
+        """Raise an error if `learn_together` is not defined, or an option is not used."""
         if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
             raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
         for name in cls.unused_options:

@@ -4,22 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.factory import (
-    MultiAgentOptions,
-    build_joint_policy_set,
-    check_founders,
-    check_size,
-    founder_samples,
-    resolve_search_space,
-)
+from evogrpo.algorithms.factory import MultiAgentOptions, build_joint_policy_set, create_population
 from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.requests import RolloutBatch
-from evogrpo.config.checks import flag, lists_options
+from evogrpo.config.checks import lists_options
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.distributed import processes
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
 
@@ -94,15 +87,22 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
-        size = check_size(size, options)
-        flag("spread", spread)
-        options = resolve_search_space(options, samples_per_step, words=False)
-        samples = founder_samples(options, samples_per_step)
-        members, first = build_joint_policy_set(size, observation_spaces, action_spaces, options)
-        members.processes = processes()
-        given = check_founders(founders, first, members.hp_config, samples)
-        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
-        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+
+        def build(size: int, options: Mapping[str, Any]) -> tuple[PolicySet, Hyperparameters]:
+            return build_joint_policy_set(size, observation_spaces, action_spaces, options)
+
+        return create_population(
+            cls,
+            build,
+            size,
+            options,
+            words=False,
+            samples_per_step=samples_per_step,
+            spread=spread,
+            founders=founders,
+            wrapper_cls=wrapper_cls,
+            wrapper_kwargs=wrapper_kwargs,
+        )
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> RolloutBatch:
         """Play groups of joint episodes for one learning step, on the training starts of the agent's current step.

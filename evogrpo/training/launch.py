@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import without_effect
@@ -270,7 +270,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         keys, value = parse_override(text)
         name = keys[-1]
         if name in LIMITS and keys[:-1] in ((), ("schedule",)):
-            limits[name] = typed(Schedule.__dataclass_fields__[name].type, value, f"schedule.{name}")
+            limits[name] = typed(get_type_hints(Schedule)[name], value, f"schedule.{name}")
         elif keys in (("model",), ("device",), ("base_parts",)):
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:
