@@ -28,8 +28,7 @@ from evogrpo.functional import matmul as products
 from evogrpo.models.fast_llama import attention
 from evogrpo.models.fast_llama import decode as decoding
 from evogrpo.models.fast_llama.weight_layout import head_matrix
-from evogrpo.models.language import decode as generation
-from evogrpo.models.language import shared_prefixes
+from evogrpo.models.language import sampling, shared_prefixes
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.rounding import LOG_PROB
@@ -283,7 +282,7 @@ SETTINGS = {
 @pytest.mark.parametrize("architecture", ["mistral, window", "llama 3"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_decoding_does_not_synchronise_per_token(settings, architecture, monkeypatch):
-    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 100)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 100)
     monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
     bank, counts = different_members(built(SUPPORTED[architecture]), SIZE), []
     for tokens in (4, 11):

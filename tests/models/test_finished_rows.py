@@ -35,7 +35,7 @@ def tokens_of(rollout):
 def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, monkeypatch):
     bank = ending(MODEL)
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-    monkeypatch.setattr("evogrpo.models.language.decode.CHECK_EVERY", {"cpu": look_every})
+    monkeypatch.setattr("evogrpo.models.language.sampling.CHECK_EVERY", {"cpu": look_every})
     rows = make_rows(range(3), tokens=12)
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from evogrpo.data import SamplingBatch
-from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling, shared_prefixes
 from evogrpo.testing.samplers import (
     GROUP_SIZES,
@@ -292,7 +291,7 @@ def test_check_interval_does_not_change_completions(every, monkeypatch):
     rows = with_robust_uniforms(bank, make_rows(range(3), tokens=9))
     expected = bank.sample(rows)
     assert 0 < int(expected.truncated.sum()) < len(rows)
-    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", every)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
     actual = bank.sample(rows)
     for field in FIELDS:
         assert torch.equal(getattr(actual, field), getattr(expected, field))

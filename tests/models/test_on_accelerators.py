@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.models.language import decode as generation
 from evogrpo.models.language import sampling
 from evogrpo.models.language.sizing import MAX_TOKENS, MIN_TOKENS
 from evogrpo.testing.policy_banks import assert_states_agree
@@ -90,7 +89,7 @@ def test_learning_matches_separate_peft_models(device):
 
 def test_results_do_not_depend_on_order_or_waves(device, monkeypatch):
     """Checks for finished rows every 8 tokens, as on an accelerator."""
-    monkeypatch.setitem(generation.CHECK_EVERY, "cpu", 8)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 8)
     model = tiny_model("llama").to(device)
     ends = [EOS, *ends_that_occur(different_members(tiny_model("llama"), 3))]
     bank = different_members(model, 3, eos_token_ids=ends)
