@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, TokenInputs
-from evogrpo.models.language.forward import MicroBatch, repetitions
+from evogrpo.models.language.forward import repetitions
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import as_batch, different_members, make_rows
 from tests.tiny_batches import grpo_loss, same_state
@@ -202,11 +202,3 @@ def test_repetitions_are_rows_with_equal_inputs(rows):
 
     expected = [[other for other in range(len(rows)) if same(row, other)] for row in range(len(rows))]
     assert repetitions(batch, batch.member_ids) == [own if own[0] == row else [] for row, own in enumerate(expected)]
-
-
-def test_micro_batch_contains_all_repetitions():
-    every = [[0, 3, 4], [1], [2, 5], [], [], []]
-    part = MicroBatch.of(torch.tensor([2, 0]), every).among(torch.tensor([10, 11, 12, 13, 14, 15]))
-    assert part.run.tolist() == [12, 10]
-    assert part.rows.tolist() == [12, 15, 10, 13, 14]
-    assert part.run[part.run_as].tolist() == [12, 12, 10, 10, 10]

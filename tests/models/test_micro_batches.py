@@ -17,18 +17,17 @@ def test_micro_batches_respect_the_budget(rows, widths, budget):
     prefixes, lengths = [prefix for prefix, _ in rows], [length for _, length in rows]
     own_widths = [widths[prefix] for prefix in prefixes]
     parts = micro_batches(range(len(rows)), prefixes, own_widths, lengths, budget)
-    assert [row for part in parts for row in part.tolist()] == list(range(len(rows)))
+    assert [row for part in parts for row in part] == list(range(len(rows)))
 
     def cost(part):
         return len(part) * max(lengths[r] for r in part) + len({prefixes[r] for r in part}) * max(
             own_widths[r] for r in part
         )
 
-    for rows_of_part, following in itertools.zip_longest(parts, parts[1:]):
-        part = rows_of_part.tolist()
+    for part, following in itertools.zip_longest(parts, parts[1:]):
         assert len(part) == 1 or cost(part) <= budget
         if following is not None:  # full: the next row would exceed the budget
-            assert cost([*part, int(following[0])]) > budget
+            assert cost([*part, following[0]]) > budget
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=20))

@@ -1,6 +1,6 @@
 """Forward and backward passes of batches, in micro-batches that fit into memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,22 +30,6 @@ class MicroBatch:
     rows: Tensor
     run: Tensor
     run_as: Tensor
-
-    @classmethod
-    def of(cls, run: Tensor, repetitions: Sequence[Sequence[int]]) -> "MicroBatch":
-        """Return the micro-batch of distinct rows `run` and all their `repetitions`."""
-        repeated = [repetitions[row] for row in run.tolist()]
-        rows = torch.tensor([row for own in repeated for row in own])
-        counts = torch.tensor([len(own) for own in repeated])
-        return cls(rows=rows, run=run, run_as=torch.arange(len(run)).repeat_interleave(counts))
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on a device."""
-        return MicroBatch(rows=self.rows.to(device), run=self.run.to(device), run_as=self.run_as.to(device))
-
-    def among(self, rows: Tensor) -> "MicroBatch":
-        """Renumber: row i becomes row `rows[i]`."""
-        return MicroBatch(rows=rows[self.rows], run=rows[self.run], run_as=self.run_as)
 
 
 def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
@@ -79,7 +63,7 @@ def repetitions(batch: Batch, members: Tensor) -> list[list[int]]:
 
 def micro_batches(
     order: Sequence[int], prefix_ids: Sequence[int], prefix_lengths: Sequence[int], lengths: Sequence[int], budget: int
-) -> list[Tensor]:
+) -> list[list[int]]:
     """Split rows into parts with a limited padded size.
 
     Args:
@@ -104,7 +88,7 @@ def micro_batches(
         else:
             parts.append([row])
             seen, widest, longest = {prefix_ids[row]}, prefix_lengths[row], lengths[row]
-    return [torch.tensor(part, dtype=torch.long) for part in parts]
+    return parts
 
 
 def share_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
@@ -135,7 +119,7 @@ class ForwardPasses:
 
     Args:
         model: The base model.
-        weights: Weights of all members.
+        adapters: Adapters of all members.
         end_ids: `[e]` token ids that end a completion, forbidden before `min_new_tokens`.
         micro_batch_tokens: Maximum tokens, padding included, of a forward pass with gradients. Halved when out of
             memory.
@@ -143,7 +127,7 @@ class ForwardPasses:
 
     Attributes:
         model: The base model.
-        weights: Weights of all members.
+        adapters: Adapters of all members.
         processes: Ranks that divide the micro-batches among them; this process alone at first. All ranks must call the
             same methods with equal batches.
         end_ids: As passed.
@@ -152,9 +136,9 @@ class ForwardPasses:
     """
 
     def __init__(
-        self, model: CausalModel, weights: AdapterStates, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
+        self, model: CausalModel, adapters: AdapterStates, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
-        self.model, self.weights, self.end_ids = model, weights, end_ids
+        self.model, self.adapters, self.end_ids = model, adapters, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
         self.processes = Processes()
 
@@ -166,7 +150,7 @@ class ForwardPasses:
         counter = batch.stop.progress("scoring", len(batch), "completions")
         while True:
             try:
-                parts = self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+                parts = self._plan(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
                 for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
                     log_probs[part.rows], entropies[part.rows] = scores
                     counter.add(len(part.rows))
@@ -189,7 +173,7 @@ class ForwardPasses:
             with self.model.in_lockstep():
                 return {
                     number: [values.cpu() for values in self._forward(batch, parts[number], policy)]
-                    for number, _ in self._deal(batch, parts)
+                    for number, _ in self._dealt(len(parts))
                 }
 
         scores = {number: each for shared in self.processes.run_section(share) for number, each in shared.items()}
@@ -197,18 +181,14 @@ class ForwardPasses:
             log_probs, entropies = scores[number]
             yield log_probs.to(batch.actions.device), entropies.to(batch.actions.device)
 
-    def _deal(self, batch: Batch, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, bool]]:
-        """Yield the numbers of this rank's micro-batches, dealt round robin.
+    def _dealt(self, parts: int) -> list[tuple[int, bool]]:
+        """Return the numbers of this rank's micro-batches, dealt round robin.
 
         In lockstep, a rank without a micro-batch in the last round repeats the last one, marked with False.
         """
         rank, size = self.processes.rank, self.processes.size
-        for first in range(0, len(parts), size):
-            if self.model.lockstep:
-                self.processes.agree(0, batch.stop)
-                yield min(first + rank, len(parts) - 1), first + rank < len(parts)
-            elif first + rank < len(parts):
-                yield first + rank, True
+        numbers = [first + rank for first in range(0, parts, size)]
+        return [(min(n, parts - 1), n < parts) for n in numbers if n < parts or self.model.lockstep]
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after running out of memory, on all ranks or on none."""
@@ -227,8 +207,9 @@ class ForwardPasses:
     ) -> Iterator[tuple[int, Tensor, float]]:
         """Yield each member's slot, gradient `[k]` and loss after its last micro-batch.
 
-        Rows are sorted by member, so only a few gradients exist at a time. A yielded gradient is valid until the next
-        is yielded. It is NaN if a single completion of the member is out of memory.
+        Rows are sorted by member, so in one process only a few gradients exist at a time. A gradient is NaN if a single
+        completion of the member is out of memory. On several ranks, each micro-batch is computed on one rank; the sums
+        in rank order are bit-equal on all ranks.
 
         Args:
             batch: Rows of any members.
@@ -240,66 +221,31 @@ class ForwardPasses:
         Raises:
             torch.OutOfMemoryError: If a micro-batch of several rows is out of memory.
         """
-        if self.processes.size > 1:
-            yield from self._divided_gradients(batch, slots, loss_fn, scores, entropy_gradient)
-            return
-        # 1. Plan micro-batches; note the last one of each member.
-        parts = self._plan_update(batch, slots)
-        members = [sorted(set(batch.member_ids[part.run].tolist())) for part in parts]
-        last = {slot: number for number, present in enumerate(members) for slot in present}
-        losses = dict.fromkeys(slots, 0.0)
-        spare: list[Tensor] = []
-        open_: dict[int, Tensor] = {}
-        try:
-            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
-            for slot in slots:
-                if slot not in last:
-                    yield slot, torch.zeros_like(self.weights.weights[0]), 0.0
-            # 3. Backward: accumulate into the buffers of the members present, and reuse buffers of finished members.
-            for number, (part, present) in enumerate(zip(parts, members, strict=True)):
-                for slot in present:
-                    if slot not in open_:
-                        open_[slot] = spare.pop().zero_() if spare else torch.zeros_like(self.weights.weights[0])
-                        self.weights.gather_gradient(slot, open_[slot])
-                self._backward(batch, part, loss_fn, scores, entropy_gradient, losses, open_)
-                for slot in present:
-                    if last[slot] == number:
-                        self.weights.gather_gradient(slot, None)
-                        yield slot, open_[slot], losses[slot]
-                        spare.append(open_.pop(slot))
-        finally:
-            for slot in open_:
-                self.weights.gather_gradient(slot, None)
+        parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
+        dealt = self._dealt(len(parts))
+        factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in dealt]
 
-    def _divided_gradients(
-        self,
-        batch: Batch,
-        slots: Sequence[int],
-        loss_fn: LossFunction,
-        scores: tuple[Tensor, Tensor],
-        entropy_gradient: bool,
-    ) -> Iterator[tuple[int, Tensor, float]]:
-        """Compute each micro-batch on one rank; yield sums in rank order, which are bit-equal on all ranks."""
-        parts = self._plan_update(batch, slots)
-        gradients, losses = dict[int, Tensor](), dict.fromkeys(slots, 0.0)
+        def backward(part: MicroBatch, factor: float) -> list[float]:
+            """Backpropagate one micro-batch, write its scores, and return its rows' losses."""
+            computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+            loss = factor * loss_fn(part.rows, *computed)
+            loss.sum().backward()
+            for values, own in zip(scores, computed, strict=True):
+                values[part.rows] = own.detach()
+            return loss.tolist()
+
+        if self.processes.size == 1:
+            yield from self._gradients_here(batch.member_ids, slots, factors, backward)
+            return
+        gradients = dict[int, Tensor]()
 
         def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
-            scores_of_part = {}
-            gradients.update({slot: torch.zeros_like(self.weights.weights[0]) for slot in slots})
-            try:
-                for slot, gradient in gradients.items():
-                    self.weights.gather_gradient(slot, gradient)
-                with self.model.in_lockstep():
-                    for number, is_mine in self._deal(batch, parts):
-                        if not is_mine:  # as many passes as the other ranks, and a gradient of 0
-                            (0.0 * self._forward(batch, parts[number], "weights")[0].sum()).backward()
-                            continue
-                        self._backward(batch, parts[number], loss_fn, scores, entropy_gradient, losses, gradients)
-                        scores_of_part[number] = [values[parts[number].rows].cpu() for values in scores]
-            finally:
-                for slot in slots:
-                    self.weights.gather_gradient(slot, None)
-            return scores_of_part, losses
+            losses = {}
+            with self.model.in_lockstep():
+                for slot, gradient, loss in self._gradients_here(batch.member_ids, slots, factors, backward):
+                    gradients[slot], losses[slot] = gradient, loss
+            mine = [number for number, is_mine in dealt if is_mine]
+            return {number: [values[parts[number].rows].cpu() for values in scores] for number in mine}, losses
 
         shares = self.processes.run_section(share)
         totals = {slot: self.processes.all_reduce(gradients.pop(slot)) for slot in slots}
@@ -308,40 +254,65 @@ class ForwardPasses:
                 for values, part in zip(scores, computed, strict=True):
                     values[parts[number].rows] = part.to(values.device)
         for slot, gradient in totals.items():
-            yield slot, gradient, sum(share_losses[slot] for _, share_losses in shares)
+            yield slot, gradient, sum(losses[slot] for _, losses in shares)
 
-    def _plan_update(self, batch: Batch, slots: Sequence[int]) -> list[MicroBatch]:
-        """Plan the micro-batches of these members' rows."""
-        rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
-        return [part.among(rows) for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
-
-    def _backward(
+    def _gradients_here(
         self,
-        batch: Batch,
-        part: MicroBatch,
-        loss_fn: LossFunction,
-        scores: tuple[Tensor, Tensor],
-        entropy_gradient: bool,
-        losses: dict[int, float],
-        gradients: dict[int, Tensor],
-    ) -> None:
-        """Add one micro-batch to the gradients and losses of its members, and write its scores."""
+        member_ids: Tensor,
+        slots: Sequence[int],
+        parts: Sequence[tuple[MicroBatch, float]],
+        backward: Callable[[MicroBatch, float], list[float]],
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield the gradients of this rank's micro-batches, each with its factor; see `gradients`."""
+        # 1. Note the last micro-batch of each member.
+        members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
+        last = {slot: number for number, present in enumerate(members) for slot in present}
+        losses, gradients = dict.fromkeys(slots, 0.0), dict[int, Tensor]()
         try:
-            found = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
-            loss = loss_fn(part.rows, *found)
-            loss.sum().backward()
-            for values, own in zip(scores, found, strict=True):
-                values[part.rows] = own.detach()
-        except torch.OutOfMemoryError:
-            if len(part.run) > 1 or self.model.lockstep:
-                raise
-            gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # only this member fails
-            return
-        for slot, value in zip(batch.member_ids[part.rows].tolist(), loss.tolist(), strict=True):
-            losses[slot] += value
+            # 2. Members without rows have a zero gradient: AdamW's moments still move their weights.
+            for slot in slots:
+                if slot not in last:
+                    yield slot, torch.zeros_like(self.adapters.weights[slot]), 0.0
+            # 3. Backward: accumulate into the gradients of the members present.
+            for number, ((part, factor), present) in enumerate(zip(parts, members, strict=True)):
+                for slot in present:
+                    if slot not in gradients:
+                        gradients[slot] = torch.zeros_like(self.adapters.weights[slot])
+                        self.adapters.gather_gradient(slot, gradients[slot])
+                try:
+                    row_losses = backward(part, factor)
+                except torch.OutOfMemoryError:
+                    if len(part.run) > 1 or self.model.lockstep:
+                        raise
+                    row_losses = [0.0] * len(part.rows)
+                    gradients[int(member_ids[part.run])].fill_(float("nan"))  # only this member fails
+                for slot, value in zip(member_ids[part.rows].tolist(), row_losses, strict=True):
+                    losses[slot] += value
+                for slot in present:
+                    if last[slot] == number:
+                        self.adapters.gather_gradient(slot, None)
+                        yield slot, gradients.pop(slot), losses[slot]
+        finally:
+            for slot in gradients:
+                self.adapters.gather_gradient(slot, None)
 
-    def _parts(self, batch: Batch, budget: int, policy: PolicyVersion) -> list[MicroBatch]:
-        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt."""
+    def _plan(
+        self, batch: Batch, budget: int, policy: PolicyVersion, slots: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """Plan the micro-batches: distinct rows with at least one action, sorted by member and prompt.
+
+        Args:
+            batch: Rows of any members.
+            budget: Maximum tokens of a micro-batch.
+            policy: Policy that scores the rows.
+            slots: Plan the rows of these members only.
+        """
+        device = batch.actions.device
+        if slots is None:
+            numbers = torch.arange(len(batch), device=device)
+        else:
+            numbers = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+            batch = batch.select(numbers)
         inputs: TokenInputs = batch.inputs
         members = _scoring_slots(batch, policy)
         order = lexsort(inputs.prompt_ids, members).tolist()
@@ -350,13 +321,21 @@ class ForwardPasses:
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
         repeated = [[row] for row in range(len(batch))] if fast_paths_disabled() else repetitions(batch, members)
         rows = [row for row in order if lengths[row] and repeated[row]]
-        parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
-        return [MicroBatch.of(part, repeated).to(batch.actions.device) for part in parts]
+        parts = []
+        for run in micro_batches(rows, prefixes.tolist(), widths, lengths, budget):
+            copies = [repeated[row] for row in run]
+            rows_of_part = torch.tensor([row for own in copies for row in own], device=device)
+            run_as = torch.arange(len(run)).repeat_interleave(torch.tensor([len(own) for own in copies])).to(device)
+            run_rows = torch.tensor(run, device=device)
+            parts.append(MicroBatch(rows=numbers[rows_of_part], run=numbers[run_rows], run_as=run_as))
+        return parts
 
     def _forward(
         self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
+        if self.model.lockstep:
+            self.processes.agree(0, whole.stop)
         whole.stop.check()
         # 1. Drop columns after the last action.
         batch = whole.select(part.run)
@@ -391,7 +370,7 @@ class ForwardPasses:
     def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
         """Return the hidden states `[n, used, h]` that predict the first `used` actions."""
         inputs: TokenInputs = batch.inputs
-        members, make_hook = _scoring_slots(batch, policy), self.weights.hook_factory(policy)
+        members, make_hook = _scoring_slots(batch, policy), self.adapters.hook_factory(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
