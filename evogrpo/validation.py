@@ -180,7 +180,8 @@ def describe(error: ValidationError, model: Any, data: object, source: str = "",
         elif name == "missing":
             rule, value = "must be given", ""
         elif name in ("value_error", "assertion_error"):  # raised by a validator, with words of its own
-            path, rule, value = f"{path}:" if path else "", str(context["error"]), ""
+            rule, value = str(context["error"]), ""
+            path = f"{path}:" if path and not rule.startswith("must ") else path
         elif name == "literal_error":
             names = re.findall(r"'([^']*)'", context["expected"])
             rule, match = f"must be one of {', '.join(names)}", close_match(str(details["input"]), names)

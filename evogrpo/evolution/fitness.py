@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from evogrpo.config.checks import finite_number, flag, names_unknown, refuse_unknown, whole_between
-from evogrpo.validation import Real, Whole, dump
+from evogrpo.config.checks import finite_number
+from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, dump, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -108,8 +109,7 @@ def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
 FitnessBy = Literal["validation", "rollouts", "both"]
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class FitnessConfig:
     """Measure of fitness and its cost.
 
@@ -142,36 +142,22 @@ class FitnessConfig:
     """
 
     by: FitnessBy = "validation"
-    sampled: bool = False
-    answers: int = 1
-    racing: bool = False
-    race_error: float = 0.05
-    candidates: int = 2
-    z: float = 1.0
-    second_set: int = 0
-    finalists: int = 3
+    sampled: Flag = False
+    answers: Annotated[int, Field(ge=1, le=10_000), WHOLE] = 1
+    racing: Flag = False
+    race_error: Annotated[float, Field(gt=0, lt=0.5), REAL] = 0.05
+    candidates: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
+    z: NonNegativeFloat = 1.0
+    second_set: NonNegativeInt = 0
+    finalists: Annotated[int, Field(ge=1, le=1000), WHOLE] = 3
 
     def __post_init__(self) -> None:
-        if self.by not in get_args(FitnessBy):
-            raise ValueError(f"by must be one of {', '.join(get_args(FitnessBy))}, got {self.by!r:.80}")
-        for name in ("sampled", "racing"):
-            flag(name, getattr(self, name))
-        object.__setattr__(self, "answers", whole_between("answers", self.answers, 1, 10_000))
-        object.__setattr__(self, "candidates", whole_between("candidates", self.candidates, 1, 100_000))
-        object.__setattr__(self, "second_set", whole_between("second_set", self.second_set, 0))
-        object.__setattr__(self, "finalists", whole_between("finalists", self.finalists, 1, 1000))
         if self.second_set == 1:
             raise ValueError("second_set must be 0 or at least 2, got 1")
-        for name in ("race_error", "z"):
-            object.__setattr__(self, name, finite_number(name, getattr(self, name)))
         if self.answers > 1 and not self.sampled:
             raise ValueError(
                 f"answers must be 1 for greedy answers, which do not vary, got {self.answers}. Set sampled=True."
             )
-        if not 0 < self.race_error < 0.5:
-            raise ValueError(f"race_error must lie in (0, 0.5), got {self.race_error}")
-        if self.z < 0:
-            raise ValueError(f"z must be at least 0, got {self.z}")
         if self.racing and self.by == "rollouts":
             raise ValueError("racing needs validation questions, but by='rollouts' uses none. Remove racing.")
 
@@ -185,7 +171,6 @@ class FitnessConfig:
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
-            refuse_unknown("setting of fitness", value, list(cls.__dataclass_fields__))
             return cls(**value)
         if not isinstance(value, str):
             raise ValueError(

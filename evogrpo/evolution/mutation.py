@@ -4,16 +4,18 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
+from pydantic import PlainValidator
 
-from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown
+from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
 from evogrpo.text import reference_to
+from evogrpo.validation import PositiveShare, Share, settings
 
 T = TypeVar("T")
 
@@ -29,8 +31,7 @@ MIN_STEP, MAX_STEP = 0.02, 0.5
 """Smallest step that is inherited, and largest step that is taken: half a range always fits in one direction."""
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Mutation:
     """Mutation with self-adapted step sizes.
 
@@ -52,16 +53,8 @@ class Mutation:
         (arXiv:1711.09846) for resampling.
     """
 
-    probability: float = 0.5
-    resample: float = 0.25
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "probability", finite_number("probability", self.probability))
-        if not 0 < self.probability <= 1:
-            raise ValueError(
-                f"probability must lie in (0, 1], got {self.probability}. To disable mutation, set mutation=None."
-            )
-        object.__setattr__(self, "resample", checked_share("resample", self.resample))
+    probability: PositiveShare = 0.5
+    resample: Share = 0.25
 
     def __call__(
         self,
@@ -115,14 +108,6 @@ class Mutation:
             return neighbour(space[name], value, upward=direction < 0.5, integer=is_integer(name), size=size)
 
         return mutate(hyperparameters, space, new_value, draws[3])
-
-
-def checked_share(what: str, value: object) -> float:
-    """Return `value` as a number in [0, 1], or raise ValueError naming `what`."""
-    number = finite_number(what, value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{what} must lie in [0, 1], got {number}")
-    return number
 
 
 def mutate(
@@ -299,12 +284,16 @@ def last_steps(member: MemberRecord, space: HyperparameterConfig) -> dict[str, f
     return steps
 
 
-def check_perturbation(value: object) -> None:
-    """Raise ValueError unless the value is a perturbation."""
+def _checked_perturbation(value: Any) -> Perturbation:
+    """Return the value; raise ValueError unless it is a perturbation."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(
-            f"mutation must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}"
-        )
+        raise ValueError(f"must be Mutation(...) or a function of (hyperparameters, space, rng), got {value!r:.80}")
+    perturbation: Perturbation = value
+    return perturbation
+
+
+CheckedPerturbation = Annotated[Perturbation, PlainValidator(_checked_perturbation)]
+"""Type of a setting `mutation`."""
 
 
 def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:

@@ -2,21 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
 
-from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown
+from pydantic import Field
+
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Plan
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import REAL, settings
 
 LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SharedExperience:
     """Members learn from each other's samples, so that each member needs fewer samples of its own.
 
@@ -55,18 +56,8 @@ class SharedExperience:
     """
 
     learn_from: LearnFrom = "all"
-    min_ess: float = 0.5
+    min_ess: Annotated[float, Field(ge=0, lt=1), REAL] = 0.5
     samplers: Samplers = "equal"
-
-    def __post_init__(self) -> None:
-        for name, kind in (("learn_from", LearnFrom), ("samplers", Samplers)):
-            if getattr(self, name) not in get_args(kind):
-                raise unknown_name_error(f"value of {name}:", getattr(self, name), get_args(kind))
-        object.__setattr__(self, "min_ess", finite_number("min_ess", self.min_ess))
-        if not 0 <= self.min_ess < 1:
-            raise ValueError(
-                f"min_ess must lie in [0, 1), got {self.min_ess:g}. 0 uses every source; only equal policies reach 1."
-            )
 
     @staticmethod
     def check_size(members: int) -> None:
@@ -114,7 +105,6 @@ def shared_experience(value: object) -> SharedExperience | None:
     if value is None or isinstance(value, SharedExperience):
         return value
     if isinstance(value, Mapping):
-        refuse_unknown("setting of experience", value, SharedExperience.__dataclass_fields__)
         return SharedExperience(**value)
     if not isinstance(value, str):
         raise ValueError(f"experience must be 'own', 'shared' or settings of SharedExperience, got {value!r:.80}")

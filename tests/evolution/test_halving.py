@@ -72,7 +72,7 @@ def test_the_best_stay_and_the_budget_of_failed_members_is_shared():
     [
         ({"eta": 1}, "eta must"),
         ({"every": 0}, "every must"),
-        ({"grow": "members"}, "unknown grow 'members'"),
+        ({"grow": "members"}, "grow must be .*'members'"),
     ],
 )
 def test_invalid_settings_are_refused(settings, rule):

@@ -38,10 +38,10 @@ def test_members_learn_from_others_if_no_reward_applies(learn_from, unknown):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learn_from": "best"}, "unknown value of learn_from: 'best'"),
-        ({"samplers": 3}, "unknown value of samplers: 3"),
-        ({"min_ess": 1.0}, r"min_ess must lie in \[0, 1\), got 1"),
-        ({"min_ess": -0.1}, r"must lie in \[0, 1\)"),
+        ({"learn_from": "best"}, "learn_from must be .*'best'"),
+        ({"samplers": 3}, "samplers must be .*3"),
+        ({"min_ess": 1.0}, r"min_ess must be below 1"),
+        ({"min_ess": -0.1}, "min_ess must be at least 0"),
         ({"min_ess": math.nan}, "must be finite"),
         ({"min_ess": "0.5"}, "must be a number"),
     ],

@@ -265,10 +265,10 @@ class TestFixed(BuiltInTestCase):
         ({"size": 2.5}, "size must be an integer"),
         ({"z": -1}, "z must be at least 0"),
         ({"z": float("nan")}, "z must be finite"),
-        ({"elitism": 1}, "elitism must be True or False"),
+        ({"elitism": 1}, "elitism must be true or false"),
         ({"mutation": True}, "mutation must be"),
         ({"mutation": Mutation}, "mutation must be"),
-        ({"explore_when_stuck": 1}, "explore_when_stuck must be True or False"),
+        ({"explore_when_stuck": 1}, "explore_when_stuck must be true or false"),
         ({"elitism": False, "mutation": None}, "elitism=False needs a mutation"),
     ],
 )
@@ -280,13 +280,13 @@ def test_invalid_tournament_settings_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantile": 0}, r"quantile must lie in \(0, 0.5\]"),
-        ({"quantile": 0.6}, r"quantile must lie in \(0, 0.5\]"),
-        ({"resample": -0.1}, r"resample must lie in \[0, 1\]"),
-        ({"factors": 1.2}, "factors must be two numbers"),
-        ({"factors": (1.2, 1.1)}, "factors must be two numbers"),
-        ({"factors": (1.2, 0.0)}, "factors must be two numbers"),
-        ({"factors": (1.2, "0.8")}, "each of factors must be a number"),
+        ({"quantile": 0}, "quantile must be"),
+        ({"quantile": 0.6}, "quantile must be"),
+        ({"resample": -0.1}, "resample must be"),
+        ({"factors": 1.2}, "factors"),
+        ({"factors": (1.2, 1.1)}, "factors"),
+        ({"factors": (1.2, 0.0)}, "factors"),
+        ({"factors": (1.2, "0.8")}, r"factors\[1\] must be a number"),
         ({"mutation": 3}, "mutation must be"),
     ],
 )

@@ -2,7 +2,8 @@
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from evogrpo.config.checks import refuse_unknown
@@ -147,7 +148,7 @@ def check_options(options: object, where: str) -> Options:
     return options
 
 
-def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
+def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
     """Return the token ids of prompts, as compact integer arrays.
 
     Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's default ones.
@@ -162,8 +163,7 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
     """
     tokenized: list[array[int]] = []
     kind: type | None = None
-    for first in range(0, len(prompts), _CHUNK):
-        chunk = prompts[first : first + _CHUNK]
+    while chunk := list(islice(prompts, _CHUNK)):
         # 1. Prompts must have one type.
         kind = kind or type(chunk[0][0])
         if any(type(prompt) is not kind for prompt, _ in chunk):
@@ -174,6 +174,7 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
                 "Set tokenizer.chat_template, or use text as prompts."
             )
         # 2. Render and tokenize.
+        first = len(tokenized)
         texts = [
             _text(prompt, tokenizer, own, f"row {row} of {where}") for row, (prompt, own) in enumerate(chunk, first)
         ]

@@ -1,20 +1,23 @@
 """Baselines for comparisons: evolution with one of its parts only, or without any."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.selection import no_selection
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.evolution.strategies.tournament import Tournament
+from evogrpo.validation import WHOLE, NonNegativeFloat, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Fixed(Stateless):
     """Train every member separately, without selection or mutation.
 
@@ -28,7 +31,7 @@ class Fixed(Stateless):
         return Plan.from_choices(history, no_selection(history.last, rng))
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class MutationOnly(Stateless):
     """Mutate every member except the best in place after each generation, without selection.
 
@@ -43,10 +46,7 @@ class MutationOnly(Stateless):
 
     mutates = True
 
-    mutation: Perturbation = field(default_factory=Mutation)
-
-    def __post_init__(self) -> None:
-        check_perturbation(self.mutation)
+    mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Mutate all members but the best; an empty slot stays empty."""
@@ -58,7 +58,7 @@ class MutationOnly(Stateless):
         return Plan.from_choices(history, choices, mutation=self.mutation, rng=rng)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RandomSearch(Stateless):
     """Train founders spread over the search space separately; the best one wins.
 
@@ -82,7 +82,7 @@ class RandomSearch(Stateless):
         return Plan.from_choices(history, choices, rng=rng)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SelectionOnly(Stateless):
     """Run `Tournament` with exact clones: every hyperparameter value is that of a founder.
 
@@ -96,13 +96,8 @@ class SelectionOnly(Stateless):
 
     mutates = False
 
-    size: int = 2
-    z: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked = Tournament(size=self.size, z=self.z, mutation=None)
-        object.__setattr__(self, "size", checked.size)
-        object.__setattr__(self, "z", checked.z)
+    size: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
+    z: NonNegativeFloat = 1.0
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Hold one tournament per member; an empty slot stays empty."""

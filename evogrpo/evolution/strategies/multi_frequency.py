@@ -1,24 +1,29 @@
 """Multiple-frequencies PBT: sub-populations evolve at different intervals (Doulazmi et al., arXiv:2506.03225)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation, Perturbation, Proposal, check_perturbation, proposals
+from evogrpo.evolution.mutation import (
+    CheckedPerturbation,
+    Mutation,
+    Proposal,
+    proposals,
+)
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import WHOLE, settings
 
 QUARTER = 0.25
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class MultiFrequency(Stateless):
     """Evolve sub-populations at different intervals and exchange members between them.
 
@@ -46,17 +51,12 @@ class MultiFrequency(Stateless):
 
     mutates = True
 
-    intervals: Sequence[int] = (1, 4)
-    mutation: Perturbation = field(default_factory=Mutation)
+    intervals: Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000), WHOLE], ...], Field(min_length=1)] = (1, 4)
+    mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def __post_init__(self) -> None:
-        if isinstance(self.intervals, str) or not isinstance(self.intervals, Sequence) or not self.intervals:
-            raise ValueError(f"intervals must be a list of integers, got {self.intervals!r}")
-        intervals = tuple(whole_between("each of intervals", each, 1, 1_000_000) for each in self.intervals)
-        if any(after <= before for before, after in pairwise(intervals)):
-            raise ValueError(f"intervals must be in ascending order, got {list(intervals)}")
-        object.__setattr__(self, "intervals", intervals)
-        check_perturbation(self.mutation)
+        if any(after <= before for before, after in pairwise(self.intervals)):
+            raise ValueError(f"intervals must be in ascending order, got {list(self.intervals)}")
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Evolve the sub-populations whose interval has ended; failed members are always replaced."""

@@ -1,20 +1,21 @@
 """Narrowing: successive halving with PBT between the rungs (arXiv:1502.07943, arXiv:1711.09846)."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import finite_number, names_unknown, whole_between
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.selection import has_stagnated, truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import REAL, WHOLE, NonNegativeFloat, settings
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Narrowing(Stateless):
     """Halve the population at every rung until few members are left, and evolve the remaining ones.
 
@@ -41,24 +42,12 @@ class Narrowing(Stateless):
 
     mutates = True
 
-    eta: int = 2
-    every: int = 2
-    min_members: int = 2
-    z: float = 1.0
-    quantile: float = 0.25
-    mutation: Perturbation = field(default_factory=Mutation)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eta", whole_between("eta", self.eta, 2, 100_000))
-        object.__setattr__(self, "every", whole_between("every", self.every, 1, 1_000_000))
-        object.__setattr__(self, "min_members", whole_between("min_members", self.min_members, 1, 100_000))
-        object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
-        object.__setattr__(self, "z", finite_number("z", self.z))
-        if self.z < 0:
-            raise ValueError(f"z must be at least 0, got {self.z}")
-        if not 0 < self.quantile <= 0.5:
-            raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}")
-        check_perturbation(self.mutation)
+    eta: Annotated[int, Field(ge=2, le=100_000), WHOLE] = 2
+    every: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 2
+    min_members: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
+    z: NonNegativeFloat = 1.0
+    quantile: Annotated[float, Field(gt=0, le=0.5), REAL] = 0.25
+    mutation: CheckedPerturbation = field(default_factory=Mutation)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Stop all but the best at a rung, and replace the worst of the rest."""

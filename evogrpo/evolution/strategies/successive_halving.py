@@ -1,21 +1,20 @@
 """Successive halving: stop the worst members rung by rung and give the rest their budget (arXiv:1502.07943)."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import WHOLE, settings
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SuccessiveHalving(Stateless):
     """Keep the better members at every rung until one is left; all rungs cost the same.
 
@@ -39,14 +38,9 @@ class SuccessiveHalving(Stateless):
 
     mutates = False
 
-    eta: int = 2
-    every: int = 1
+    eta: Annotated[int, Field(ge=2, le=100_000), WHOLE] = 2
+    every: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 1
     grow: Grow = "steps_per_generation"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eta", whole_between("eta", self.eta, 2, 100_000))
-        object.__setattr__(self, "every", whole_between("every", self.every, 1, 1_000_000))
-        refuse_unknown("grow", [self.grow], get_args(Grow))
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Retire failed members, and at a rung all but the best."""

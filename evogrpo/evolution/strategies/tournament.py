@@ -1,19 +1,20 @@
 """Tournament selection with a test for noise: a significantly better challenger replaces a member."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
 from evogrpo.evolution.history import History
-from evogrpo.evolution.mutation import Mutation, Perturbation, check_perturbation
+from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.selection import has_stagnated, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import WHOLE, Flag, NonNegativeFloat, settings
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Tournament(Stateless):
     """Replace each member that a challenger beats significantly by a mutated clone of the challenger.
 
@@ -33,21 +34,13 @@ class Tournament(Stateless):
         ValueError: If a setting is out of range, or elitism is off without a mutation.
     """
 
-    size: int = 2
-    elitism: bool = True
-    z: float = 1.0
-    mutation: Perturbation | None = field(default_factory=Mutation)
-    explore_when_stuck: bool = True
+    size: Annotated[int, Field(ge=1, le=100_000), WHOLE] = 2
+    elitism: Flag = True
+    z: NonNegativeFloat = 1.0
+    mutation: CheckedPerturbation | None = field(default_factory=Mutation)
+    explore_when_stuck: Flag = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole_between("size", self.size, 1, 100_000))
-        object.__setattr__(self, "z", finite_number("z", self.z))
-        if self.z < 0:
-            raise ValueError(f"z must be at least 0, got {self.z}")
-        for name in ("elitism", "explore_when_stuck"):
-            flag(name, getattr(self, name))
-        if self.mutation is not None:
-            check_perturbation(self.mutation)
         if self.mutation is None and not self.elitism:
             raise ValueError("elitism=False needs a mutation, got mutation=None.")
 

@@ -1,18 +1,15 @@
 """Population-based training with truncation selection, as in Ray Tune (arXiv:1711.09846)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import finite_number, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import (
-    Perturbation,
-    check_perturbation,
-    checked_share,
+    CheckedPerturbation,
     mutate,
     neighbour,
     other_choice,
@@ -21,10 +18,10 @@ from evogrpo.evolution.mutation import (
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import truncation_selection
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import REAL, PositiveFloat, Share, settings
 
 
-@names_unknown
-@dataclass(frozen=True, kw_only=True)
+@settings
 class TruncationPBT(Stateless):
     """Replace the worst members by clones of the best, with all hyperparameters perturbed.
 
@@ -48,26 +45,14 @@ class TruncationPBT(Stateless):
 
     mutates = True
 
-    quantile: float = 0.25
-    resample: float = 0.25
-    factors: Sequence[float] = (1.2, 0.8)
-    mutation: Perturbation | None = None
+    quantile: Annotated[float, Field(gt=0, le=0.5), REAL] = 0.25
+    resample: Share = 0.25
+    factors: tuple[PositiveFloat, PositiveFloat] = (1.2, 0.8)
+    mutation: CheckedPerturbation | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
-        if not 0 < self.quantile <= 0.5:
-            raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}.")
-        object.__setattr__(self, "resample", checked_share("resample", self.resample))
-        pair = self.factors if isinstance(self.factors, Sequence) and not isinstance(self.factors, str) else ()
-        factors = tuple(float(finite_number("each of factors", value)) for value in pair)
-        if len(factors) != 2 or not 0 < min(factors) < 1 < max(factors):
-            raise ValueError(
-                f"factors must be two numbers, one above 1 and one between 0 and 1, such as (1.2, 0.8), got "
-                f"{self.factors!r:.80}"
-            )
-        object.__setattr__(self, "factors", factors)
-        if self.mutation is not None:
-            check_perturbation(self.mutation)
+        if not min(self.factors) < 1 < max(self.factors):
+            raise ValueError(f"factors must be one above 1 and one between 0 and 1, got {list(self.factors)}")
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and all failed members; an empty slot stays empty."""
