@@ -110,7 +110,7 @@ def test_sub_populations_follow_from_member_indices(size, groups):
         ({"intervals": []}, "intervals must"),
         ({"intervals": "12"}, "intervals must"),
         ({"intervals": [1, 1]}, "intervals must"),
-        ({"intervals": [0, 1]}, "each of intervals must"),
+        ({"intervals": [0, 1]}, r"intervals\[0\] must"),
         ({"mutation": None}, "mutation must be"),
     ],
 )
