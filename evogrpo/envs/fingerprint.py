@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from evogrpo.envs.protocol import GroupEnvironment, SupportsFingerprint
 from evogrpo.warnings import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CLASS_SOURCES: WeakKeyDictionary[type, tuple[str, str]] = WeakKeyDictionary()
-"""Cache: source of each class's module, and source of the class in it."""
 
 
 def short_hash(*parts: str | bytes) -> str:
@@ -90,16 +87,22 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, MethodType):
         yield from _describe(value.__func__, seen)
         yield from _describe(value.__self__, seen)
-    elif isinstance(value, FunctionType):
-        yield from _describe(getattr(value, "__wrapped__", None), seen)
-        yield from _describe_function(value, seen)
-    elif isinstance(value, type):
-        yield from _describe_class(value, seen)
     elif isinstance(value, ModuleType):
         yield value.__name__
-        yield (_normalised_source(value) if _is_user_code(value.__name__) else None) or ""
+        yield _normalised_source(value) or "" if _is_user_code(value.__name__) else ""
     elif isinstance(value, BuiltinFunctionType):
         yield f"{value.__module__}.{value.__qualname__}"
+    elif isinstance(value, FunctionType | type):
+        if not _is_user_code(value.__module__):
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif isinstance(value, type):
+            yield _normalised_source(value) or value.__qualname__
+            yield from _describe(value.__bases__, seen)
+            for member in vars(value).values():
+                if isinstance(member, FunctionType):
+                    yield from _references(member.__code__, member.__globals__, seen)
+        else:
+            yield from _describe_function(value, seen)
     else:
         # An object: its class and its plain or callable attributes.
         yield from _describe(type(value), seen)
@@ -109,30 +112,14 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
                 yield from _describe(attribute, seen)
 
 
-def _describe_class(kind: type, seen: set[int]) -> Iterator[str]:
-    yield f"{kind.__module__}.{kind.__qualname__}" if not _is_user_code(kind.__module__) else kind.__qualname__
-    if not _is_user_code(kind.__module__):
-        return
-    yield _normalised_source(kind) or ""
-    for base in kind.__bases__:
-        yield from _describe(base, seen)
-    for member in vars(kind).values():
-        if isinstance(member, FunctionType):
-            yield from _references(member.__code__, member.__globals__, seen)
-
-
 def _describe_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
-    yield (
-        f"{function.__module__}.{function.__qualname__}"
-        if not _is_user_code(function.__module__)
-        else function.__name__
-    )
-    if not _is_user_code(function.__module__):
-        return
+    yield from _describe(getattr(function, "__wrapped__", None), seen)
     text = None if function.__name__ == "<lambda>" else _normalised_source(function)
-    yield "".join(_describe_bytecode(function.__code__)) if text is None else text
-    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield from _describe(default, seen)
+    if text is None:  # no source, or a line with several lambdas
+        yield from _describe_bytecode(function.__code__, seen)
+    else:
+        yield text
+    yield from _describe((function.__defaults__, *(function.__kwdefaults__ or {}).values()), seen)
     for cell in function.__closure__ or ():
         try:
             enclosed = cell.cell_contents
@@ -155,15 +142,12 @@ def _references(code: CodeType, scope: Mapping[str, Any], seen: set[int]) -> Ite
             continue
         visited.add(name)
         value = scope[name]
-        if isinstance(value, FunctionType | type | ModuleType):
-            module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-            yield from _describe(value, seen) if _is_user_code(str(module_name)) else ()
-        elif name in statements:
+        if name in statements and not isinstance(value, FunctionType | type | ModuleType):
             # The statement in the source, not the current value, which may be a cache.
             yield statements[name]
             queue += sorted({node.id for node in ast.walk(ast.parse(statements[name])) if isinstance(node, ast.Name)})
-        elif isinstance(value, _PLAIN):
-            yield repr(value)
+        elif isinstance(value, (FunctionType, type, ModuleType, *_PLAIN)):
+            yield from _describe(value, seen)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -171,29 +155,19 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _describe_bytecode(code: CodeType) -> Iterator[str]:
-    """Describe a function without source by its bytecode."""
+def _describe_bytecode(code: CodeType, seen: set[int]) -> Iterator[str]:
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames))
     for constant in code.co_consts:
-        yield from _describe_bytecode(constant) if isinstance(constant, CodeType) else [repr(constant)]
+        yield from _describe_bytecode(constant, seen) if isinstance(constant, CodeType) else _describe(constant, seen)
 
 
 def _normalised_source(definition: Any) -> str | None:
     """Return the source without comments, docstrings and layout, or None if unavailable."""
     try:
-        source = _class_source(definition) if isinstance(definition, type) else inspect.getsource(definition)
-        return _without_docstrings(source)
-    except (OSError, TypeError, KeyError, SyntaxError):
+        return _without_docstrings(inspect.getsource(definition))
+    except (OSError, TypeError, SyntaxError):
         return None
-
-
-def _class_source(kind: type) -> str:
-    """Return the source of a class. Cached: inspect parses the whole file each time."""
-    text = inspect.getsource(sys.modules[kind.__module__])
-    if kind not in _CLASS_SOURCES or _CLASS_SOURCES[kind][0] != text:
-        _CLASS_SOURCES[kind] = text, inspect.getsource(kind)
-    return _CLASS_SOURCES[kind][1]
 
 
 @lru_cache(maxsize=1024)  # keyed by source, so that edited files are parsed again
@@ -227,16 +201,11 @@ def _statements(module: ModuleType) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _bindings(source: str) -> dict[str, str]:
-    tree = ast.parse(source)
     found: dict[str, str] = {}
-    for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        for target in targets:
-            for name in ast.walk(target):
-                if isinstance(name, ast.Name):
-                    found[name.id] = found.get(name.id, "") + ast.unparse(node) + "\n"
+    for node in ast.parse(source).body:
+        for name in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                found[name.id] = found.get(name.id, "") + ast.unparse(node) + "\n"
     return found
 
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 
 

@@ -10,8 +10,8 @@ from transformers import TrainerState
 
 from evogrpo import HuggingFaceGym
 from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from evogrpo.envs.text.scoring import compute_rewards
 from tests.envs.verifier_functions import single
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, StepRewards, make_rewards
-from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.verifier_worker import encoded
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
@@ -230,23 +230,10 @@ def test_invalid_functions_are_refused(arguments, message):
         make_rewards(*arguments)
 
 
-class Mute:
-    def __repr__(self):
-        raise RuntimeError("no words")
-
-
-class SilentError(Exception):
-    def __str__(self):
-        raise RuntimeError("no words")
-
-
 ODD = {
     "a whole number that no float holds": (lambda: 10**400, "must return finite numbers of at most 3.4e+38, got 1000"),
-    "one too long to be written": (lambda: 10**5000, "3.4e+38, got <int"),
     "a fraction that no float holds": (lambda: Fraction(10**400, 3), "must return finite numbers"),
     "beyond single precision": (lambda: -1e308, "3.4e+38, got -1e+308"),
-    "a value without words": (Mute, "got <Mute"),
-    "an error without words": (SilentError, "raised SilentError"),
     "the end of a generator": (GeneratorExit, "raised GeneratorExit"),
     "an exception of its own kind": (BaseException, "raised BaseException"),
     "the end of an iterator": (StopIteration, "raised StopIteration"),

@@ -28,7 +28,7 @@ def rows(*questions):
     return [{"question": question} for question in questions]
 
 
-def read(split, table):
+def read(table):
     return PromptSplit(
         table=table,
         rows=range(len(table)),
@@ -38,7 +38,8 @@ def read(split, table):
 
 
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
-    return make_splits(tables, read, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+    whole = {name: read(table) for name, table in tables.items()}
+    return make_splits(whole, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
 
 
 def questions(part):
@@ -147,12 +148,10 @@ def test_reserved_questions_are_not_trained_on(more):
 
 
 def test_the_template_does_not_change_the_split():
-    def longer(split, table):
-        whole = read(split, table)
-        return replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])
-
-    tables = {"train": rows(*map(str, range(50)))}
-    parts, _ = make_splits(tables, longer, max_prompt_length=None, sizes=NONE, seed=0)
+    whole = read(rows(*map(str, range(50))))
+    longer = replace(whole, prompts=[array("i", [7, *ids]) for ids in whole.prompts])
+    parts, _ = make_splits({"train": longer}, max_prompt_length=None, sizes=NONE, seed=0)
+    tables = {"train": whole.table}
     assert {n: questions(p) for n, p in parts.items()} == {n: questions(p) for n, p in split(tables)[0].items()}
 
 

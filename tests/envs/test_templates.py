@@ -50,21 +50,21 @@ def test_render_continues_a_final_assistant_message(tokenizer):
 
 
 def test_special_tokens_are_not_added_twice(tokenizer, encode):
-    (ids,) = tokenize(iter([([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
+    (ids,) = tokenize([([{"role": "user", "content": "hi"}], {})], tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
 
 
 def test_mixed_text_and_messages_are_refused(tokenizer):
     with pytest.raises(ValueError, match="of x "):
-        tokenize(iter([("hi", {}), ([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
+        tokenize([("hi", {}), ([{"role": "user", "content": "hi"}], {})], tokenizer, "x")
 
 
 def test_messages_need_a_chat_template(plain_tokenizer):
     with pytest.raises(ValueError, match="chat_template"):
-        tokenize(iter([([{"role": "user", "content": "hi"}], {})]), plain_tokenizer, "x")
+        tokenize([([{"role": "user", "content": "hi"}], {})], plain_tokenizer, "x")
 
 
 def test_empty_prompts_are_refused(plain_tokenizer):
     with pytest.raises(ValueError, match="row 1 of x"):
-        tokenize(iter([("a", {}), ("", {})]), plain_tokenizer, "x")
+        tokenize([("a", {}), ("", {})], plain_tokenizer, "x")

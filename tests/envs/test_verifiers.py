@@ -17,8 +17,8 @@ import pytest
 
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.verifier_pool import VerifierPool, make_reward_runner
 from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
@@ -351,7 +351,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may 
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.verifier_pool import make_reward_runner
 from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards
-from evogrpo.envs.text.scoring import compute_rewards
+from evogrpo.envs.text.prompt_batch import compute_rewards
 
 def reward(completions, **_):
     if completions[0] == "hang":

@@ -117,19 +117,6 @@ def test_unknown_arguments_are_refused_with_a_suggestion(call, name):
         call()
 
 
-def test_torch_settings_are_restored_after_rewards():
-    def careless(completion, answer, question):
-        torch.set_default_dtype(torch.float64)
-        torch.set_default_device("meta")
-        torch.set_grad_enabled(False)
-        return 0.0
-
-    tiny_env(reward_fn=careless).preflight()
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.zeros(1).device.type == "cpu"
-    assert torch.is_grad_enabled()
-
-
 BOX, LEFT_RIGHT = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
 
 

@@ -183,7 +183,7 @@ def text_rows(
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
     plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
-    ids = tokenize(iter([(prompt, {}) for prompt in plain]), tokenizer, "generate")
+    ids = tokenize([(prompt, {}) for prompt in plain], tokenizer, "generate")
     count = len(ids) * n
     rng = generator(settings.seed, "generate", learner.index, calls)
     return SamplingBatch(

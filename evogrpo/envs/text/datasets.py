@@ -2,10 +2,10 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, Split
@@ -107,16 +107,6 @@ RESERVE_FACTOR = 4
 """Questions reserved for a held-out split, including it, as a multiple of its size; none of them is trained on."""
 
 
-class Table(Protocol):
-    """A prompt dataset: a `datasets.Dataset` or any sequence of mappings."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return one row: a mapping of column names to values."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
     """Number of rows of one split that were left out, by reason. Each row counts once.
@@ -171,7 +161,7 @@ class PromptSplit:
         hashes: Hashes of each row.
     """
 
-    table: Table
+    table: AnyTable
     rows: Sequence[int]
     prompts: Sequence["array[int]"]
     hashes: Sequence[RowHashes]
@@ -188,8 +178,7 @@ class PromptSplit:
 
 
 def make_splits(
-    tables: Mapping[Split, Table],
-    read: Callable[[Split, Table], PromptSplit],
+    tables: Mapping[Split, PromptSplit],
     *,
     max_prompt_length: int | None,
     sizes: Mapping[Split, int | None],
@@ -209,8 +198,7 @@ def make_splits(
     outermost questions of all are taken.
 
     Args:
-        tables: Datasets by split; "train" is required.
-        read: Returns all rows of a split's dataset, tokenized.
+        tables: All rows of each given dataset, tokenized; "train" is required.
         max_prompt_length: Maximum number of prompt tokens; None = no limit.
         sizes: Number of questions to draw for a held-out split without a dataset; None means 64 for validation and 256
             for test, or the number in the split's interval if that is fewer, but at least one.
@@ -227,7 +215,7 @@ def make_splits(
     held_out_prompts: set[bytes] = set()
     # 1. Given datasets; test comes first and keeps the prompts that it shares with others.
     for split in (split for split in reversed(SPLITS) if split in tables):
-        splits[split], filtered[split] = _clean(read(split, tables[split]), max_prompt_length, held_out_prompts)
+        splits[split], filtered[split] = _clean(tables[split], max_prompt_length, held_out_prompts)
         held_out_prompts.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
             raise ValueError(

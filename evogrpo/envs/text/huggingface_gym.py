@@ -20,12 +20,11 @@ from evogrpo.envs.text.datasets import (
     AnyTable,
     PromptSplit,
     RowHashes,
-    Table,
     check_table,
     make_splits,
     tables_by_split,
 )
-from evogrpo.envs.text.prompt_batch import SingleTurnBatch, TrainingProgress
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch, compute_rewards
 from evogrpo.envs.text.reasoning import reasoning_gym_tables
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
@@ -37,7 +36,6 @@ from evogrpo.envs.text.reward_functions import (
     RewardInputs,
     make_rewards,
 )
-from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.templates import (
     Message,
     Options,
@@ -97,7 +95,7 @@ class PromptEnvironment:
 
     def __init__(
         self,
-        tables: Mapping[Split, Table | None],
+        tables: Mapping[Split, AnyTable | None],
         tokenizer: Tokenizer | None,
         *,
         rewards: Sequence[Reward],
@@ -112,8 +110,6 @@ class PromptEnvironment:
         seed: int,
     ) -> None:
         # 1. Arguments.
-        if tokenizer is None:
-            raise ValueError("tokenizer must be given: the environment encodes prompts and decodes completions.")
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise ValueError(
                 f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80} ({type(tokenizer).__name__}). "
@@ -130,7 +126,7 @@ class PromptEnvironment:
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
-        self._progress = TrainingProgress()
+        self._progress = (0, 0)
         # 2. Columns of each dataset.
         datasets = {split: table for split, table in tables.items() if table is not None}
         for split, table in datasets.items():
@@ -141,8 +137,9 @@ class PromptEnvironment:
             if size is not None and split in datasets:
                 raise ValueError(f"{split}_size requires that {split}_dataset is not set, got both.")
         # 3. Tokenized, deduplicated splits.
+        tables_read = {split: self._read_table(table, f"{split}_dataset") for split, table in datasets.items()}
         self._splits, self.filtered = make_splits(
-            datasets, self._read_table, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+            tables_read, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
         )
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
@@ -193,7 +190,7 @@ class PromptEnvironment:
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Set the training progress, for reward functions that take the `trainer_state`."""
-        self._progress.step, self._progress.total_steps = step, total_steps
+        self._progress = (step, total_steps)
 
     def preflight(self) -> Preflight:
         """Test every reward function on two sample completions of the first training prompt.
@@ -248,15 +245,11 @@ class PromptEnvironment:
             "progress": self._progress,
         }
 
-    def _read_table(self, split: Split, table: Table) -> PromptSplit:
+    def _read_table(self, table: AnyTable, where: str) -> PromptSplit:
         """Return all rows of a table, tokenized and hashed."""
-        hashes: list[RowHashes] = []
-        prompts = tokenize(self._prompts(table, f"{split}_dataset", hashes), self.tokenizer, f"{split}_dataset")
-        return PromptSplit(table=table, rows=range(len(table)), prompts=prompts, hashes=hashes)
-
-    def _prompts(self, table: Table, where: str, hashes: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
-        """Yield each row's prompt and chat template options; append the row's hashes."""
-        columns, question_column = set(table[0]), self._columns[0]
+        prompts: list[tuple[Prompt, Options]] = []
+        hashes = []
+        columns = set(table[0])
         for number in range(len(table)):
             # 1. Checks of the row.
             row = table[number]
@@ -264,16 +257,12 @@ class PromptEnvironment:
                 raise ValueError(
                     f"Every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}."
                 )
-            question = row[question_column]
-            if _missing(question):
-                raise ValueError(
-                    f"Row {number} of {where} must have a {question_column}, got {question!r}. Remove the row."
-                )
             for name in self._columns:
                 if isinstance(row[name], bytes | bytearray):
                     raise ValueError(f"{name} in row {number} of {where} must be text, got bytes. Decode it first.")
-                if name == "answer" and row[name] != "" and _missing(row[name]):
-                    raise ValueError(f"Row {number} of {where} must have an answer, got {row[name]!r}. Remove the row.")
+                if _missing(row[name]) and not (name == "answer" and row[name] == ""):
+                    raise ValueError(f"Row {number} of {where} must have a {name}, got {row[name]!r}. Remove the row.")
+            question = row[self._columns[0]]
             hashes.append(RowHashes.of(question, row))
             # 2. The prompt.
             prompt: Prompt = str(question)
@@ -288,7 +277,9 @@ class PromptEnvironment:
                 row_options = check_options(row[TEMPLATE_OPTIONS], f"{TEMPLATE_OPTIONS} in row {number} of {where}")
                 # Arrow tables give every row the keys of all rows, with None for missing ones.
                 options = {**options, **{name: value for name, value in row_options.items() if value is not None}}
-            yield prompt, options
+            prompts.append((prompt, options))
+        tokenized = tokenize(prompts, self.tokenizer, where)
+        return PromptSplit(table=table, rows=range(len(table)), prompts=tokenized, hashes=hashes)
 
 
 def _missing(value: object) -> bool:
@@ -522,8 +513,6 @@ class HuggingFaceGym(PromptEnvironment):
         ]
         # 2. Compute the rewards.
         shape = (len(batch.prompts), group_size)
-        if cursor.split == "train":
-            self.set_progress(cursor.step, 0)
         scores = batch.score(single_turn_conversations([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
         # 3. Load the next batch.
@@ -551,6 +540,7 @@ class HuggingFaceGym(PromptEnvironment):
         size = self.size(cursor.split)
         if cursor.split == "train":
             starts = deal_starts(cursor.seed, size, cursor.step, self._batch_size, self._batch_size)
+            self.set_progress(cursor.step, 0)
         else:
             first = cursor.step % -(-size // self._batch_size) * self._batch_size
             starts = tuple(range(first, min(first + self._batch_size, size)))

@@ -11,7 +11,7 @@ from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, tables_by_split
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.envs.text.reward_calls import escaped_prints, restored_torch_settings
+from evogrpo.envs.text.reward_calls import escaped_prints
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
@@ -79,7 +79,7 @@ class TurnMarkers:
 
 
 def _call_reply(reply: Reply, row: Mapping[str, Any], messages: list[Message]) -> str | None:
-    with escaped_prints(), restored_torch_settings():
+    with escaped_prints():
         text = reply(row, messages)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"reply must return text, or None to end the conversation, got {text!r:.200}.")

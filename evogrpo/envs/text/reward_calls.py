@@ -67,24 +67,6 @@ def forward_output(pipe: IO[bytes]) -> None:
                     sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def restored_torch_settings() -> Iterator[None]:
-    """Restore torch's default dtype, default device and gradient mode after user code."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    dtype, device, grad = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        if torch.get_default_dtype() != dtype:
-            torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
-        torch.set_grad_enabled(grad)
-
-
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -176,22 +158,6 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
     return await asyncio.gather(*(call(*each) for each in calls))
 
 
-def safe_repr(value: object) -> str:
-    """Return a repr of at most 240 characters, even if the class's `__repr__` fails."""
-    try:
-        return f"{value!r:.240}"
-    except Exception:  # noqa: BLE001 (user code may raise anything)
-        return f"<{type(value).__name__} without a repr>"
-
-
-def safe_str(error: BaseException) -> str:
-    """Return an exception's message, even if the class's `__str__` fails."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 (user code may raise anything)
-        return f"<{type(error).__name__} without a message>"
-
-
 class InProcessRunner:
     """Runs reward functions in this process: async functions in an event loop, others in the calling thread.
 
@@ -222,7 +188,7 @@ class InProcessRunner:
         if not is_async(function):
             stop.check()
             done: Future[Results] = Future()
-            with escaped_prints(), restored_torch_settings():
+            with escaped_prints():
                 done.set_result([call_sync(function, call) for call in job.calls])
             return done
         if self._loop is None:

@@ -2,8 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from evogrpo.config.checks import refuse_unknown
@@ -148,7 +147,7 @@ def check_options(options: object, where: str) -> Options:
     return options
 
 
-def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
+def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, where: str) -> list["array[int]"]:
     """Return the token ids of prompts, as compact integer arrays.
 
     Special tokens are those of TRL: messages get the chat template's, plain text the tokenizer's default ones.
@@ -163,7 +162,8 @@ def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
     """
     tokenized: list[array[int]] = []
     kind: type | None = None
-    while chunk := list(islice(prompts, _CHUNK)):
+    for first in range(0, len(prompts), _CHUNK):
+        chunk = prompts[first : first + _CHUNK]
         # 1. Prompts must have one type.
         kind = kind or type(chunk[0][0])
         if any(type(prompt) is not kind for prompt, _ in chunk):
@@ -174,7 +174,6 @@ def tokenize(prompts: Iterator[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
                 "Set tokenizer.chat_template, or use text as prompts."
             )
         # 2. Render and tokenize.
-        first = len(tokenized)
         texts = [
             _text(prompt, tokenizer, own, f"row {row} of {where}") for row, (prompt, own) in enumerate(chunk, first)
         ]

@@ -78,23 +78,21 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
 
 def encoded(value: Any) -> str:
     """Return the result of a call, or the exception that it raised, as JSON; failures as `{"failed": reason}`."""
-    from evogrpo.envs.text.reward_calls import safe_repr
-
     try:
         return json.dumps(value, default=_plain)
     except Exception:  # noqa: BLE001 (user classes may raise anything)
-        return json.dumps({"failed": f"must return numbers or None, got {safe_repr(value)}"})
+        return json.dumps({"failed": f"must return numbers or None, got {value!r:.240}"})
 
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has."""
-    from evogrpo.envs.text.reward_calls import CallFailedError, safe_str
+    from evogrpo.envs.text.reward_calls import CallFailedError
     from evogrpo.envs.text.reward_functions import StepRewards
 
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"failed": f"raised {type(value).__name__}: {safe_str(value)!r:.400}{_line(value)}"}
+        return {"failed": f"raised {type(value).__name__}: {str(value)!r:.400}{_line(value)}"}
     if isinstance(value, StepRewards):
         return {"steps": [value.values, value.positions, value.unit]}
     if hasattr(value, "tolist"):  # arrays and tensors
