@@ -138,7 +138,9 @@ def validate(model: type[T], data: object, source: str = "", *, extra: Literal["
         ValueError: With one line for each of the first errors: file, key, rule and value.
     """
     try:
-        built: T = _adapter(model).validate_json(json.dumps(data), strict=True, extra=extra)
+        # Lone surrogates, which UTF-8 cannot encode, become question marks.
+        text = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+        built: T = _adapter(model).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(describe(error, model, data, source)) from None
     return built

@@ -31,8 +31,10 @@ PACKAGES = (
 INTERFACES = {
     "evogrpo.training.loop.run": ("Run",),
     "evogrpo.reporting.results": ("Result", "BestMember"),
-    "evogrpo.reporting.records": ("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
-    "evogrpo.reporting.step_records": ("StepReport", "MemberStep", "Example", "Estimate", "EvaluationCost"),
+    "evogrpo.reporting.records": (
+        *("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
+        *("StepReport", "MemberStep", "Example", "Estimate", "EvaluationCost"),
+    ),
     "evogrpo.reporting.report": ("RunReport",),
     "evogrpo.reporting.data_frames": ("RunFrames",),
     "evogrpo.training.schedule": ("Schedule",),

@@ -13,7 +13,7 @@ from evogrpo.cli.ending import command, show_command
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
-from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, read_lineage, tree_lines
+from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, lineage_tree, tree_lines
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
@@ -32,11 +32,11 @@ _MAX_VALUE_WIDTH = 60
 
 def lineage(args: argparse.Namespace) -> int:
     """Print the tree of a run's members."""
-    console, events = make_console(), read_journal(args.run_dir / "journal.jsonl")
-    tree = read_lineage(events)
+    console, summary = make_console(), summarise(read_journal(args.run_dir / "journal.jsonl"))
+    tree = lineage_tree(summary)
     if args.as_json:
         return _print_json(console, tree.to_json())
-    evolvable = list(summarise(events).evolvable)
+    evolvable = list(summary.evolvable)
     for line in tree_lines(tree, all_members=args.all_members):
         _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolvable))
     if tree.winner is None:
@@ -107,8 +107,7 @@ def _tree_text(line: TreeLine, tree: LineageTree, evolving: Sequence[str]) -> Te
     reports = [report for member in line.members for report in tree.results.get(member.index, ())]
     scores = [report.fitness for report in reports if report.fitness is not None]
     best_text = f", best {number_text(max(scores))}" if scores else ""
-    kind = "consecutive descendants" if line.skips else "without descendants"
-    return text.append(f"{len(line.members)} {kind}{best_text}: {names}", "dim")
+    return text.append(f"{len(line.members)} without descendants{best_text}: {names}", "dim")
 
 
 def _member_text(birth: MemberRecord, tree: LineageTree, evolving: Sequence[str], *, wins: bool) -> Text:

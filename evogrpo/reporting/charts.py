@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
-from evogrpo.reporting.records import MemberReport
-from evogrpo.reporting.step_records import Estimate
+from evogrpo.reporting.records import Estimate, MemberReport
 from evogrpo.reporting.summary import MEASURES, Curve, RunSummary
 from evogrpo.text import number_text, pluralize
 

@@ -9,8 +9,7 @@ from typing import Any
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.reporting.lineage import best_member, best_schedule, fitness_estimate
-from evogrpo.reporting.records import MemberReport, TestReport
-from evogrpo.reporting.step_records import Estimate
+from evogrpo.reporting.records import Estimate, MemberReport, TestReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 
@@ -68,8 +67,8 @@ def read_winner(run_dir: Path) -> WinnerReport:
     Raises:
         ValueError: If there is no run, no member was evaluated, or a value is invalid.
     """
-    events = read_journal(run_dir / "journal.jsonl")
-    summary, schedule = summarise(events), best_schedule(events)
+    summary = summarise(read_journal(run_dir / "journal.jsonl"))
+    schedule = best_schedule(summary)
     best_folder = run_dir / "best"
     return WinnerReport(
         summary=summary,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, read_births, reports_by_member
-from evogrpo.reporting.step_records import REMEDY, Estimate
-from evogrpo.reporting.summary import RunSummary, latest_steps, summarise
+from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, reports_by_member
+from evogrpo.reporting.records import Estimate
+from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import extra_command
 
@@ -133,14 +133,12 @@ def read_run(run_dir: str | Path) -> RunFrames:
         import pandas as pd
     except ImportError as error:
         raise ImportError(f"read_run needs pandas: {extra_command('pandas')}") from error
-    events = read_journal(Path(run_dir) / "journal.jsonl")
-    summary = summarise(events)
-    births = read_births(events)
+    summary = summarise(read_journal(Path(run_dir) / "journal.jsonl"))
     rows: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
         "members": (list(_members(summary)), set(HYPERPARAMETER_NAMES)),
-        "steps": (list(_steps(events)), set()),
-        "births": (list(_births(births, summary)), set(HYPERPARAMETER_NAMES)),
-        "changes": (list(_changes(births)), set()),
+        "steps": (list(_steps(summary)), set()),
+        "births": (list(_births(summary)), set(HYPERPARAMETER_NAMES)),
+        "changes": (list(_changes(summary.births)), set()),
         "evaluations": (list(_evaluations(summary)), set()),
     }
     frames = {name: _frame(pd, name, *arguments) for name, arguments in rows.items()}
@@ -176,25 +174,25 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
             }
 
 
-def _steps(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _steps(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member and learning step."""
-    for step, event in sorted(latest_steps(events).items()):
-        for member in event.objects("members", f"a member of step {step}"):
+    for step in summary.steps:
+        for member in step.members:
             yield {
-                **{name: member.number_or_none(name) for name in member.values if name != "index"},
-                "step": step,
-                "generation": event.whole("generation"),
-                "member": member.whole("index"),
-                "slot": member.whole("slot"),
-                "step_seconds": event.number_or_none("seconds"),
+                **member.__pydantic_extra__,
+                "step": step.step,
+                "generation": step.generation,
+                "member": member.index,
+                "slot": member.slot,
+                "step_seconds": step.seconds,
             }
 
 
-def _births(births: Sequence[MemberRecord], summary: RunSummary) -> Iterator[dict[str, Any]]:
+def _births(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per member."""
     founders: dict[int, int] = {}
     best, reports = best_member(summary.generations), reports_by_member(summary.generations)
-    for birth in births:
+    for birth in summary.births:
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
         member_reports = reports.get(birth.index, [])
         yield {
@@ -268,10 +266,7 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], hyperparameter
     types |= {column: REAL for row in rows for column in row if column not in types}
     columns = {}
     for column, kind in types.items():
-        try:
-            columns[column] = pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
-        except (OverflowError, TypeError) as error:  # pandas raises either, depending on the size
-            raise ValueError(f"{column!r:.80} in {name} has a number out of range: {REMEDY}") from error
+        columns[column] = pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
     frame: DataFrame = pd.DataFrame(columns)
     return frame
 

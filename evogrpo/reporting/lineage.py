@@ -1,7 +1,7 @@
 """Lineage of a run: best member, ancestors, hyperparameter schedule, and the tree of births."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
-from evogrpo.reporting.records import GenerationReport, MemberReport
-from evogrpo.reporting.step_records import REMEDY, Estimate, JournalFields
+from evogrpo.reporting.records import Estimate, GenerationReport, MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.storage.journal import latest_generations, read_journal
+from evogrpo.storage.journal import read_journal
 
 
 def best_member(generations: Sequence[GenerationReport]) -> MemberReport | None:
@@ -97,17 +96,13 @@ class BestSchedule:
     networks: tuple[str, ...] = ()
 
 
-def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
+def best_schedule(summary: RunSummary) -> BestSchedule:
     """Return the hyperparameter schedule of a run's best member.
 
-    Args:
-        events: Result of `read_journal`; untrusted input.
-
     Raises:
-        ValueError: If no member was evaluated, a generation is missing, or a value is invalid.
+        ValueError: If no member was evaluated, or a generation is missing.
     """
-    latest = latest_generations(events)
-    generations = [GenerationReport.from_json(event) for event in latest]
+    generations = summary.generations
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"a schedule needs all generations from 1 on, but the journal has {numbers}: restore it.")
@@ -117,20 +112,25 @@ def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
             "The journal has no evaluated member. If RUN_DIR/best exists, evogrpo.GRPO.load('RUN_DIR/best') loads the "
             "best member."
         )
-    lengths = _lengths(generations)
-    samples = _samples(events, latest)
+    ends = [0, *(generation.step for generation in generations)]
     line = lineage_of(generations, member)
     stages: list[ScheduleStage] = []
     for report in line:
         number = report.generation
+        samples = generations[number - 1].samples_per_step or 0
+        # The plan before it may give each slot samples of its own. A member that samples nothing learns from as many
+        # samples of other members.
+        plan = generations[number - 2].plan if number > 1 else None
+        if plan is not None and plan.samples is not None:
+            samples = dict(enumerate(plan.samples)).get(report.slot) or samples
         stage = ScheduleStage(
             hyperparameters=report.hyperparameters,
-            generations=(lengths[number],),
-            samples_per_step=samples(number, report.slot),
+            generations=(ends[number] - ends[number - 1],),
+            samples_per_step=samples,
         )
         last = stages[-1] if stages else None
         if last and (last.hyperparameters, last.samples_per_step) == (stage.hyperparameters, stage.samples_per_step):
-            stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, lengths[number])})
+            stages[-1] = ScheduleStage(**{**vars(last), "generations": (*last.generations, *stage.generations)})
         else:
             stages.append(stage)
     born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
@@ -138,38 +138,6 @@ def best_schedule(events: Sequence[Mapping[str, Any]]) -> BestSchedule:
         f"{old} -> {new}" for report in born for old, new in [report.changes.get(NETWORK, ("", ""))] if new
     )
     return BestSchedule(stages=tuple(stages), member=member, networks=networks)
-
-
-def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:
-    """Return the number of learning steps of every generation, by generation."""
-    ends = [0, *(generation.step for generation in generations)]
-    return {number: after - before for number, (before, after) in enumerate(pairwise(ends), start=1)}
-
-
-def _samples(events: Sequence[Mapping[str, Any]], latest: Sequence[Mapping[str, Any]]) -> Callable[[int, int], int]:
-    """Return a function (generation, slot) -> samples per learning step, which plans may change."""
-    run_event = next((event for event in events if event["event"] == "run"), {})
-    common_samples, slot_samples = JournalFields(run_event, "the run event").whole("samples_per_step"), None
-    samples_of: dict[int, tuple[int, tuple[float, ...] | None]] = {}
-    for event in latest:
-        number = int(event["generation"])
-        samples_of[number] = common_samples, slot_samples
-        if isinstance(event.get("plan"), Mapping):
-            plan = JournalFields(event["plan"], f"the plan of generation {number}")
-            changed = plan.whole_or_none("samples_per_step")
-            common_samples, slot_samples = (
-                common_samples if changed is None else changed,
-                plan.numbers_or_none("samples"),
-            )
-
-    def of(generation: int, slot: int) -> int:
-        common, of_slots = samples_of[generation]
-        if of_slots is None:
-            return common
-        # A member that samples nothing learns from as many samples of other members.
-        return int(of_slots[slot]) if 0 <= slot < len(of_slots) and of_slots[slot] else common
-
-    return of
 
 
 def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
@@ -185,8 +153,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     Raises:
         ValueError: If there is no run, no member was evaluated, or a journal value is invalid.
     """
-    events = read_journal(Path(run_dir) / "journal.jsonl")
-    generations = [GenerationReport.from_json(event) for event in latest_generations(events)]
+    generations = summarise(read_journal(Path(run_dir) / "journal.jsonl")).generations
     best = best_member(generations)
     if best is None:
         raise ValueError(f"{run_dir} has no evaluated member yet: name another run.")
@@ -295,50 +262,6 @@ def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancesto
     return tuple(chain)
 
 
-def read_births(events: Sequence[Mapping[str, Any]]) -> tuple[MemberRecord, ...]:
-    """Return every birth by index, without those of generations that were discarded on resume.
-
-    Raises:
-        ValueError: If a value is invalid.
-    """
-    births: dict[int, MemberRecord] = {}
-    for birth in _births(events):
-        births.setdefault(birth.index, birth)
-    return tuple(births[index] for index in sorted(births))
-
-
-def _births(events: Sequence[Mapping[str, Any]]) -> Iterator[MemberRecord]:
-    """Yield births of the run event, of generations and of plans; a birth can occur several times."""
-    run = next((event for event in events if event["event"] == "run"), {})
-    if "members" in run:
-        for founder in JournalFields(run, "the run event").objects("members", "a founder of the run event"):
-            yield _birth(founder, born=0, reason="founder")
-    for event in latest_generations(events):
-        report = GenerationReport.from_json(event)
-        for member in report.members:
-            names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason")
-            yield MemberRecord(**{name: getattr(member, name) for name in names})
-        plan = event.get("plan")
-        if isinstance(plan, Mapping) and "children" in plan:
-            where = f"a child of the plan of generation {report.generation}"
-            for child in JournalFields(plan, where).objects("children", where):
-                reason, changes = child.text("reason"), child.changes("changes")
-                yield _birth(child, born=report.generation, changes=changes, reason=reason)
-
-
-def _birth(fields: JournalFields, **others: Any) -> MemberRecord:
-    return MemberRecord(
-        index=fields.whole("index"),
-        parent=fields.whole_or_none("parent"),
-        slot=fields.whole("slot"),
-        hyperparameters=fields.hyperparameters("hyperparameters"),
-        **others,
-    )
-
-
-_MAX_UNCOLLAPSED = 2  # longer rows of members are collapsed into one line
-
-
 @dataclass(frozen=True, kw_only=True)
 class LineageTree:
     """Lineage of a run.
@@ -373,118 +296,76 @@ class LineageTree:
         return {"winner": winner, "path": list(self.path), "members": members}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeLine:
-    """One line of a printed lineage tree.
-
-    Attributes:
-        indent: Depth.
-        members: One member, or several that are collapsed.
-        wins: True for the best member and its ancestors.
-        skips: True if `members` are consecutive descendants; False if they are siblings without children.
-    """
-
-    indent: int
-    members: tuple[MemberRecord, ...]
-    wins: bool
-    skips: bool = False
-
-
-def read_lineage(events: Sequence[Mapping[str, Any]]) -> LineageTree:
+def lineage_tree(summary: RunSummary) -> LineageTree:
     """Return the lineage of a run.
 
-    Args:
-        events: Result of `read_journal`; untrusted input.
-
     Raises:
-        ValueError: If a value is invalid.
+        ValueError: If a child is older than its parent.
     """
-    summary, births = summarise(events), read_births(events)
-    for birth in births:
+    for birth in summary.births:
         if birth.parent is not None and birth.parent >= birth.index:
-            raise ValueError(f"parent index {birth.parent} must be smaller than its child's, {birth.index}: {REMEDY}")
+            raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
     best = best_member(summary.generations)
     line = () if best is None else lineage_of(summary.generations, best)
     return LineageTree(
-        births=births,
+        births=summary.births,
         results=reports_by_member(summary.generations),
         winner=best,
         path=tuple(dict.fromkeys(report.index for report in line)),
     )
 
 
-def tree_lines(tree: LineageTree, *, all_members: bool = False) -> tuple[TreeLine, ...]:
+@dataclass(frozen=True, kw_only=True)
+class TreeLine:
+    """One line of a printed lineage tree.
+
+    Attributes:
+        indent: Depth.
+        members: One member, or several siblings without children.
+        wins: True for the best member and its ancestors.
+    """
+
+    indent: int
+    members: tuple[MemberRecord, ...]
+    wins: bool
+
+
+def tree_lines(tree: LineageTree, *, all_members: bool = False) -> list[TreeLine]:
     """Return the lines of a printed lineage: the main line of descent continues below a member, others are indented.
+
+    The main line follows the best member's path, else the child with most descendants. A side line therefore has at
+    most half as many members as its parent line, which bounds the indentation.
 
     Args:
         tree: The lineage.
-        all_members: Print one line per member. By default, more than two siblings without children share one line,
-            as does the middle of a line of descent without branches, except on the best member's path.
+        all_members: Print one line per member. By default, more than two siblings without children share one line.
     """
-    return tuple(_Layout(tree, all_members).lines())
+    indices = {birth.index for birth in tree.births}
+    children: dict[int | None, list[MemberRecord]] = {}
+    for birth in tree.births:  # a parent that is missing from the journal makes its children roots of the tree
+        children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
+    sizes: dict[int, int] = {}
+    for birth in reversed(tree.births):
+        sizes[birth.index] = 1 + sum(sizes[child.index] for child in children.get(birth.index, ()))
+    lines: list[TreeLine] = []
 
-
-@dataclass
-class _Layout:
-    """Orders the tree: the main line follows the best member's path, else the child with most descendants.
-
-    A side line therefore has at most half as many members as its parent line, which bounds the indentation.
-    """
-
-    tree: LineageTree
-    all_members: bool
-    children: dict[int | None, list[MemberRecord]] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[TreeLine]:
-        indices = {birth.index for birth in self.tree.births}
-        for birth in self.tree.births:
-            # A parent that is missing from the journal makes its children roots of the tree.
-            self.children.setdefault(birth.parent if birth.parent in indices else None, []).append(birth)
-        for birth in reversed(self.tree.births):
-            self.sizes[birth.index] = 1 + sum(self.sizes[child.index] for child in self.children.get(birth.index, ()))
-        for group in self._grouped(self.children.get(None, [])):
-            yield from self._line(group, 0)
-
-    def _line(self, group: tuple[MemberRecord, ...], indent: int) -> Iterator[TreeLine]:
-        """Yield collapsed siblings, or one member and its main line of descent."""
-        if len(group) > 1:
-            yield TreeLine(indent=indent, members=group, wins=False)
-            return
-        unbranched: list[MemberRecord] = []  # members of the main line since its last branch
-        member: MemberRecord | None = group[0]
+    def add_line(first: MemberRecord, indent: int) -> None:
+        member: MemberRecord | None = first
         while member is not None:
-            children = self.children.get(member.index, [])
-            heir = max(children, key=lambda child: (self._wins(child), self.sizes[child.index]), default=None)
-            siblings = [child for child in children if child is not heir]
-            unbranched.append(member)
-            if siblings or heir is None or self._wins(member):
-                yield from self._unbranched_lines(unbranched, indent)
-                unbranched = []
-            for siblings_group in self._grouped(siblings):
-                yield from self._line(siblings_group, indent + 1)
+            lines.append(TreeLine(indent=indent, members=(member,), wins=member.index in tree.path))
+            below = children.get(member.index, [])
+            heir = max(below, key=lambda child: (child.index in tree.path, sizes[child.index]), default=None)
+            add_siblings([child for child in below if child is not heir], indent + 1)
             member = heir
 
-    def _unbranched_lines(self, line: Sequence[MemberRecord], indent: int) -> Iterator[TreeLine]:
-        """Yield members of one line of descent without branches before the last; collapse a long middle."""
-        middle = line[1:-1]
-        collapse = len(middle) > _MAX_UNCOLLAPSED and not self.all_members
-        for member in line[:1] if collapse else line[:-1]:
-            yield self._single(member, indent)
-        if collapse:
-            yield TreeLine(indent=indent, members=tuple(middle), wins=False, skips=True)
-        yield self._single(line[-1], indent)
+    def add_siblings(siblings: Sequence[MemberRecord], indent: int) -> None:
+        childless = [each for each in siblings if sizes[each.index] == 1 and each.index not in tree.path]
+        collapsed = childless if len(childless) > 2 and not all_members else []
+        for each in siblings:
+            if each not in collapsed:
+                add_line(each, indent)
+        if collapsed:
+            lines.append(TreeLine(indent=indent, members=tuple(collapsed), wins=False))
 
-    def _single(self, member: MemberRecord, indent: int) -> TreeLine:
-        return TreeLine(indent=indent, members=(member,), wins=self._wins(member))
-
-    def _grouped(self, siblings: Sequence[MemberRecord]) -> Iterator[tuple[MemberRecord, ...]]:
-        """Yield siblings one by one, but many childless ones outside the best path as one group."""
-        childless = [birth for birth in siblings if not self.children.get(birth.index) and not self._wins(birth)]
-        collapse = len(childless) > _MAX_UNCOLLAPSED and not self.all_members
-        yield from ((birth,) for birth in siblings if not (collapse and birth in childless))
-        if collapse:
-            yield tuple(childless)
-
-    def _wins(self, member: MemberRecord) -> bool:
-        return member.index in self.tree.path
+    add_siblings(children.get(None, []), 0)
+    return lines

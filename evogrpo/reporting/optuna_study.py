@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.reporting.lineage import LineageTree, read_lineage
+from evogrpo.reporting.lineage import LineageTree, lineage_tree
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
@@ -48,7 +48,8 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
     except ImportError as error:
         raise ImportError(f"The export needs Optuna: {extra_command('optuna')}") from error
     events = read_journal(run_dir / "journal.jsonl")
-    summary, tree = summarise(events), read_lineage(events)
+    summary = summarise(events)
+    tree = lineage_tree(summary)
     name = name or _default_name(run_dir, summary)
     times = _times(events)
     distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}

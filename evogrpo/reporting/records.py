@@ -1,18 +1,180 @@
-"""Records of a run that training yields and the journal stores: baseline, generations and test."""
+"""Records of a run that training yields and the journal stores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from evogrpo.config.hyperparameters import Hyperparameters, Value
-from evogrpo.evolution.fitness import ROLLOUTS, Fitness
+from pydantic import ConfigDict, Field
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Changes
 from evogrpo.evolution.plan import Plan
-from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, Example, JournalFields, StepReport
-from evogrpo.text import number_text, score_text
+from evogrpo.text import number_text, score_text, short_repr
+from evogrpo.validation import ForwardRecord, Real, Whole, dump, validate
+
+
+class JournalRecord:
+    """Base class of dataclasses in the journal; unknown fields are ignored when they are read."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read the result of `to_json`; raises ValueError for an invalid value."""
+        return validate(cls, values, f"journal, {cls.__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineReport:
+class Estimate(JournalRecord):
+    """A mean with its standard error.
+
+    Attributes:
+        mean: Mean raw reward over questions or starts; higher is better.
+        standard_error: Standard error of that mean, in reward units.
+    """
+
+    mean: Annotated[Real, Field(alias="fitness")]
+    standard_error: Real
+
+    def __str__(self) -> str:
+        return score_text(self.mean, self.standard_error)
+
+    def __repr__(self) -> str:
+        return f"Estimate({score_text(self.mean, self.standard_error)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationCost(JournalRecord):
+    """Cost of an evaluation.
+
+    Attributes:
+        tokens: Tokens read and sampled, or environment steps.
+        seconds: Wall-clock time.
+    """
+
+    tokens: Whole = 0
+    seconds: Real = 0.0
+
+    def __add__(self, other: "EvaluationCost") -> "EvaluationCost":
+        return EvaluationCost(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(JournalRecord):
+    """One completion with its prompt and reward; untrusted text.
+
+    Attributes:
+        prompt: The question, without its template.
+        completion: The completion.
+        reward: Total reward; None where no reward applies.
+        index: Index of the member.
+        step: Learning step.
+        rewards: Unweighted reward of each reward function; None where it does not apply.
+        advantage: Mean advantage over its actions; None if unknown.
+        truncated: True if it reached the maximum length.
+        columns: Further values that reward functions logged; untrusted.
+    """
+
+    prompt: str
+    completion: str
+    reward: Real | None
+    index: Whole
+    step: Whole = 0
+    rewards: Mapping[str, Real | None] = field(default_factory=dict)
+    advantage: Real | None = None
+    truncated: bool = False
+    columns: Mapping[str, bool | Whole | Real | str | None] = field(default_factory=dict)
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStep:
+    """One member in one learning step.
+
+    Attributes:
+        index: Index of the member.
+        metrics: Measured values and costs by name; None = not finite.
+        samples: Real of completions or episodes it trained on.
+        failed: Reason of its failure, or None.
+    """
+
+    index: Whole
+    metrics: Mapping[str, Real | None]
+    samples: Whole
+    failed: str | None
+
+    __repr__ = short_repr
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward."""
+        return self.metrics.get("reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(JournalRecord):
+    """One learning step of all healthy members; the journal stores its metrics.
+
+    Attributes:
+        step: Its number in the run, from 0.
+        generation: The generation it belongs to, from 1.
+        learned: Each member's step, by slot.
+        seconds: Its wall-clock time.
+        phases: Seconds of it by phase: "sampling", "scoring" (reward functions) and "learning".
+        waiting: Seconds that each rank waited for others; empty for one process.
+        tokens: Tokens processed by all members, including updates.
+        examples: One completion of each member.
+    """
+
+    event: ClassVar[str] = "step"
+
+    step: Whole
+    generation: Whole
+    learned: Mapping[Whole, MemberStep]
+    seconds: Real
+    phases: Mapping[str, Real]
+    waiting: tuple[Real, ...] = ()
+    tokens: Whole
+    examples: tuple[Example, ...] = ()
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(f"#{member.index} {number_text(member.reward)}" for member in self.learned.values())
+        return f"StepReport(step={self.step}, generation={self.generation}, rewards: {rewards})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, without completions; see `StepRecord`."""
+        members = [{"slot": slot, "index": each.index, **each.metrics} for slot, each in self.learned.items()]
+        names = ("step", "generation", "seconds", "phases", "waiting", "tokens")
+        return {**{name: getattr(self, name) for name in names}, "members": members}
+
+
+class StepMember(ForwardRecord):
+    """A member in a learning step of the journal; all other fields are its metrics."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Real | None]
+
+    slot: Whole
+    index: Whole
+
+
+class StepRecord(ForwardRecord):
+    """A learning step as the journal stores it; see `StepReport`."""
+
+    step: Whole
+    generation: Whole
+    seconds: Real
+    phases: dict[str, Real | None]
+    waiting: tuple[Real, ...]
+    members: tuple[StepMember, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineReport(JournalRecord):
     """Fitness of the untrained base before training.
 
     Attributes:
@@ -24,39 +186,27 @@ class BaselineReport:
 
     event: ClassVar[str] = "baseline"
 
-    questions: int
+    questions: Whole
     fitness: Estimate
     measure: str
     cost: EvaluationCost
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "split": "train" if self.measure == ROLLOUTS else "validation",
-            "questions": self.questions,
-            **self.fitness.to_json(),
-            "measure": self.measure,
-            "cost": self.cost.to_json(),
-        }
+        return {**super().to_json(), **self.fitness.to_json()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read the result of `to_json`; raises ValueError for an invalid value."""
-        fields = JournalFields(values, "the baseline event")
-        return cls(
-            questions=fields.whole("questions"),
-            fitness=Estimate.from_json(fields),
-            measure=fields.text("measure"),
-            cost=EvaluationCost.from_json(fields.inner("cost")),
-        )
+        return super().from_json({**values, "fitness": values})  # the fields of the estimate are those of the event
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberReport:
+class MemberReport(JournalRecord):
     """One member at the end of a generation.
 
     Attributes:
-        generation: Number of the generation.
+        generation: Real of the generation.
         slot: Slot of the member.
         index: Index of the member.
         parent: Index of its parent; None for a founder.
@@ -72,27 +222,27 @@ class MemberReport:
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
         measured: Estimates by measure: "greedy" and "sampled" on validation questions, "rollouts" for training
             rewards. One of them is `fitness`; empty if it failed.
-        questions: Number of validation questions it was evaluated on.
+        questions: Real of validation questions it was evaluated on.
         evaluation: Cost of its evaluation.
-        scores: Fitness by measure, with the score of every question; empty in reports read from a journal.
+        scores: Fitness by measure, with the score of every question.
     """
 
-    generation: int
-    slot: int
-    index: int
-    parent: int | None
-    born: int
+    generation: Whole
+    slot: Whole
+    index: Whole
+    parent: Whole | None
+    born: Whole
     hyperparameters: Hyperparameters
-    fitness: float | None
-    standard_error: float | None
+    fitness: Real | None
+    standard_error: Real | None
     failed: str | None
-    tokens: int
-    seconds: float
-    changes: Mapping[str, tuple[Value, Value]]
+    tokens: Whole
+    seconds: Real
+    changes: Changes
     reason: str
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, Real | None]
     measured: Mapping[str, Estimate]
-    questions: int
+    questions: Whole
     evaluation: EvaluationCost
     scores: Mapping[str, Fitness] = field(default_factory=dict, compare=False)
 
@@ -100,51 +250,17 @@ class MemberReport:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, without the generation."""
-        values = {name: value for name, value in vars(self).items() if name != "generation"}
-        values["hyperparameters"] = self.hyperparameters.to_json()
-        values["changes"] = {name: list(change) for name, change in self.changes.items()}
-        values["metrics"] = dict(self.metrics)
-        values["measured"] = {name: estimate.to_json() for name, estimate in self.measured.items()}
-        values["evaluation"] = self.evaluation.to_json()
-        values["scores"] = {name: fitness.to_json() for name, fitness in self.scores.items()}
-        return values
-
-    @classmethod
-    def from_json(cls, fields: JournalFields, generation: int) -> Self:
-        """Read the result of `to_json`."""
-        return cls(
-            generation=generation,
-            slot=fields.whole("slot"),
-            index=fields.whole("index"),
-            parent=fields.whole_or_none("parent"),
-            born=fields.whole("born"),
-            hyperparameters=fields.hyperparameters("hyperparameters"),
-            fitness=fields.number_or_none("fitness"),
-            standard_error=fields.number_or_none("standard_error"),
-            failed=fields.text_or_none("failed"),
-            tokens=fields.whole("tokens"),
-            seconds=fields.number("seconds"),
-            changes=fields.changes("changes"),
-            reason=fields.text("reason"),
-            metrics=fields.inner("metrics").numbers(),
-            measured=Estimate.read_each(fields, "measured"),
-            questions=fields.whole("questions"),
-            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationReport:
+class GenerationReport(JournalRecord):
     """One generation: evaluated members and the evolution plan.
 
     Attributes:
         generation: Its number, from 1.
         step: Learning steps taken so far.
         members: One report per member, in slot order; empty slots are left out.
-        best: The member with the highest fitness.
-        plan: The evolution plan; None after the last generation, and in reports read from a journal.
+        best_index: Index of the member with the highest fitness.
+        plan: The evolution plan; None after the last generation.
         seconds: Wall-clock time of the run so far, including resumed parts.
         tokens: Tokens processed by all members so far, without evaluations.
         timesteps: Environment steps that members have trained on so far, without evaluations; None for language models.
@@ -158,81 +274,41 @@ class GenerationReport:
 
     event: ClassVar[str] = "generation"
 
-    generation: int
-    step: int
+    generation: Whole
+    step: Whole
     members: tuple[MemberReport, ...]
-    best: MemberReport
+    best_index: Whole
     plan: Plan | None
-    seconds: float
-    tokens: int
-    timesteps: int | None
+    seconds: Real
+    tokens: Whole
+    timesteps: Whole | None
     examples: tuple[Example, ...]
-    questions: int
+    questions: Whole
     evaluation: EvaluationCost
-    best_ever: tuple[int, int] | None
-    samples_per_step: int | None = None
-    steps_per_generation: int | None = None
+    best_ever: tuple[Whole, Whole] | None
+    samples_per_step: Whole | None = None
+    steps_per_generation: Whole | None = None
+
+    def __post_init__(self) -> None:
+        if all(member.index != self.best_index for member in self.members):
+            raise ValueError(f"best_index must be the index of one of the members, got {self.best_index}.")
+
+    @property
+    def best(self) -> MemberReport:
+        """The member with the highest fitness."""
+        return next(member for member in self.members if member.index == self.best_index)
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
-        return f"GenerationReport(generation={self.generation}, step={self.step}, best=#{self.best.index} of {scores})"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "generation": self.generation,
-            "step": self.step,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "timesteps": self.timesteps,
-            "members": [member.to_json() for member in self.members],
-            "best": self.best.index,
-            "plan": None if self.plan is None else self.plan.to_json(),
-            "examples": [example.to_json() for example in self.examples],
-            "questions": self.questions,
-            "evaluation": self.evaluation.to_json(),
-            "best_ever": None if self.best_ever is None else list(self.best_ever),
-            "samples_per_step": self.samples_per_step,
-            "steps_per_generation": self.steps_per_generation,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`; raises ValueError for an invalid value."""
-        number = JournalFields(values, "a generation event").whole("generation")
-        where = f"generation {number}"
-        fields = JournalFields(values, where)
-        members = tuple(
-            MemberReport.from_json(member, number) for member in fields.objects("members", f"a member of {where}")
-        )
-        best = fields.whole("best")
-        chosen = [member for member in members if member.index == best]
-        if not chosen:
-            raise ValueError(f"'best' of {where} must be the index of one of its members, got {best}: {REMEDY}")
-        return cls(
-            generation=number,
-            step=fields.whole("step"),
-            members=members,
-            best=chosen[0],
-            plan=None,
-            seconds=fields.number("seconds"),
-            tokens=fields.whole("tokens"),
-            timesteps=fields.whole_or_none("timesteps"),
-            examples=tuple(Example.from_json(each) for each in fields.objects("examples", f"an example of {where}")),
-            questions=fields.whole("questions"),
-            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
-            best_ever=fields.pair_or_none("best_ever"),
-            samples_per_step=fields.whole_or_none("samples_per_step"),
-            steps_per_generation=fields.whole_or_none("steps_per_generation"),
-        )
+        return f"GenerationReport(generation={self.generation}, step={self.step}, best=#{self.best_index} of {scores})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestReport:
+class TestReport(JournalRecord):
     """Test of the run's best member against the untrained base, on held-out questions.
 
     Attributes:
-        questions: Number of test questions (or starts).
+        questions: Real of test questions (or starts).
         index: Index of the tested member.
         before: Mean reward of the base.
         after: Mean reward of the member.
@@ -245,14 +321,14 @@ class TestReport:
     __test__ = False  # the name is not pytest's
     event: ClassVar[str] = "test"
 
-    questions: int
-    index: int
+    questions: Whole
+    index: Whole
     before: Estimate
     after: Estimate
     gain: Estimate
     measure: str
     cost: EvaluationCost
-    scores: tuple[float, ...]
+    scores: tuple[Real, ...]
 
     def __repr__(self) -> str:
         shown = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
@@ -263,34 +339,45 @@ class TestReport:
         """True if the gain exceeds two standard errors."""
         return abs(self.gain.mean) > 2 * self.gain.standard_error
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "split": "test",
-            "questions": self.questions,
-            "index": self.index,
-            "before": self.before.to_json(),
-            "after": self.after.to_json(),
-            "gain": self.gain.to_json(),
-            "measure": self.measure,
-            "cost": self.cost.to_json(),
-            "scores": list(self.scores),
-        }
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`; raises ValueError for an invalid value."""
-        fields = JournalFields(values, "the test event")
-        return cls(
-            questions=fields.whole("questions"),
-            index=fields.whole("index"),
-            before=Estimate.from_json(fields.inner("before", "before of the test")),
-            after=Estimate.from_json(fields.inner("after", "after of the test")),
-            gain=Estimate.from_json(fields.inner("gain", "gain of the test")),
-            measure=fields.text("measure"),
-            cost=EvaluationCost.from_json(fields.inner("cost")),
-            scores=fields.each_number("scores"),
-        )
+@dataclass(frozen=True, kw_only=True)
+class Finalist(JournalRecord):
+    """One of the best members, with its state after a generation.
+
+    Attributes:
+        index: Index of the member.
+        generation: Generation of its state.
+        chosen: Fitness when selected: a maximum over many members, so biased upwards.
+        second: Fitness on the second set.
+    """
+
+    index: Whole
+    generation: Whole
+    chosen: Estimate
+    second: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalistsReport(JournalRecord):
+    """Evaluation of the finalists on a second set of questions.
+
+    Attributes:
+        questions: Size of the second set.
+        index: Index of the run's best member.
+        generation: Generation of its state.
+        finalists: All finalists.
+        measure: "greedy" or "sampled".
+        cost: Cost of the evaluation.
+    """
+
+    event: ClassVar[str] = "finalists"
+
+    questions: Whole
+    index: Whole
+    generation: Whole
+    finalists: tuple[Finalist, ...]
+    measure: str
+    cost: EvaluationCost
 
 
 Report = StepReport | GenerationReport | TestReport

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, fitness_estimate, member_histories
-from evogrpo.reporting.records import GenerationReport, MemberReport
+from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport
 from evogrpo.reporting.results import processed, verdict
-from evogrpo.reporting.step_records import Estimate, Example
-from evogrpo.reporting.summary import MEASURES, PHASES, Decision, RunSummary, summarise
+from evogrpo.reporting.summary import MEASURES, PHASES, RunSummary, changed_budgets, retired_members, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import (
@@ -451,7 +450,7 @@ def _members(summary: RunSummary) -> str:
     if not histories:
         return ""
     best = best_member(summary.generations)
-    retired = {index for decision in summary.decisions for index in decision.retired.values()}
+    retired = {index for generation in summary.generations for index in retired_members(generation).values()}
     rows = [
         ("best" if best is not None and history.index == best.index else "", _member_cells(history, summary, retired))
         for history in histories[-_MAX_ROWS:]
@@ -489,29 +488,28 @@ def _generations(summary: RunSummary) -> str:
     """Return the table of generations, and tables of the members of the latest."""
     if not summary.generations:
         return ""
-    decisions = {decision.generation: decision for decision in summary.decisions}
     # The newest generations whose members fit into the maximum number of rows, at least one.
     count, rows_left = 0, _MAX_ROWS
     for generation in reversed(summary.generations):
         rows_left -= len(generation.members)
         count += rows_left >= 0
     shown = summary.generations[-max(count, 1) :]
-    tables = [_generation_table(summary, each, decisions.get(each.generation)) for each in shown]
+    tables = [_generation_table(summary, each) for each in shown]
     lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
     heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "new budgets", "time so far"]
-    rows = [("", cells) for cells in _overview(summary, decisions)]
+    rows = [("", cells) for cells in _overview(summary)]
     return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
 
 
-def _overview(summary: RunSummary, decisions: Mapping[int, Decision]) -> Iterator[list[Any]]:
+def _overview(summary: RunSummary) -> Iterator[list[Any]]:
     """Yield the cells of each row of the table of generations."""
     seen: set[int] = set()
     for generation in summary.generations:
-        best, decision = generation.best, decisions.get(generation.generation)
+        best = generation.best
         scores = [member.fitness for member in generation.members if member.fitness is not None]
         born = [f"#{member.index}" for member in generation.members if member.index not in seen]
         seen.update(member.index for member in generation.members)
-        gone = [f"#{index}" for index in (decision.retired.values() if decision else ())]
+        gone = [f"#{index}" for index in retired_members(generation).values()]
         gone += [f"#{member.index} failed" for member in generation.members if member.failed is not None]
         yield [
             generation.generation,
@@ -520,7 +518,7 @@ def _overview(summary: RunSummary, decisions: Mapping[int, Decision]) -> Iterato
             score_text(sum(scores) / len(scores), None) if scores else "–",
             _join_names(born),
             _join_names(gone),
-            decision.budgets if decision else "",
+            ", ".join(changed_budgets(generation.plan)),
             duration_text(generation.seconds),
         ]
 
@@ -529,15 +527,16 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-def _generation_table(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
+def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
     """Return the collapsible table of one generation's members."""
     terms, best = summary.terms, generation.best
     measures = sorted({name for each in generation.members for name in each.measured if len(each.measured) > 1})
-    reasons = dict(enumerate(decision.reasons)) if decision else {}
+    reasons = dict(enumerate(generation.plan.reasons)) if generation.plan else {}
+    retired = retired_members(generation)
     rows = []
     for member in generation.members:
         kind = "failed" if member.fitness is None else "best" if member.index == best.index else ""
-        retired = "retired: " if decision and member.slot in decision.retired else ""
+        fate = "retired: " if member.slot in retired else ""
         cells = [
             member.slot,
             f"#{member.index}",
@@ -550,14 +549,15 @@ def _generation_table(summary: RunSummary, generation: GenerationReport, decisio
             count_text(member.evaluation.tokens),
             duration_text(member.seconds),
             member.reason,
-            *([retired + reasons.get(member.slot, "")] if reasons else []),
+            *([fate + reasons.get(member.slot, "")] if reasons else []),
         ]
         rows.append((kind, cells))
     heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.curves)]
     heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
     heads += ["next in slot"] if reasons else []
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
-    words += f"; then {decision.budgets}" if decision and decision.budgets else ""
+    budgets = ", ".join(changed_budgets(generation.plan))
+    words += f"; then {budgets}" if budgets else ""
     return _folded(words, _table(heads, rows), opened=generation is summary.generations[-1])
 
 

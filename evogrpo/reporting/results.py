@@ -3,85 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.reporting.records import GenerationReport, TestReport
-from evogrpo.reporting.step_records import Estimate, EvaluationCost, JournalFields
+from evogrpo.reporting.records import Estimate, EvaluationCost, GenerationReport, TestReport
 from evogrpo.text import count_text, duration_text, number_text, score_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finalist:
-    """One of the best members, with its state after a generation.
-
-    Attributes:
-        index: Index of the member.
-        generation: Generation of its state.
-        chosen: Fitness when selected: a maximum over many members, so biased upwards.
-        second: Fitness on the second set.
-    """
-
-    index: int
-    generation: int
-    chosen: Estimate
-    second: Estimate
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        estimates = {"chosen": self.chosen.to_json(), "second": self.second.to_json()}
-        return {"index": self.index, "generation": self.generation, **estimates}
-
-    @classmethod
-    def from_json(cls, fields: JournalFields) -> Self:
-        """Read what `to_json` returned."""
-        return cls(
-            index=fields.whole("index"),
-            generation=fields.whole("generation"),
-            chosen=Estimate.from_json(fields.inner("chosen")),
-            second=Estimate.from_json(fields.inner("second")),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinalistsReport:
-    """Evaluation of the finalists on a second set of questions.
-
-    Attributes:
-        questions: Size of the second set.
-        index: Index of the run's best member.
-        generation: Generation of its state.
-        finalists: All finalists.
-        measure: "greedy" or "sampled".
-        cost: Cost of the evaluation.
-    """
-
-    event: ClassVar[str] = "finalists"
-
-    questions: int
-    index: int
-    generation: int
-    finalists: tuple[Finalist, ...]
-    measure: str
-    cost: EvaluationCost
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        nested = {"finalists": [each.to_json() for each in self.finalists], "cost": self.cost.to_json()}
-        return {**vars(self), **nested}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
-        fields = JournalFields(values, "the finalists event")
-        return cls(
-            questions=fields.whole("questions"),
-            index=fields.whole("index"),
-            generation=fields.whole("generation"),
-            finalists=tuple(Finalist.from_json(each) for each in fields.objects("finalists", "a finalist")),
-            measure=fields.text("measure"),
-            cost=EvaluationCost.from_json(fields.inner("cost")),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

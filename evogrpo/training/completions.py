@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from evogrpo.reporting.step_records import Example
+from evogrpo.reporting.records import Example
 from evogrpo.storage.atomic_files import make_folder, replace_file
 
 COMPLETIONS = "completions"

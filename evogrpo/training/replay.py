@@ -13,6 +13,7 @@ from evogrpo.config.checks import MAX_COUNT, refuse_unknown, whole_between
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import BestSchedule, best_schedule, fitness_estimate
+from evogrpo.reporting.summary import summarise
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config, parse_space
@@ -87,7 +88,7 @@ class HyperparameterSchedule:
     def _of_run(cls, run_dir: Path) -> Self:
         """Read the schedule from the journal of a run."""
         events = read_journal(run_dir / JOURNAL)
-        schedule = best_schedule(events)
+        schedule = best_schedule(summarise(events))
         run_event = next(event for event in events if event["event"] == "run")
         if schedule.networks:
             warn(

@@ -7,8 +7,7 @@ logged under the number of that step, so a resumed run continues the curves.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from evogrpo.reporting.records import MemberReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import MemberReport, StepReport
 
 EARNED = ("fitness", "reward")
 """Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from evogrpo.reporting.step_records import Example
+from evogrpo.reporting.records import Example
 from evogrpo.training.display.console import make_console
 from evogrpo.training.display.tables import completions_table, one_line, shortened
 

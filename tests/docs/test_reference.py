@@ -12,7 +12,7 @@ from docs.generate.pages import PAGES as GENERATED
 from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.learning.metrics import NAMES
 from evogrpo.cli.main import make_parser
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import StepReport
 from evogrpo.training.configuration.reading import _sections
 from evogrpo.training.loop.trainer import Trainer
 from tests.docs.test_links import PAGES, ROOT

@@ -119,7 +119,7 @@ def write_fake_run(
                 mean, error = score(member["skill"], rng)
                 failed = (generation, member["slot"]) in failures
                 results.append(
-                    {**{name: member[name] for name in member if name != "skill"},
+                    {**{name: member[name] for name in member if name != "skill"}, "generation": generation,
                      "fitness": None if failed else mean, "standard_error": None if failed else error,
                      "failed": "loss became NaN in step 12" if failed else None, "tokens": 51_200,
                      "seconds": 21.5, "metrics": {}, "questions": 128, "evaluation": COST,
@@ -133,8 +133,8 @@ def write_fake_run(
             event = {
                 "generation": generation, "step": 5 * generation, "seconds": 97.3 * generation,
                 "tokens": 51_200 * size * generation, "members": results,
-                "best": (best or members[0])["index"],
-                "plan": None if last else {"generation": generation},
+                "best_index": (best or members[0])["index"], "samples_per_step": 64,
+                "plan": None,
                 "examples": [EXAMPLE | example for example in examples],
                 "timesteps": None, "questions": 128, "evaluation": COST, "best_ever": best_ever,
             }  # fmt: skip

@@ -37,8 +37,9 @@ def generation(number, *members, best=0, **others):
         "step": 4,
         "seconds": 9.0,
         "tokens": 800,
-        "members": list(members),
-        "best": best,
+        "members": [each | {"generation": number} if isinstance(each, dict) else each for each in members],
+        "best_index": best,
+        "samples_per_step": 8,
         "plan": None,
         "timesteps": None,
         "examples": [],
@@ -47,6 +48,17 @@ def generation(number, *members, best=0, **others):
         "best_ever": [best, number],
         **others,
     }
+
+
+def plan(number, parents, *children, **others):
+    """Return the plan of a generation; children are (slot, index, parent) and maybe hyperparameters."""
+    births = [
+        {"slot": slot, "index": index, "parent": parent, "born": number, "changes": {}, "reason": "better"}
+        | {"hyperparameters": values[0] if values else HYPERPARAMETERS}
+        for slot, index, parent, *values in children
+    ]
+    reasons = [f"why {slot}" for slot in range(len(parents))]
+    return {"generation": number, "parents": parents, "children": births, "reasons": reasons, "elite": 0, **others}
 
 
 def baseline(fitness=0.0, standard_error=0.1, questions=8):

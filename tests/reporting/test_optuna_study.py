@@ -5,7 +5,7 @@ import pytest
 from evogrpo.cli import main
 from evogrpo.storage.journal import latest_generations, read_journal
 from tests.reporting.conftest import write_fake_run
-from tests.reporting.journals import generation, member, written
+from tests.reporting.journals import generation, member, plan, written
 
 optuna = pytest.importorskip("optuna")
 STATE = optuna.trial.TrialState
@@ -90,8 +90,7 @@ def test_distributions_hold_values_of_every_type_and_outside_their_ranges(tmp_pa
         {"lr": 1e-3, "update_epochs": 2, "group_size": 2, "loss_type": None, "clip_low": 0.15},
     ]
     rows = [member(slot, slot, hyperparameters=each) for slot, each in enumerate(values)]
-    child = {"slot": 1, "index": 2, "parent": 0, "hyperparameters": values[0], "changes": {}, "reason": "better"}
-    folder = written(tmp_path / "run", RUN, generation(1, *rows, plan={"children": [child]}))
+    folder = written(tmp_path / "run", RUN, generation(1, *rows, plan=plan(1, [0, 0], (1, 2, 0, values[0]))))
     storage = storages(tmp_path)["journal"]
     name, _ = export_study(folder, storage)
     assert name == "run-abcdef01"

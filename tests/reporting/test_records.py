@@ -1,11 +1,10 @@
 """Reports of a run equal the records read from its journal."""
 
-from dataclasses import replace
+import json
 
 import pytest
 
-from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
-from evogrpo.reporting.step_records import Example, JournalFields, StepReport
+from evogrpo.reporting.records import BaselineReport, Example, GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from tests.tiny_training import finish, tiny_run
 
@@ -23,12 +22,14 @@ def test_a_journal_holds_the_reports(reports_and_events):
     lines = [event for event in events if event["event"] in ("step", "generation", "test")]
     assert [event["event"] for event in lines] == [report.event for report in reports]
     for report, event in zip(reports, lines, strict=True):
-        assert {name: value for name, value in event.items() if name not in ("event", "time")} == report.to_json()
+        assert {name: value for name, value in event.items() if name not in ("event", "time")} == json.loads(
+            json.dumps(report.to_json())
+        )
 
 
 def test_generations_and_the_test_round_trip(reports_and_events):
     reports, events, _ = reports_and_events
-    generations = [replace(report, plan=None) for report in reports if isinstance(report, GenerationReport)]
+    generations = [report for report in reports if isinstance(report, GenerationReport)]
     assert len(generations) == 3
     assert any(member.changes for report in generations for member in report.members)
     assert all(report.examples for report in generations)
@@ -53,10 +54,10 @@ def test_a_step_names_the_members_that_learned(reports_and_events):
     assert all(member.reward == member.metrics["reward"] for member in step.learned.values())
 
 
-@pytest.mark.parametrize("name", ["prompt", "completion", "index", "step", "rewards", "truncated"])
+@pytest.mark.parametrize("name", ["prompt", "completion", "reward", "index"])
 def test_examples_require_all_fields(name):
     whole = Example(prompt="p", completion="c", reward=None, index=3, rewards={"f": 1.0, "g": None}).to_json()
-    assert Example.from_json(JournalFields(whole, "an example")).to_json() == whole
+    assert Example.from_json(whole).to_json() == whole
     del whole[name]
-    with pytest.raises(ValueError, match=f"'{name}' of an example must be"):
-        Example.from_json(JournalFields(whole, "an example"))
+    with pytest.raises(ValueError, match=name):
+        Example.from_json(whole)

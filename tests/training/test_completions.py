@@ -10,7 +10,7 @@ import pytest
 from evogrpo import Objective, evolve
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.envs.protocol import SPLITS
-from evogrpo.reporting.step_records import Example
+from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.completions import CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig

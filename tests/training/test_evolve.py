@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.algorithms.rollout.evaluation import evaluate
 from evogrpo.evolution import Plan
-from evogrpo.reporting.records import GenerationReport, TestReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
 from tests.tiny_models import tiny_model
@@ -106,8 +105,8 @@ def test_the_journal_holds_every_event(run):
     assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
     (baseline,) = run.events("baseline")
-    assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions", "measure", "cost"}
-    assert (baseline["split"], baseline["questions"]) == ("validation", 8)
+    assert set(baseline) == {"event", "time", "fitness", "standard_error", "questions", "measure", "cost"}
+    assert baseline["questions"] == 8
     for number, event in enumerate(run.events("step")):
         assert (event["step"], event["generation"]) == (number, number // 2 + 1)
         for member in event["members"]:
@@ -117,7 +116,7 @@ def test_the_journal_holds_every_event(run):
         assert {key: event[key] for key in ("generation", "step", "seconds", "tokens")} == {
             key: getattr(report, key) for key in ("generation", "step", "seconds", "tokens")
         }
-        assert event["best"] == report.best.index
+        assert event["best_index"] == report.best.index
         assert event["plan"] == (None if report.plan is None else json.loads(json.dumps(report.plan.to_json())))
         assert event["members"] == json.loads(json.dumps([member.to_json() for member in report.members]))
         assert all(
@@ -129,20 +128,9 @@ def test_the_journal_holds_every_event(run):
             for member in event["members"]
         )
     (test,) = run.events("test")
-    assert set(test) == {
-        "event",
-        "time",
-        "split",
-        "questions",
-        "index",
-        "before",
-        "after",
-        "gain",
-        "measure",
-        "cost",
-        "scores",
-    }
-    assert (test["split"], test["questions"]) == ("test", 36)
+    names = ("questions", "index", "before", "after", "gain", "measure", "cost", "scores")
+    assert set(test) == {"event", "time", *names}
+    assert test["questions"] == 36
     assert run.journal[-1]["reason"] == "4 generations"
 
 

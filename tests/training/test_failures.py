@@ -9,8 +9,7 @@ from torch import nn
 from evogrpo import GRPO, GymnasiumGroups, Tournament, evolve
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution import Fixed
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.loop.trainer import AllFailedError
 from tests.tiny_training import (

@@ -8,7 +8,7 @@ import yaml
 
 from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import StepReport
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.testing.strategies import SPACE, StrategyTestCase
 from evogrpo.training.configuration.reading import load_config, parse_config

@@ -16,8 +16,7 @@ from evogrpo import Tournament, evolve, resume
 from evogrpo import report as run_report
 from evogrpo.evolution import Fixed
 from evogrpo.reporting.lineage import ancestors, best_member
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.storage.journal import read_journal

@@ -9,11 +9,12 @@ from evogrpo import replay, train
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.reporting.lineage import best_schedule
+from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.replay import HyperparameterSchedule
-from tests.reporting.journals import generation, member
+from tests.reporting.journals import generation, member, plan
 from tests.strategies.halving import Halving
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import events_of, finish, tiny_run
@@ -211,26 +212,26 @@ def test_later_training_of_an_ancestor_is_excluded():
         generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9),
         generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12),
     )
-    found = best_schedule([RUN, one, two, three])
+    found = best_schedule(summarise([RUN, one, two, three]))
     assert found.member.index == 2
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
 
 
 def test_samples_per_member_are_part_of_the_schedule():
-    plan = {"samples": [4, 12], "parents": [0, 1]}
+    made = plan(1, [0, 1], samples=[4, 12])
     events = [
         RUN,
-        generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=2, plan=plan),
+        generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=2, plan=made),
         generation(2, member(0, 0, fitness=0.9, **at(1e-3)), member(1, 1, **at(1e-4)), step=4),
     ]
-    assert [stage.samples_per_step for stage in best_schedule(events).stages] == [8, 4]
+    assert [stage.samples_per_step for stage in best_schedule(summarise(events)).stages] == [8, 4]
 
 
 def test_a_missing_generation_gives_no_schedule():
     with pytest.raises(ValueError, match=r"generations from 1 on.*\[2\]"):
-        best_schedule([RUN, generation(2, member(0, 0))])
+        best_schedule(summarise([RUN, generation(2, member(0, 0))]))
     with pytest.raises(ValueError, match="no evaluated member"):
-        best_schedule([RUN])
+        best_schedule(summarise([RUN]))
 
 
 def test_a_stage_must_match_its_run():

@@ -10,8 +10,7 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import Choice, Plan, Stateless
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK

@@ -6,8 +6,7 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.loop.trainer import StrategyError

@@ -6,8 +6,7 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.evolution import Fixed, Mutation, Stateless
-from evogrpo.reporting.records import GenerationReport, TestReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from tests.tiny_training import (
     equal_states,

@@ -6,7 +6,7 @@ import torch
 import evogrpo
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import SharedExperience
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import StepReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row

@@ -10,8 +10,7 @@ import torch
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.algorithms.policies.settings import STEPWISE
 from evogrpo.evolution import Fixed
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint
 from evogrpo.storage.journal import read_journal

@@ -3,7 +3,7 @@
 import pytest
 
 from evogrpo.evolution import MultiFrequency, Narrowing, SuccessiveHalving, Tournament
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import StepReport
 from evogrpo.training.run_dir import open_run
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish

@@ -4,8 +4,7 @@ import pytest
 
 from evogrpo import evolve
 from evogrpo.cli.main import main
-from evogrpo.reporting.records import GenerationReport, TestReport
-from evogrpo.reporting.step_records import StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display.live import TimeEstimate

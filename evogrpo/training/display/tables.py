@@ -7,9 +7,8 @@ from rich.text import Text
 
 from evogrpo.config.hyperparameters import Value
 from evogrpo.evolution.fitness import MEASURES
-from evogrpo.reporting.records import GenerationReport, MemberReport
+from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
 from evogrpo.reporting.results import Terms
-from evogrpo.reporting.step_records import Example, StepReport
 from evogrpo.text import (
     changes_text,
     count_text,

@@ -7,8 +7,7 @@ from dataclasses import replace
 from evogrpo.algorithms.population import Population
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig, ahead
-from evogrpo.reporting.results import Finalist, FinalistsReport
-from evogrpo.reporting.step_records import EvaluationCost
+from evogrpo.reporting.records import EvaluationCost, Finalist, FinalistsReport
 from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_logger import estimate
 from evogrpo.training.loop.run_state import Best, RunState

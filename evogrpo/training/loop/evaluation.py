@@ -12,7 +12,7 @@ from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.interruption import Stop
-from evogrpo.reporting.step_records import EvaluationCost
+from evogrpo.reporting.records import EvaluationCost
 from evogrpo.text import number_text, pluralize, score_text
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.schedule import Schedule

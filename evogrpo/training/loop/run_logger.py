@@ -19,9 +19,18 @@ from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
+from evogrpo.reporting.records import (
+    BaselineReport,
+    Estimate,
+    EvaluationCost,
+    Example,
+    GenerationReport,
+    MemberReport,
+    MemberStep,
+    StepReport,
+    TestReport,
+)
 from evogrpo.reporting.results import BestMember, Result
-from evogrpo.reporting.step_records import Estimate, EvaluationCost, Example, MemberStep, StepReport
 from evogrpo.training.loop.evaluation import Measured
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
@@ -251,7 +260,7 @@ def generation_report(
         generation=run_state.generation,
         step=run_state.step,
         members=members,
-        best=next(member for member in members if member.slot == best),
+        best_index=next(member.index for member in members if member.slot == best),
         plan=None,
         seconds=run_state.seconds,
         tokens=run_state.tokens,

@@ -13,8 +13,7 @@ from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord
-from evogrpo.reporting.records import TestReport
-from evogrpo.reporting.step_records import EvaluationCost, Example
+from evogrpo.reporting.records import EvaluationCost, Example, TestReport
 from evogrpo.validation import Real, Whole
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

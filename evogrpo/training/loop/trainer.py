@@ -18,9 +18,8 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
-from evogrpo.reporting.records import GenerationReport, Report, TestReport
+from evogrpo.reporting.records import Estimate, EvaluationCost, GenerationReport, Report, StepReport, TestReport
 from evogrpo.reporting.results import Result
-from evogrpo.reporting.step_records import Estimate, EvaluationCost, StepReport
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.best_tracker import choose_finalist, second_set, update_best
