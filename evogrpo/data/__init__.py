@@ -5,7 +5,6 @@ from evogrpo.data.batch import (
     Batch,
     Experience,
     LearnReport,
-    NoInputs,
     ObservationInputs,
     TokenInputs,
     UpdateReport,
@@ -23,21 +22,7 @@ from evogrpo.data.rollout import (
 )
 
 __all__ = [
-    "DEFAULT_POLICY",
-    "Actor",
-    "Batch",
-    "Conversation",
-    "Experience",
-    "LearnReport",
-    "NoInputs",
-    "ObservationInputs",
-    "Rollout",
-    "SampledActions",
-    "SamplingBatch",
-    "SamplingOptions",
-    "TokenInputs",
-    "UpdateReport",
-    "map_tensors",
-    "positions_in_turn",
-    "select_rows",
-]
+    "DEFAULT_POLICY", "Actor", "Batch", "Conversation", "Experience", "LearnReport", "ObservationInputs", "Rollout",
+    "SampledActions", "SamplingBatch", "SamplingOptions", "TokenInputs", "UpdateReport", "map_tensors",
+    "positions_in_turn", "select_rows",
+]  # fmt: skip

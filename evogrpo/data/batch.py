@@ -20,7 +20,7 @@ class Batch:
     """Experience of one or more members, in a form common to all environments.
 
     Attributes:
-        inputs: Inputs of the policy (prompts or observations), read by the bank only.
+        inputs: Inputs of the policy (prompts or observations), read by the bank only. None in advantages and metrics.
         actions: `[n, t]` token ids or actions, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` True where attention sees the token.
         action_mask: `[n, t]` True where the action counts in the loss, a subset of `present`.
@@ -74,7 +74,7 @@ class Batch:
         fields: dict[str, Any] = {
             name: select_rows(value, rows) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, inputs=self.inputs.select(rows), **fields)
+        return replace(self, inputs=None if self.inputs is None else self.inputs.select(rows), **fields)
 
     def select_members(self, slots: Sequence[int]) -> "Batch":
         """Return the rows of these members, in order."""
@@ -130,7 +130,7 @@ class Batch:
 
     def without_inputs(self) -> "Batch":
         """Return this batch without inputs, for advantages and metrics: selecting rows is then cheap."""
-        return replace(self, inputs=NoInputs())
+        return replace(self, inputs=None)
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return this batch with all tensors, those of its inputs included, on a device."""
@@ -280,19 +280,6 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(value, change) for value in tree)
     return tree
-
-
-@dataclass(frozen=True)
-class NoInputs:
-    """Placeholder in a batch without inputs."""
-
-    def select(self, rows: Tensor) -> "NoInputs":
-        """Return this placeholder."""
-        return self
-
-    def concatenate(self, other: "NoInputs", width: int) -> "NoInputs":
-        """Return this placeholder."""
-        return self
 
 
 # ---- reports

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -206,7 +207,7 @@ class Conversation:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens after the prompt, in order."""
-        return tuple(token for part in self.turns for token in part)
+        return tuple(chain.from_iterable(self.turns))
 
     @property
     def sampled(self) -> tuple[bool, ...]:
@@ -216,9 +217,8 @@ class Conversation:
     @property
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Completions and replies in order."""
-        return tuple(part for pair in zip(self.completions, (*self.replies, ()), strict=False) for part in pair)[
-            : len(self.completions) + len(self.replies)
-        ]
+        pairs = zip_longest(self.completions, self.replies)
+        return tuple(part for part in chain.from_iterable(pairs) if part is not None)
 
 
 def single_turn_conversations(starts: Sequence[int], completions: Sequence[Sequence[int]]) -> tuple[Conversation, ...]:
@@ -227,12 +227,7 @@ def single_turn_conversations(starts: Sequence[int], completions: Sequence[Seque
     Args:
         starts: Position of each conversation's prompt in the batch of prompts.
         completions: Token ids of each completion.
-
-    Raises:
-        ValueError: If the lengths differ.
     """
-    if len(starts) != len(completions):
-        raise ValueError(f"starts and completions must have equal lengths, got {len(starts)} and {len(completions)}")
     return tuple(
         Conversation(row=row, start=int(start), completions=(tuple(map(int, completion)),))
         for row, (start, completion) in enumerate(zip(starts, completions, strict=True))

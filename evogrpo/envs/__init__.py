@@ -4,36 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "SPLITS",
-    "TASKS",
-    "Filtered",
-    "GroupEnvironment",
-    "HuggingFaceGym",
-    "MultiTurnGym",
-    "PromptBatch",
-    "RewardError",
-    "Scores",
-    "Split",
-    "StepRewards",
-    "Task",
-    "deal_starts",
-]
+    "SPLITS", "TASKS", "Filtered", "GroupEnvironment", "HuggingFaceGym", "MultiTurnGym", "PromptBatch", "RewardError",
+    "Scores", "Split", "StepRewards", "Task", "deal_starts",
+]  # fmt: skip
 
+# Public names by the module that defines them.
 _MODULES = {
-    "SPLITS": "protocol",
-    "TASKS": "text.tasks",
-    "PromptBatch": "protocol",
-    "Filtered": "text.datasets",
-    "GroupEnvironment": "protocol",
-    "HuggingFaceGym": "text.huggingface_gym",
-    "MultiTurnGym": "text.multi_turn_gym",
-    "RewardError": "text.reward_functions",
-    "Scores": "protocol",
-    "Split": "protocol",
-    "StepRewards": "text.reward_functions",
-    "Task": "text.tasks",
-    "deal_starts": "protocol",
+    "protocol": ("SPLITS", "GroupEnvironment", "PromptBatch", "Scores", "Split", "deal_starts"),
+    "text.datasets": ("Filtered",),
+    "text.huggingface_gym": ("HuggingFaceGym",),
+    "text.multi_turn_gym": ("MultiTurnGym",),
+    "text.reward_functions": ("RewardError", "StepRewards"),
+    "text.tasks": ("TASKS", "Task"),
 }
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
     from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, deal_starts
@@ -45,9 +29,9 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers, so that they report misspelt names
 
     def __getattr__(name: str) -> object:
-        if name not in _MODULES:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        value = getattr(import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
 

@@ -28,15 +28,12 @@ class Frame:
 
 FORMS = {
     "list": list,
-    "tuple": tuple,
     "datasets": datasets.Dataset.from_list,
     "pandas": pd.DataFrame,
-    "pandas of another index": lambda rows: pd.DataFrame(rows, index=range(100, 100 + len(rows))),
     "pandas read back": lambda rows: pa.Table.from_pylist(rows).to_pandas(),
     "polars": Frame,
     "pyarrow": pa.Table.from_pylist,
     "datasets with tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
-    "datasets with frames": lambda rows: datasets.Dataset.from_list(rows).with_format("pandas"),
     "datasets with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
     "splits": lambda rows: {"train": rows},
     "DatasetDict": lambda rows: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),

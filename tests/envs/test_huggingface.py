@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs import GroupEnvironment, HuggingFaceGym, RewardError
+from evogrpo.envs import GroupEnvironment, HuggingFaceGym
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
@@ -90,21 +90,6 @@ def test_questions_are_plain_text_without_a_chat_template(plain_tokenizer):
     assert plain_tokenizer.decode(env.open("test", [0]).prompts[0]) == "0*0?"
 
 
-def test_braces_in_questions_are_unchanged(tokenizer, encode):
-    hostile = '{answer} {0} {{x}} {"a": [1]} %s {question!r}'
-    seen = []
-
-    def reward(completion, answer, question):
-        seen.append((completion, answer, question))
-        return 0.0
-
-    env = agilerl(tokenizer, test=[{"question": hostile, "answer": "SECRET", "level": 0}], reward_fn=reward)
-    episodes = env.open("test", [0])
-    assert episodes.prompts == (encode(f"<u>{hostile}<eos><a>"),)
-    episodes.score(single_turn_conversations([0], [encode("hm")]))
-    assert seen == [("hm", "SECRET", hostile)]
-
-
 def test_long_prompts_are_left_out_and_counted(tokenizer):
     long = {"question": "x" * 50, "answer": "", "level": 0}
     with pytest.warns(UserWarning, match="train: 1 too long"):
@@ -137,25 +122,6 @@ def test_spaces_contain_prompts_and_completions(tokenizer):
     assert (len(tokenizer) - 1,) in env.action_space
 
 
-def test_reward_errors_show_the_completion(tokenizer, encode):
-    def reward(completion, answer, question):
-        return float(completion)
-
-    episodes = agilerl(tokenizer, reward_fn=reward).open("test", [0])
-    with pytest.raises(RewardError, match=r"'reward' raised ValueError: .*for the completion 'no\\nnumber'"):
-        episodes.score(single_turn_conversations([0, 0], [encode("1"), encode("no\nnumber")]))
-
-
-def test_failing_rewards_can_be_excluded(tokenizer, encode):
-    env = agilerl(
-        tokenizer, reward_fn=lambda completion, answer, question: 1 / len(completion), on_reward_error="exclude"
-    )
-    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        scores = env.open("test", [0]).score(single_turn_conversations([0, 0], [encode("abcd"), encode("<eos>")]))
-    assert scores.rewards[0] == 0.25
-    assert np.isnan(scores.rewards[1])
-
-
 @pytest.mark.parametrize(
     ("split", "start", "message"),
     [("dev", 0, "got 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
@@ -168,20 +134,13 @@ def test_invalid_starts_are_refused(tokenizer, split, start, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_fn": None}, "got none"),
-        ({"reward_funcs": exact}, "got both"),
         ({"reward_fn": None, "reward_funcs": exact}, r"columns \['prompt'\], got"),
         ({"on_reward_error": "skip"}, "got 'skip'"),
         ({"max_prompt_length": 0}, "max_prompt_length .* 0"),
-        ({"max_prompt_length": "5"}, "max_prompt_length .*'5'"),
-        ({"data_batch_size": 1.5}, "data_batch_size .* 1.5"),
         ({"validation_size": 1.5}, "validation_size"),
         ({"seed": "a"}, "seed"),
         ({"reward_timeout": "5"}, "reward_timeout .*'5'"),
-        ({"reward_timeout": True}, "reward_timeout"),
         ({"reward_workers": 1.5}, "reward_workers"),
-        ({"reward_fn": None, "reward_funcs": exact, "reward_weights": 3}, "reward_weights"),
-        ({"reward_fn": None, "reward_funcs": exact, "reward_weights": ["a"]}, "reward_weights"),
         ({"data_batch_size": 0}, "data_batch_size .* 0"),
         ({"test_size": 3}, "test_size .*test_dataset"),
         ({"validation_size": 30}, "validation_size .* 30"),
@@ -201,19 +160,3 @@ def test_invalid_arguments_are_refused(tokenizer, options, message):
 def test_tokenizer_names_are_refused():
     with pytest.raises(ValueError, match=r"tokenizer .*'gpt2'"):
         agilerl("gpt2")
-
-
-def test_conversation_template_requires_reward_fn(tokenizer):
-    with pytest.raises(ValueError, match="conversation_template"):
-        HuggingFaceGym(
-            messages("a"),
-            None,
-            tokenizer,
-            reward_funcs=exact,
-            conversation_template=[{"role": "user", "content": "{question}"}],
-        )
-
-
-def test_a_missing_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="tokenizer"):
-        HuggingFaceGym(QA, reward_fn=exact)

@@ -135,14 +135,6 @@ def test_rewards_get_messages_and_all_tokens():
     assert scores.completions == ("x\n>>> no: x is not it\n>>> after 2\ny\n>>> no: y is not it\n>>> after 4\n",)
 
 
-def test_none_ends_a_conversation():
-    env = gym()
-    digit = env.open("train", [0]).rows[0]["digit"]
-    batch, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
-    assert (len(transcript.completions), len(transcript.replies)) == (2, 1)
-    assert batch.score([transcript]).rewards.tolist() == [1.0]
-
-
 def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     def everywhere(completion_ids, **columns):
         return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]

@@ -105,13 +105,6 @@ def test_eval_mode_keeps_the_training_position(env, tokenizer, split):
     assert env.step(respond(tokenizer, twin_prompts, "=", "2"))[4]["starts"] == env.deal(2, 3, 3)
 
 
-def test_eval_mode_keeps_the_training_position_after_errors(env, tokenizer):
-    prompts, _ = env.reset()
-    with pytest.raises(ValueError, match="reset"), env.eval_mode("test"):
-        env.step([])
-    assert env.step(respond(tokenizer, prompts, "=", "="))[1].tolist() == [[1.0, 1.0]] * 3
-
-
 def test_eval_mode_starts_at_the_first_question(env, tokenizer):
     for _ in range(2):
         with env.eval_mode("test"):
@@ -132,43 +125,16 @@ def test_eval_mode_uses_validation_by_default(env):
         pass
 
 
-def test_padding_is_removed_from_completions(tokenizer):
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_padding_is_removed_from_completions(tokenizer, pad):
     seen = []
 
     def reward(completion_ids, **_):
         seen.extend(completion_ids)
-        return [0.0] * len(completion_ids)
-
-    env = HuggingFaceGym(
-        [{"prompt": "ab"}],
-        [{"prompt": "x"}],
-        tokenizer,
-        validation_dataset=[{"prompt": "y"}],
-        reward_funcs=reward,
-        data_batch_size=1,
-    )
-    (prompt,), _ = env.reset()
-    eos, pad, start = tokenizer.eos_token_id, tokenizer.pad_token_id, prompt["input_ids"][0].tolist()
-    rows = [
-        [*start, 9, eos, pad, pad],
-        [*start, 9, 8, pad, pad],
-        [*start, 9, 8, 7, 6],
-        [*start, 9, eos, eos, 5],
-        [*start, eos, pad, pad, pad],
-    ]
-    env.step([torch.tensor(rows)])
-    assert seen == [[9, eos], [9, 8], [9, 8, 7, 6], [9, eos], [eos]]
-
-
-def test_padding_with_eos_is_removed(tokenizer):
-    seen = []
-
-    def reward(completion_ids, **_):
-        seen.extend(completion_ids)
-        return [0.0] * len(completion_ids)
+        return [None, *[2.0] * (len(completion_ids) - 1)]
 
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = pad
     env = HuggingFaceGym(
         [{"prompt": "ab"}],
         [{"prompt": "x"}],
@@ -177,9 +143,13 @@ def test_padding_with_eos_is_removed(tokenizer):
         reward_funcs=reward,
         data_batch_size=1,
     )
-    start, eos = env.reset()[0][0]["input_ids"][0].tolist(), tokenizer.eos_token_id
-    env.step([torch.tensor([[*start, 9, eos, eos, eos], [*start, 9, 8, 7, 6]])])
-    assert seen == [[9, eos], [9, 8, 7, 6]]
+    start = env.reset()[0][0]["input_ids"][0].tolist()
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    rows = [[9, eos, pad, pad], [9, 8, 7, 6], [9, eos, eos, 5], [eos, pad, pad, pad]]
+    rewards = env.step([torch.tensor([[*start, *row] for row in rows])])[1]
+    assert seen == [[9, eos], [9, 8, 7, 6], [9, eos], [eos]]
+    assert rewards[0, 0].isnan()
+    assert rewards[0, 1:].tolist() == [2.0] * 3
 
 
 def test_invalid_shapes_are_refused(env, tokenizer):
@@ -187,15 +157,15 @@ def test_invalid_shapes_are_refused(env, tokenizer):
         env.step([])
     prompts, _ = env.reset()
     good = respond(tokenizer, prompts, "1", "2")
-    for bad, message in [
-        (good[:2], "completion_ids .* 2 for 3"),
-        ([good[0][0], *good[1:]], "completion_ids"),
-        ([good[0][:1], *good[1:]], "group_size"),
-        ([group[:1] for group in good], "group_size .* 1"),
-        ([good[1], good[0], good[2]], "completion_ids"),
-        ([group[:, 1:] for group in good], "completion_ids"),
+    for bad in [
+        good[:2],
+        [good[0][0], *good[1:]],
+        [good[0][:1], *good[1:]],
+        [group[:1] for group in good],
+        [good[1], good[0], good[2]],
+        [group[:, 1:] for group in good],
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="completion_ids"):
             env.step(bad)
     assert env.step(good)[1].shape == (3, 2)  # a refused step changes nothing
 
@@ -209,17 +179,3 @@ def test_single_completions_are_rewarded_only_in_eval_mode(env, tokenizer):
 def test_unknown_options_are_refused(env, options):
     with pytest.raises(ValueError, match="options"):
         env.reset(options=options)
-
-
-def test_not_applicable_rewards_stay_nan(tokenizer):
-    env = HuggingFaceGym(
-        [{"prompt": c} for c in "abc"],
-        None,
-        tokenizer,
-        reward_funcs=lambda prompts, **_: [None, 2.0],
-        data_batch_size=1,
-    )
-    (prompt,), _ = env.reset()
-    rewards = env.step([prompt["input_ids"].repeat(2, 1)])[1]
-    assert rewards[0, 0].isnan()
-    assert rewards[0, 1] == 2.0

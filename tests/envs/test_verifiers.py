@@ -85,22 +85,10 @@ def test_results_equal_those_in_process(verified):
     assert verified(functions.arrays, workers=1)("a", "b", "c").rewards.tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (functions.wrong, r"must return a list of 1 rewards, got 'ab'"),
-        (functions.texts, r"numbers or None, got '1.0' for the completion 'x'"),
-        (functions.not_finite, "finite numbers .*nan for the completion 'x'"),
-    ],
-)
-def test_invalid_rewards_are_refused(verified, function, message):
-    with pytest.raises(RewardError, match=message):
-        verified(function)("x", "y")
-
-
-def test_a_wrong_number_of_rewards_is_refused(verified):
-    with pytest.raises(RewardError, match="one reward per completion, got 1 for 3"):
-        verified(functions.short, workers=1)("x", "y", "z")
+@pytest.mark.parametrize("function", [functions.wrong, functions.texts, functions.not_finite, functions.short])
+def test_invalid_rewards_are_refused(verified, function):
+    with pytest.raises(RewardError, match=f"'{function.__name__}' must return"):
+        verified(function, workers=1)("x", "y")
 
 
 def test_completions_are_split_and_returned_in_order(verified):
@@ -177,16 +165,6 @@ def test_failures_do_not_wait_for_hanging_calls(verified):
     assert time.monotonic() - began < 10
 
 
-def test_calls_slow_only_with_several_completions_are_raised(verified, tmp_path):
-    path = tmp_path / "slow.py"
-    path.write_text(
-        "import time\ndef slow(completions, **_):\n    time.sleep(0.4 * (len(completions) > 1))\n"
-        "    return [1.0] * len(completions)\n"
-    )
-    with pytest.raises(RewardError, match=r"took longer than 0.3 s .*2 completions"):
-        verified(load_named(f"{path}:slow", "reward function"), timeout=0.3, workers=1)("a", "b")
-
-
 @pytest.mark.parametrize(
     ("text", "ending"),
     [("exit", "exit code 3"), ("killed", "signal 9.*")],
@@ -199,11 +177,6 @@ def test_dead_workers_are_reported_and_replaced(verified, text, ending):
         scores = frail("a", text, "bb", on_error="exclude")
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 2])
     assert frail("a", "bb").rewards.tolist() == [1.0, 2.0]
-
-
-def test_system_exit_is_an_error_of_the_function(verified):
-    with pytest.raises(RewardError, match="raised SystemExit: '4'"):
-        verified(functions.batched)("leave")
 
 
 def test_workers_that_die_while_idle_are_replaced(verified):
@@ -281,15 +254,6 @@ def test_import_errors_in_workers_are_reported(tmp_path):
         "def f(completions, **_):\n    return [0.0]\n"
     )
     with pytest.raises(ValueError, match=r"cannot load the reward functions: OSError: no display \(.*picky.py, line 3"):
-        Verified(load_named(f"{path}:f", "reward function"))
-
-
-def test_workers_that_die_while_loading_are_reported(tmp_path):
-    path = tmp_path / "deadly.py"
-    path.write_text(
-        "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    os._exit(9)\ndef f(completions, **_):\n    return [0.0]\n"
-    )
-    with pytest.raises(ValueError, match=r"cannot load the reward functions: .*exit code 9"):
         Verified(load_named(f"{path}:f", "reward function"))
 
 

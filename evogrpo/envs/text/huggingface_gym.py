@@ -505,7 +505,13 @@ class HuggingFaceGym(PromptEnvironment):
         if batch is None:
             raise ValueError("step needs the prompts of reset. Call reset first.")
         # 1. Cut the completions out of the padded rows.
-        group_size = self._check_groups(completion_ids, len(batch.prompts))
+        sizes, smallest = {len(group) for group in completion_ids}, 2 if cursor.split == "train" else 1
+        if len(completion_ids) != len(batch.prompts) or len(sizes) != 1 or min(sizes) < smallest:
+            raise ValueError(
+                f"completion_ids must contain one group for each of {len(batch.prompts)} prompts, all of the same "
+                f"group_size of at least {smallest}, got {[tuple(group.shape) for group in completion_ids]}."
+            )
+        (group_size,) = sizes
         rows = [
             self._completion(row, prompt)
             for group, prompt in zip(completion_ids, batch.prompts, strict=True)
@@ -550,23 +556,6 @@ class HuggingFaceGym(PromptEnvironment):
         assert self._cursor.batch is not None
         ids = [torch.tensor([list(prompt)], dtype=torch.long) for prompt in self._cursor.batch.prompts]
         return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
-
-    def _check_groups(self, completion_ids: Sequence[Tensor], prompts: int) -> int:
-        """Check the shapes of `step`'s argument; return the group size."""
-        if len(completion_ids) != prompts:
-            raise ValueError(
-                f"completion_ids must contain one group per prompt, got {len(completion_ids)} for {prompts}."
-            )
-        shapes = [tuple(group.shape) for group in completion_ids]
-        if any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
-            raise ValueError(
-                f"completion_ids must be [group_size, prompt + completion] with equal group_size, got {shapes}."
-            )
-        group_size = int(shapes[0][0])
-        smallest = 2 if self._cursor.split == "train" else 1
-        if group_size < smallest:
-            raise ValueError(f"group_size must be at least {smallest}, got {group_size}.")
-        return group_size
 
     def _completion(self, row: list[int], prompt: Sequence[int]) -> list[int]:
         """Return the tokens after the prompt, up to the first EOS or without trailing padding."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results, RewardRunner
+from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results
 from evogrpo.envs.text.reward_functions import (
     MAX_REWARD,
     OnRewardError,
@@ -24,6 +24,7 @@ from evogrpo.envs.text.reward_functions import (
     fits_float32,
 )
 from evogrpo.envs.text.templates import Tokenizer, check_messages
+from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.warnings import warn
 
@@ -213,22 +214,24 @@ class SingleTurnBatch:
     ) -> NDArray[np.float64]:
         """Return the `[n, t]` reward at each sampled token; rewards of whole completions are at the last one."""
         table = np.full((len(inputs.texts), max(1, *map(len, inputs.token_ids))), np.nan)
-        last_sampled = [_last_sampled(transcript.sampled) for transcript in transcripts]
-
-        def add(row: int, position: int, value: float) -> None:
-            table[row, position] = value if np.isnan(table[row, position]) else table[row, position] + value
-
-        for reward in self.rewards:
-            values = result.components[reward.name]
-            steps = result.steps.get(reward.name, [None] * len(values))
-            for row in np.flatnonzero(~np.isnan(values) & ~np.isnan(result.rewards)).tolist():
-                ids, row_steps = inputs.token_ids[row], steps[row]
-                if row_steps is None:  # a reward of the whole completion
-                    add(row, last_sampled[row][-1] if ids else -1, reward.weight * values[row])
+        for row, transcript in enumerate(transcripts):
+            if np.isnan(result.rewards[row]):
+                continue
+            ids, sampled = inputs.token_ids[row], transcript.sampled
+            # Rewards at tokens of a reply belong to the last sampled token before it.
+            last_sampled = np.maximum.accumulate(np.where(sampled, np.arange(len(sampled)), 0))
+            for reward in self.rewards:
+                value = result.components[reward.name][row]
+                steps = result.steps[reward.name][row] if reward.name in result.steps else None
+                if np.isnan(value):
                     continue
-                positions = token_positions(row_steps, ids, inputs.texts[row], self._text)
-                for position, value in zip(positions, row_steps.values, strict=True):
-                    add(row, last_sampled[row][position], reward.weight * value)
+                if steps is None:  # a reward of the whole completion
+                    parts = [(last_sampled[-1] if ids else -1, value)]
+                else:
+                    positions = token_positions(steps, ids, inputs.texts[row], self._text)
+                    parts = [(last_sampled[at], part) for at, part in zip(positions, steps.values, strict=True)]
+                for place, part in parts:
+                    table[row, place] = np.nansum([table[row, place], reward.weight * part])
         return table
 
     def _turn_texts(self, transcript: Conversation) -> list[str]:
@@ -243,15 +246,6 @@ def _display_text(turns: Sequence[str]) -> str:
     """Return completions as they are, and replies in lines with the prefix `REPLY`."""
     replies = ["".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]]
     return "".join(text + reply for text, reply in zip(turns[::2], [*replies, ""], strict=False))
-
-
-def _last_sampled(sampled: Sequence[bool]) -> list[int]:
-    """Return for each token the position of the last sampled token up to it."""
-    positions, last = [], 0
-    for position, is_sampled in enumerate(sampled):
-        last = position if is_sampled else last
-        positions.append(last)
-    return positions
 
 
 def _question(row: Mapping[str, Any], column: str) -> str:
@@ -460,16 +454,10 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
         value = steps.total
     elif hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real) or not fits_float32(value):
         raise RewardError(
-            f"Reward function {name!r} must return numbers or None, got {_short_repr(value)} "
-            f"for the completion {_short_repr(text)}"
-        )
-    if not fits_float32(value):
-        value_text = f"{float(value)}" if isinstance(value, float) else _short_repr(value)
-        raise RewardError(
-            f"Reward function {name!r} must return finite numbers of at most {MAX_REWARD:g}, got {value_text} for the "
-            f"completion {_short_repr(text)}. Return None where it does not apply."
+            f"Reward function {name!r} must return None or finite numbers of at most {MAX_REWARD:g}, got "
+            f"{_short_repr(value)} for the completion {_short_repr(text)}."
         )
     return float(value), steps
 
@@ -478,12 +466,9 @@ def _checked_list(name: str, values: Any, count: int) -> list[Any]:
     """Return the result of a call for several completions as a list of the right length."""
     if hasattr(values, "tolist"):  # arrays and tensors
         values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {_short_repr(values)}.")
-    if len(values) != count:
-        raise RewardError(
-            f"Reward function {name!r} must return one reward per completion, got {len(values)} for {count}."
-        )
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        received = f"{len(values)} values" if isinstance(values, list) else _short_repr(values)
+        raise RewardError(f"Reward function {name!r} must return a list of {count} rewards, got {received}.")
     return list(values)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, TextIO
 
 from evogrpo.interruption import NEVER, Interrupted, Stop
 from evogrpo.text import printable
@@ -104,30 +104,6 @@ Results = list[Any]
 """A value or exception for each call of a job."""
 
 
-class RewardRunner(Protocol):
-    """Runs jobs. Failures inside reward functions are results; with a time limit, none blocks."""
-
-    @property
-    def in_process(self) -> bool:
-        """True if functions run in this process."""
-
-    @property
-    def num_workers(self) -> int:
-        """Number of jobs that run in parallel."""
-
-    def runs_in_background(self, name: str) -> bool:
-        """Return True if submitted calls of a function run while this thread does other work."""
-
-    def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
-        """Start a job, or run it now if it cannot run in the background."""
-
-    def cancel(self, futures: Sequence["Future[Results]"]) -> None:
-        """Cancel the unfinished ones of these jobs. Must be called once all of them are done, too."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
 def is_async(function: Function) -> bool:
     """Return True for `async def` functions and objects with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -169,8 +145,8 @@ class InProcessRunner:
         timeout: Time limit of one call of an async function, in seconds. Other functions cannot be stopped.
     """
 
-    in_process = True
-    num_workers = 1
+    in_process = True  # functions run in this process
+    num_workers = 1  # jobs that run in parallel
 
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
         self._functions, self._timeout = dict(functions), timeout
@@ -179,11 +155,14 @@ class InProcessRunner:
         self._running: set[Future[Results]] = set()
 
     def runs_in_background(self, name: str) -> bool:
-        """Return True for async functions."""
+        """Return True for async functions: they run while this thread does other work."""
         return is_async(self._functions[name])
 
     def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
-        """Start the calls of an async function, or make the call of another function; see `RewardRunner.submit`."""
+        """Start the calls of an async function, or make the calls of another function before returning.
+
+        Failures inside the function are results.
+        """
         function = self._functions[job.name]
         if not is_async(function):
             stop.check()
@@ -212,7 +191,7 @@ class InProcessRunner:
             self.close()
 
     def cancel(self, futures: Sequence["Future[Results]"]) -> None:
-        """Cancel the unfinished ones of these jobs; see `RewardRunner.cancel`."""
+        """Cancel the unfinished ones of these jobs. Must be called once all of them are done, too."""
         for future in futures:
             future.cancel()
         self._running.difference_update(futures)

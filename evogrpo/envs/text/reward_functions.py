@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from evogrpo.config.checks import finite_number
 from evogrpo.envs.text.reward_calls import Call, Job, is_async
@@ -77,7 +77,6 @@ OnRewardError = Literal["raise", "exclude"]
 Value = float | StepRewards
 RewardFn = Callable[[str, Any, Any], Value | Awaitable[Value]]
 RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | None]]]
-F = TypeVar("F", bound=Callable[..., Any])
 
 AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
@@ -278,7 +277,7 @@ def make_rewards(
     if reward_fn is not None:
         if reward_weights is not None:
             raise ValueError("reward_weights requires reward_funcs, got reward_fn. Scale its value instead.")
-        return (Reward(name=_name(_checked(reward_fn)), weight=1.0, batched=False, function=reward_fn),)
+        return (Reward(name=_name(reward_fn), weight=1.0, batched=False, function=reward_fn),)
     # 2. TRL's form.
     assert reward_funcs is not None
     several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
@@ -293,7 +292,7 @@ def make_rewards(
     # 3. Functions of the same name get a number.
     rewards: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
-        base = name = _name(_checked(function))
+        base = name = _name(function)
         while name in rewards:
             name = f"{base}_{len(rewards) + 1}"
         factor = float(finite_number("each of reward_weights", weight))
@@ -301,20 +300,13 @@ def make_rewards(
     return tuple(rewards.values())
 
 
-def _checked(function: F) -> F:
-    """Return the argument if it is a function; otherwise raise ValueError."""
-    if isinstance(function, str) or (hasattr(function, "forward") and hasattr(function, "parameters")):
-        received = repr(function) if isinstance(function, str) else f"the model {type(function).__name__}"
+def _name(function: Any) -> str:
+    """Return the name of a function; raise ValueError if it is none."""
+    if not callable(function) or (hasattr(function, "forward") and hasattr(function, "parameters")):
         raise ValueError(
-            f"A reward must be a function, got {received}. To use a reward model, load it and pass a function "
+            f"A reward must be a function, got {function!r:.200}. To use a reward model, load it and pass a function "
             "f(prompts, completions, **columns) that returns its score of each text."
         )
-    if not callable(function):
-        raise ValueError(f"A reward must be a function, got {function!r:.200}.")
-    return function
-
-
-def _name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

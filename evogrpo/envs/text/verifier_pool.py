@@ -29,7 +29,6 @@ from evogrpo.envs.text.reward_calls import (
     InProcessRunner,
     Job,
     Results,
-    RewardRunner,
     forward_output,
     is_async,
     timeout_error,
@@ -226,7 +225,7 @@ class VerifierPool:
         return name not in self._async
 
     def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
-        """Queue a job; see `RewardRunner.submit`."""
+        """Queue a job. Failures inside the function are results."""
         future: Future[Results] = Future()
         try:
             self._tasks.put((future, pickle.dumps((job.name, job.calls)), self._limits[job.name]))
@@ -236,7 +235,7 @@ class VerifierPool:
         return future
 
     def cancel(self, futures: Sequence["Future[Results]"]) -> None:
-        """Remove queued jobs, and kill the processes of running ones; see `RewardRunner.cancel`."""
+        """Remove queued jobs, and kill the processes of running ones."""
         running = {future for future in futures if not future.cancel() and not future.done()}
         for worker in self._workers if running else ():
             with worker.lock:
@@ -254,6 +253,9 @@ def _end(tasks: "SimpleQueue[_Task | None]", workers: Sequence[_Worker], *, fina
             tasks.put(None)
         if worker.process is not None:
             _kill(worker.process)
+
+
+RewardRunner = InProcessRunner | VerifierPool
 
 
 def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> RewardRunner:
