@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.scale import launch_program, networks, words
 
-CARRIERS = ("all_gather", "broadcast", "all_to_all_single")
+CARRIERS = ("all_gather", "all_to_all_single")
 OWN = ("torch/", "evogrpo/distributed.py", "scale_bytes.py", "contextlib.py", "functools.py")
 """Files that are skipped when looking for the caller of a collective."""
 

@@ -172,6 +172,13 @@ def perform(folder: str, *names: str) -> None:
         finish(run)
 
 
+def quantised(folder: str) -> None:
+    """Train language models on a base in 8 bits."""
+    base = load_base(Path(folder).parent / "base", dtype="int8").model
+    options = {"beta": 0.02, "micro_batch_tokens": 24, "actor_network": base, "source": "tiny"}
+    finish(tiny_run(Path(folder), size=3, options=options, generations=2))
+
+
 def failing(folder: str) -> None:
     """Let the reward function of one rank raise an error in the third learning step."""
     calls = []

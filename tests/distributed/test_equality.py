@@ -1,5 +1,6 @@
 """Runs on several ranks have the results of one process."""
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.distributed.comparing import assert_same
 from tests.distributed.dividing import divided
 from tests.distributed.launching import launch
 from tests.distributed.parting import store
-from tests.distributed.scenarios import SCENARIOS, go_on, perform
+from tests.distributed.scenarios import SCENARIOS, go_on, perform, quantised
 from tests.tiny_training import finish, shared_model
 
 IN_THREE = ["networks", "double", "lone", "team", "pair", "led", "borrowed", "thinned"]
@@ -105,6 +106,16 @@ def test_a_run_can_be_resumed_with_a_sharded_or_a_whole_base(alone: Alone, rest:
         finish(go_on(folder, 3))
     assert_same(straight, there)
     assert_same(straight, rest / "parts" / "back" / "pair")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_a_quantised_base_gives_the_results_of_one_process(tmp_path: Path) -> None:
+    """Base in 8 bits, three members."""
+    store(shared_model(), tmp_path / "base")
+    for count in (1, 2):
+        for status, said in launch(count, tmp_path / "logs", quantised, str(tmp_path / str(count))).ended():
+            assert status == 0, said
+    assert_same(tmp_path / "1", tmp_path / "2")
 
 
 def test_divided_learning_steps_of_all_objectives(tmp_path: Path) -> None:
