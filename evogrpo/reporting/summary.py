@@ -36,7 +36,7 @@ def changed_budgets(plan: Plan | None) -> list[str]:
         return []
     changed = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
     changes = [f"{value} {name}" for name, value in changed.items() if value is not None]
-    return changes + ([f"{' '.join(map(str, plan.samples))} samples per step, by slot"] if plan.samples else [])
+    return changes + ([f"{' '.join(map(str, plan.samples))} samples per step by slot"] if plan.samples else [])
 
 
 MEASURES: Mapping[str, tuple[str, str]] = {

@@ -13,7 +13,7 @@ from rich.text import Text
 from evogrpo import evolve, resume
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.reporting.results import LANGUAGE
-from evogrpo.training.display.live import NotebookRegion, RunDisplay
+from evogrpo.training.display.live import RunDisplay, notebook_region
 from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
@@ -215,11 +215,10 @@ def test_a_notebook_updates_and_clears_one_output(monkeypatch):
 
     pages = types.SimpleNamespace(display=display, HTML=lambda data: types.SimpleNamespace(data=data))
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
-    region = NotebookRegion(Console(file=io.StringIO(), width=60), Text("half <done>"))
-    with region:
-        region.refresh()  # too soon after the first update
-        region._drawn -= 1
-        region.refresh()
+    with notebook_region(Console(file=io.StringIO(), width=60), Text("half <done>")) as refresh:
+        refresh()  # too soon after the first update
+        monkeypatch.setattr("evogrpo.training.display.live.SECONDS_BETWEEN_DRAWINGS", 0)
+        refresh()
     assert [text.count("half &lt;done&gt;") for text in shown] == [1, 1, 0]
     assert shown[-1] == ""
 

@@ -54,7 +54,7 @@ def test_members_sample_as_planned(whole):
     plans = [event["plan"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
     assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
     lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
-    assert "selection: 4 4 16 samples per step from here on, slot by slot" in lines
+    assert "selection: 4 4 16 samples per step by slot from here on" in lines
 
 
 @pytest.mark.parametrize("steps", [3, 4])

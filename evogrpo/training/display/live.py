@@ -3,8 +3,9 @@
 import importlib
 import io
 import time
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.interruption import ProgressUpdate
-from evogrpo.reporting.records import GenerationReport, Report, StepReport
+from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.reporting.results import Result, Terms, evaluated, processed, second_set_lines, terms_of, verdict
 from evogrpo.text import count_text, duration_text, score_text
@@ -33,63 +34,43 @@ class TimeEstimate:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._members = len(trainer.population)
-        self._steps: list[float] = []
-        self._evaluation: float | None = None
-        self._last = time.monotonic()
+        self._began = time.monotonic() - trainer.run_state.seconds
         self._unit, self._within = self._present(), 0.0
         self._work: ProgressUpdate | None = None
-
-    def go_on(self) -> None:
-        """Exclude the time in which the run did not have control."""
-        self._last = time.monotonic()
 
     def hear(self, work: ProgressUpdate) -> None:
         """Record progress within a step or an evaluation; sampling is half of a step, learning the other."""
         if self._unit != self._present():
             self._unit, self._within = self._present(), 0.0
-        self._work = work
-        half = work.part / 2
-        done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[
-            work.activity
-        ]
-        self._within = max(self._within, done if self._unit[0] == "step" else work.part)
+        self._work, done = work, work.part
+        if self._unit[0] == "step":
+            done = {"learning": 0.5 + done / 2, "rewarding": 0.5, "scoring": 0.5}.get(work.activity, done / 2)
+        self._within = max(self._within, done)
 
     @property
     def work(self) -> ProgressUpdate | None:
         """Latest progress of the step or evaluation under way; None if there was none."""
         return self._work if self._unit == self._present() else None
 
-    def note(self, report: Report) -> None:
-        """Record the duration of the part that just ended."""
-        now = time.monotonic()
-        passed, self._last = now - self._last, now
-        if isinstance(report, StepReport):
-            self._steps.append(report.seconds)
-            if self._evaluation is None:  # only the base was evaluated before this step
-                self._evaluation = max(passed - report.seconds, 0.0) * self._members
-        elif isinstance(report, GenerationReport):
-            self._evaluation = passed
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, without the time between a stop and a resume."""
+        return time.monotonic() - self._began
 
     def fraction(self) -> float:
         """Return the fraction of the run that is done, by the nearest limit."""
         schedule, progress = self._trainer.schedule, self._trainer.run_state
-        parts = [0.0]
+        amounts = {"max_timesteps": progress.timesteps, "max_tokens": progress.tokens, "max_seconds": progress.seconds}
+        parts = [done / limit for name, done in amounts.items() if (limit := getattr(schedule, name)) is not None]
         if schedule.generations is not None:
             # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
-            baseline, test = 1 / self._members, self._trainer.limits.test_seconds(1.0)
+            baseline, test = 1 / len(self._trainer.population), self._trainer.limits.test_seconds(1.0)
             done = progress.step + progress.generation
             whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
             within = self._within if self._unit == self._present() else 0.0
             unit = baseline if progress.baseline is None else test if self._trainer.limits.finished() else 1.0
             parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
-        if schedule.max_timesteps is not None:
-            parts.append(progress.timesteps / schedule.max_timesteps)
-        if schedule.max_tokens is not None:
-            parts.append(progress.tokens / schedule.max_tokens)
-        if schedule.max_seconds is not None:
-            parts.append(progress.seconds / schedule.max_seconds)
-        return min(max(parts), 1.0)
+        return min(max(parts, default=0.0), 1.0)
 
     def steps_left(self) -> int:
         """Return the learning steps left, assuming generations as long as the current one."""
@@ -98,26 +79,9 @@ class TimeEstimate:
         return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
 
     def left(self) -> float | None:
-        """Return the estimated seconds left; None before the first step."""
-        if not self._steps:
-            return None
-        schedule, progress = self._trainer.schedule, self._trainer.run_state
-        recent = self._steps[-8:]
-        per_step, evaluation = sum(recent) / len(recent), self._evaluation or 0.0
-        bounds = []
-        if schedule.generations is not None:
-            generations = schedule.generations - progress.generation
-            bounds.append(self.steps_left() * per_step + generations * evaluation)
-        if schedule.max_seconds is not None:
-            bounds.append(
-                max(schedule.max_seconds - progress.seconds - self._trainer.limits.test_seconds(evaluation), 0.0)
-            )
-        if schedule.max_timesteps is not None and progress.timesteps:
-            bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
-        if schedule.max_tokens is not None and progress.tokens:
-            bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
-        waited = min(time.monotonic() - self._last, per_step)
-        return max(min(bounds) - waited, 0.0) + self._trainer.limits.test_seconds(evaluation)
+        """Return the estimated seconds left at the average pace so far; None before the first step."""
+        fraction = self.fraction()
+        return self.elapsed * (1 / fraction - 1) if self._trainer.run_state.step and fraction else None
 
     def _present(self) -> tuple[str, int]:
         """Return kind and step of the current part: baseline, step or evaluation."""
@@ -131,77 +95,31 @@ class TimeEstimate:
 SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook
 
 
-class TerminalRegion:
-    """Live region at the bottom of a terminal, redrawn by a thread; other output goes above it.
-
-    Args:
-        console: Console of the terminal.
-        shown: Content.
-    """
-
-    def __init__(self, console: Console, shown: RenderableType) -> None:
-        self._console, self._shown = console, shown
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        # A new one each time, as an old one would erase the lines at its last position.
-        self._live = Live(self._shown, console=self._console, refresh_per_second=8, transient=True)
-        self._live.start(refresh=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def refresh(self) -> None:
-        """Do nothing, as the thread redraws eight times a second."""
-
-
-class NotebookRegion:
-    """Live region below a notebook cell, redrawn by `refresh`.
-
-    Args:
-        console: Console of the notebook.
-        shown: Content.
-    """
-
-    def __init__(self, console: Console, shown: RenderableType) -> None:
-        self._console, self._shown = console, shown
-        self._handle: Any = None
-        self._drawn = 0.0
-
-    def __enter__(self) -> Self:
-        pages = importlib.import_module("IPython.display")  # always installed with notebooks
-        self._handle = pages.display(pages.HTML(self._html()), display_id=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
-
-    def refresh(self) -> None:
-        """Redraw, at most twice a second."""
-        if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
-            self._handle.update({"text/html": self._html(), "text/plain": ""}, raw=True)
-
-    def _html(self) -> str:
-        self._drawn = time.monotonic()
-        page = VisibleConsole(file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False)
-        page.print(self._shown)
-        return page.export_html(inline_styles=True, code_format=_PAGE)
-
-
 _PAGE = "<pre style=\"font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; line-height: normal\">{code}</pre>"
 
 
-def live_region(console: Console, shown: RenderableType) -> TerminalRegion | NotebookRegion | None:
-    """Return a live region; None for files, pipes and terminals without cursor control."""
-    if console.is_jupyter:
-        return NotebookRegion(console, shown)
-    return TerminalRegion(console, shown) if console.is_terminal else None
+@contextmanager
+def notebook_region(console: Console, shown: RenderableType) -> Iterator[Callable[[], None]]:
+    """Show a live region below a notebook cell; yields a function that redraws it, at most twice a second."""
+    pages = importlib.import_module("IPython.display")  # always installed with notebooks
+    drawn = -SECONDS_BETWEEN_DRAWINGS
+
+    def page() -> str:
+        nonlocal drawn
+        drawn = time.monotonic()
+        page = VisibleConsole(file=io.StringIO(), record=True, width=console.width, force_jupyter=False)
+        page.print(shown)
+        return page.export_html(inline_styles=True, code_format=_PAGE)
+
+    def refresh() -> None:
+        if time.monotonic() - drawn >= SECONDS_BETWEEN_DRAWINGS:
+            handle.update({"text/html": page(), "text/plain": ""}, raw=True)
+
+    handle = pages.display(pages.HTML(page()), display_id=True)
+    try:
+        yield refresh
+    finally:
+        handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
 
 SECONDS_BETWEEN_LINES = 1.0  # in a log
@@ -221,52 +139,51 @@ class RunDisplay(Callback):
         self._estimate = TimeEstimate(trainer)
         self.terms = terms_of(trainer.population.members.kind)
         self._spinner = Spinner("dots")
-        self._began = time.monotonic() - trainer.run_state.seconds
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
         self._entered = False
         self._outcome: TestOutcome | None = None
         self._baseline_shown = trainer.run_state.baseline is not None
-        self._region = live_region(console, self)
+        self._live = (
+            console.is_jupyter or console.is_terminal
+        )  # not in files, pipes and terminals without cursor control
+        self._refresh: Callable[[], None] = lambda: None
+        self._region = ExitStack()
 
     def of(self, trainer: Trainer) -> Self:
         """Return a display of another run on the same console."""
         return type(self)(self._console, trainer)
 
     def __enter__(self) -> Self:
-        self._estimate.go_on()
-        if self._region is None and not self._entered:
+        if self._console.is_jupyter:
+            self._refresh = self._region.enter_context(notebook_region(self._console, self))
+        elif self._live:
+            # A new one each time, as an old one would erase the lines at its last position.
+            self._region.enter_context(Live(self, console=self._console, refresh_per_second=8, transient=True))
+        elif not self._entered:
             self._console.print(self._phase())
         self._entered = True
-        if self._region is not None:
-            self._region.__enter__()
         self._trainer.stop_request.listener = self._hear
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._trainer.stop_request.listener = None
-        if self._region is not None:
-            self._region.__exit__(kind, error, trace)
+        self._region.close()
 
     def _hear(self, work: ProgressUpdate) -> None:
         self._show_baseline()  # there is no report of it
         self._estimate.hear(work)
-        if self._region is not None:
-            self._region.refresh()
+        self._refresh()
 
     def on_step(self, report: StepReport) -> None:
         """Show a learning step."""
-        self._estimate.note(report)
         self._show_baseline()
         self._step = report
-        if self._region is None:
+        if not self._live:
             self._log_step(report)
 
     def on_generation(self, report: GenerationReport) -> None:
         """Show a generation."""
-        self._estimate.note(report)
         self._show_generation(report)
 
     def on_test(self, report: TestOutcome) -> None:
@@ -344,7 +261,7 @@ class RunDisplay(Callback):
         self._spinner.style = "yellow" if self._trainer.stop_request.reason else "cyan"
         bar = ProgressBar(total=1.0, completed=self._estimate.fraction(), complete_style="cyan", finished_style="green")
         left = self._estimate.left()
-        gone = duration_text(time.monotonic() - self._began)
+        gone = duration_text(self._estimate.elapsed)
         row.add_row(
             self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
         )

@@ -9,6 +9,7 @@ from evogrpo.config.hyperparameters import Value
 from evogrpo.evolution.fitness import MEASURES
 from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
 from evogrpo.reporting.results import Terms
+from evogrpo.reporting.summary import changed_budgets, retired_members
 from evogrpo.text import (
     changes_text,
     count_text,
@@ -217,20 +218,16 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     if plan is None:
         return []
     members = {member.slot: member.index for member in report.members}
-    retired = [slot for slot in plan.vacant if slot in members]
-    if not (plan.children or retired or plan.samples_per_step or plan.steps_per_generation or plan.samples):
+    retired, budgets = retired_members(report), changed_budgets(plan)
+    if not (plan.children or retired or budgets):
         close = any("within noise" in reason for reason in plan.reasons)
         why = "no difference is beyond the noise" if close else "no member was replaced"
         return [Text(f"selection: all members stay, {why}", "dim")]
     lines = [
-        Text.assemble((f"selection: #{members[slot]} is retired", "cyan"), f", {printable(plan.reasons[slot])}")
-        for slot in retired
+        Text.assemble((f"selection: #{index} is retired", "cyan"), f", {printable(plan.reasons[slot])}")
+        for slot, index in retired.items()
     ]
-    budgets = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
-    lines += [Text(f"selection: {count} {what} from here on", "cyan") for what, count in budgets.items() if count]
-    if plan.samples is not None:
-        counts = " ".join(map(str, plan.samples))
-        lines.append(Text(f"selection: {counts} samples per step from here on, slot by slot", "cyan"))
+    lines += [Text(f"selection: {change} from here on", "cyan") for change in budgets]
     for child in plan.children:
         gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
         line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", a {origin_text(child.parent)}")
