@@ -18,8 +18,8 @@ from evogrpo.data import Batch
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.randomness import generator
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.storage.journal import latest_generations, read_journal
-from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir, open_run

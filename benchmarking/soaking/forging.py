@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.storage.manifest import MANIFEST_NAME
+from evogrpo.storage.checkpoint import MANIFEST_NAME
 
 Place = tuple[str | int, ...]
 

@@ -16,9 +16,8 @@ import numpy as np
 from benchmarking.soaking import world
 from benchmarking.soaking.forging import forged, put_in
 from evogrpo import GRPO, resume
-from evogrpo.storage.checkpoint import generation_folder
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from evogrpo.storage.journal import read_journal
-from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.run_dir import open_run
 
 FORGERIES = 10

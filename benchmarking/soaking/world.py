@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.storage.checkpoint import read_checkpoint
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.training.run_dir import open_run
 
 QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "test_questions": 4}

@@ -21,8 +21,13 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import MemberRecord
-from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
-from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
+from evogrpo.storage.checkpoint import (
+    CheckpointError,
+    checkpoint_errors,
+    checkpoint_path,
+    read_checkpoint,
+    write_checkpoint,
+)
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import Whole, dump, validate
 

@@ -68,8 +68,7 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
     with working(console, "reading and checking the adapter"):
         from evogrpo.algorithms.factory import AGENT_CLASSES
         from evogrpo.storage.atomic_files import make_folder, write_synced
-        from evogrpo.storage.checkpoint import read_checkpoint
-        from evogrpo.storage.manifest import checkpoint_errors
+        from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with checkpoint_errors(best):

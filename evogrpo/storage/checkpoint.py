@@ -1,100 +1,259 @@
 """Checkpoints: folders of safetensors files, a JSON record and a manifest with hashes, written atomically."""
 
+import hashlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.storage.atomic_files import make_folder, sync_folder, write_synced
-from evogrpo.storage.manifest import (
-    MANIFEST_NAME,
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    OtherVersionError,
-    damaged_error,
-    dump_manifest,
-    is_safe_name,
-    read_manifest,
-    read_verified,
-    record_name,
-    tensor_name,
-    tensor_names,
-    verify_files,
-    write_entry,
+from evogrpo.storage.atomic_files import (
+    NotRegularFileError,
+    make_folder,
+    open_regular_file,
+    sync_folder,
+    write_synced,
 )
+from evogrpo.validation import dump, validate
 
+FORMAT = "evogrpo-checkpoint"
+VERSION = 4
+"""Format of checkpoints; only this one is read."""
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_BYTES = 1 << 24  # far more than the manifest of a hundred thousand files
 # Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
 FILE_BYTES = 16 * 2**20
 MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empty ones, which take long to parse
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run directory."""
+
+_KIND = re.compile(r"(?!manifest$)[a-z][a-z0-9_]{0,49}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
+_PREVIOUS = re.compile(r"\.(.+)\.previous")
+_GENERATION = re.compile(r"generation-(\d{4,})")
 
 
-def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, FileEntry]:
-    """Write tensors in the order of the mapping, which is read once per tensor, when its file is filled.
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used."""
+
+
+def damaged_error(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a file that is not as it was written."""
+    return CheckpointError(f"{path} {reason}. The checkpoint is damaged. Use another one, or a copy.")
+
+
+@contextmanager
+def checkpoint_errors(path: Path | str) -> Iterator[None]:
+    """Turn errors of loading a malformed record into CheckpointError; hashes detect damage, not forgery."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CheckpointError(f"{path} needs more memory than there is: {error}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has a record that this version cannot read ({type(error).__name__}: {error!s:.300}). Use the "
+            "version that wrote it, or another checkpoint."
+        ) from error
+
+
+# ---- manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: Length in bytes.
+        sha256: Hash of the content, hexadecimal.
+    """
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Content of a checkpoint.
+
+    Attributes:
+        kind: What was saved, such as "population"; names the record and the tensor files.
+        files: Every file of the folder, by name, except the manifest itself.
+        format: `FORMAT`.
+        version: `VERSION`.
+
+    Raises:
+        ValueError: If a name is not a plain file name, or the record is missing.
+    """
+
+    kind: str
+    files: Mapping[str, FileEntry]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if record_name(self.kind) not in self.files:
+            raise ValueError(f"files must list {record_name(self.kind)}")
+        for name in self.files:
+            if not _is_plain_name(name):
+                raise ValueError(f"files must have plain file names, got {name!r:.80}")
+
+
+def record_name(kind: str) -> str:
+    """Return the name of the record file of a kind of checkpoint."""
+    if not _KIND.fullmatch(kind):
+        raise ValueError(
+            f"the kind of a checkpoint must be a short lower-case word other than 'manifest', got {kind!r:.80}"
+        )
+    return f"{kind}.json"
+
+
+def tensor_names(kind: str, names: Iterable[str]) -> list[str]:
+    """Return those names that tensor files of a kind have, in order."""
+    return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
+
+
+def _is_plain_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a folder's manifest; the files themselves are not read.
+
+    Raises:
+        CheckpointError: If there is none, or it is not one that this version can use.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder at {folder}. Check the path.")
+    with _opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
+            raise damaged_error(path, f"has more than {MANIFEST_BYTES} bytes")
+        content = file.read()
+    try:
+        values = load_json(content)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f'must have "format": "{FORMAT}"')
+        if values.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {values.get('version')!r:.80}, but this evogrpo reads version {VERSION}. "
+                "Load it with the version that wrote it."
+            )
+        return validate(Manifest, values, extra="forbid")
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise damaged_error(path, f"is not a valid manifest ({error})") from error
+
+
+# ---- writing
+
+
+def write_checkpoint(
+    folder: Path | str,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes | Callable[[], bytes]] | None = None,
+    kind: str = "population",
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
+
+    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A checkpoint that
+    is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
+    Only one process may write a given folder, or the generations of a run, at a time.
+
+    The memory taken is about three times what one tensor file holds, which is at most `file_bytes` and one tensor.
 
     Args:
-        folder: Where the files go.
-        kind: The kind of checkpoint, which names the files.
-        tensors: Dense tensors; views and tied tensors are stored as separate whole tensors.
-        file_bytes: A file that holds this many bytes of tensors takes no more of them.
-
-    Returns:
-        Manifest entries of the files.
+        folder: Where the checkpoint goes; its parents are created.
+        tensors: Dense tensors of any dtype, shape and device; views and tied tensors are stored as separate whole
+            tensors. Each is read once, when it is written, so a mapping that makes them on access never has all of
+            them in memory.
+        record: Strict JSON: text keys, finite numbers.
+        files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
+        kind: What is saved, in one word; the reader must ask for the same kind.
+        replace: Replace a checkpoint that is already there.
+        file_bytes: A tensor file that holds this many bytes of tensors takes no more of them.
 
     Raises:
-        ValueError: If a tensor or its name cannot be stored.
-        OSError: If writing fails.
+        CheckpointError: If `folder` holds a checkpoint and `replace` is False, or other files.
+        ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
+        OSError: If writing fails; what was at `folder` is still there.
     """
-    names = list(tensors)
+    # 1. Check everything that can be checked before the first write.
+    folder, further = Path(folder).resolve(), files or {}
+    own = {record_name(kind), *tensor_names(kind, further)}
+    for name in further:
+        if not _is_plain_name(name) or name in own:
+            raise ValueError(
+                f"{name!r} cannot name a further file of a checkpoint of kind {kind!r}. Use letters, digits, '.', '_' "
+                f"and '-', and none of {record_name(kind)}, {kind}.safetensors and {MANIFEST_NAME}."
+            )
+    record_bytes = dump_json(record, what="record").encode("ascii")
+    make_folder(folder.parent)
+    remove_leftovers(folder)
+    _check_overwrite(folder, kind=kind, replace=replace, written=further.keys())
+    # 2. Write and sync a temporary folder, the manifest last.
+    temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
     entries: dict[str, FileEntry] = {}
-    held: dict[str, Tensor] = {}
-    for name in names:
-        if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
-            file = tensor_name(kind, len(entries) + 1)
-            entries[file] = write_entry(folder / file, _serialise(held))
-            held.clear()
-        held[name] = _storable(name, tensors[name])
-    file = tensor_name(kind, len(entries) + 1 if entries else None)
-    entries[file] = write_entry(folder / file, _serialise(held))
-    return entries
 
+    def write(name: str, content: bytes) -> None:
+        write_synced(temporary / name, content)
+        entries[name] = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
-def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint, checking every file before it is parsed.
-
-    Raises:
-        CheckpointError: If a file is not as the manifest says or not safetensors, or a tensor occurs twice.
-    """
-    tensors: dict[str, Tensor] = {}
-    for file in tensor_names(manifest.kind, manifest.files):
-        loaded = _read(folder / file, manifest.files[file])
-        if repeated := sorted(tensors.keys() & loaded.keys()):
-            raise damaged_error(folder / file, f"repeats tensors of another file: {', '.join(repeated[:5])}")
-        tensors.update(loaded)
-    return tensors
-
-
-def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
-    # Parse the same bytes that were verified, so that the file cannot change in between.
-    content = read_verified(path, entry)
-    header = int.from_bytes(content[:8], "little")
-    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
-        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
     try:
-        return load_tensors(content)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise damaged_error(path, f"is not in the safetensors format ({error})") from error
+        temporary.mkdir()
+        for name, content in _tensor_files(kind, tensors, file_bytes):
+            write(name, content)
+        write(record_name(kind), record_bytes)
+        for name, given in further.items():
+            write(name, given if isinstance(given, bytes) else given())
+        manifest = dump_json(dump(Manifest(kind=kind, files=entries)), what="manifest", indent=1)
+        write_synced(temporary / MANIFEST_NAME, manifest.encode("ascii"))
+        sync_folder(temporary)
+        # 3. Move it into place.
+        _move_into_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tensor_files(kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the tensor files; each tensor is read when its file is filled."""
+    held: dict[str, Tensor] = {}
+    number = 1
+    for name in list(tensors):
+        if held and sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
+            yield _tensor_name(kind, number), _serialise(held)
+            held.clear()
+            number += 1
+        held[name] = _storable(name, tensors[name])
+    yield _tensor_name(kind, number), _serialise(held)
+
+
+def _tensor_name(kind: str, number: int) -> str:
+    return f"{kind}.safetensors" if number == 1 else f"{kind}-{number:05d}.safetensors"
 
 
 def _storable(name: str, tensor: Tensor) -> Tensor:
@@ -113,9 +272,20 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
         raise ValueError(f"the tensors cannot be stored as safetensors: {error}") from error
 
 
-_TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
-_PREVIOUS = re.compile(r"\.(.+)\.previous")
-_GENERATION = re.compile(r"generation-\d+")
+def _check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
+    """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder. Choose another path.")
+    found = {entry.name for entry in folder.iterdir()}
+    own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
+    with suppress(CheckpointError):  # damaged: free to be replaced, if every file in it is one that a checkpoint wrote
+        own |= read_manifest(folder).files.keys()
+    if found & own and not replace:
+        raise CheckpointError(f"{folder} already holds a checkpoint. Pass replace=True, or choose another folder.")
+    if foreign := sorted(found - own - (written if replace else set())):
+        raise CheckpointError(f"{folder} holds files of others: {', '.join(foreign[:5])}. Choose another folder.")
 
 
 def checkpoint_path(folder: Path) -> Path:
@@ -124,7 +294,11 @@ def checkpoint_path(folder: Path) -> Path:
     return previous if previous.is_dir() and not os.path.lexists(folder) else folder
 
 
-def move_into_place(temporary: Path, folder: Path) -> None:
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _move_into_place(temporary: Path, folder: Path) -> None:
     """Rename a complete, synced folder to its final name, replacing an existing one."""
     previous = _previous(folder)
     replacing = os.path.lexists(folder)
@@ -157,109 +331,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint atomically: rename it first."""
-    doomed = folder.with_name(f".{folder.name}.temporary-{os.urandom(16).hex()}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def check_overwrite(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
-    """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else.
-
-    Args:
-        folder: Where the checkpoint shall go.
-        kind: The kind that shall be written.
-        replace: Whether a complete checkpoint may be replaced.
-        written: Names of the further files that shall be written.
-    """
-    if not os.path.lexists(folder):
-        return
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder. Choose another path.")
-    found = {entry.name for entry in folder.iterdir()}
-    own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
-    complete = False
-    try:
-        manifest = read_manifest(folder)
-        own |= manifest.files.keys()
-        if not replace:  # what may be replaced need not be read
-            verify_files(folder, manifest)
-            complete = True
-    except OtherVersionError as error:
-        if not replace:
-            raise CheckpointError(f"{error} Or pass replace=True to replace it.") from error
-    except CheckpointError:
-        pass  # damaged: free to be replaced, as long as every file in it is one that a checkpoint wrote
-    if complete:
-        raise CheckpointError(
-            f"{folder} already holds a complete checkpoint. Pass replace=True, or choose another folder."
-        )
-    if foreign := sorted(found - (own | written if replace else own)):
-        raise CheckpointError(f"{folder} holds files of others: {', '.join(foreign[:5])}. Choose another folder.")
-
-
-def _previous(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.previous")
-
-
-__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
-
-
-def write_checkpoint(
-    folder: Path | str,
-    tensors: Mapping[str, Tensor],
-    record: Mapping[str, Any],
-    *,
-    files: Mapping[str, bytes | Callable[[], bytes]] | None = None,
-    kind: str = "population",
-    replace: bool = False,
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Save tensors and a record as one folder that is complete or absent, even if the process is killed.
-
-    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A checkpoint that
-    is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
-    Only one process may write a given folder, or the generations of a run, at a time.
-
-    The memory taken is about three times what one tensor file holds, which is at most `file_bytes` and one tensor.
-
-    Args:
-        folder: Where the checkpoint goes; its parents are created.
-        tensors: Dense tensors of any dtype, shape and device. Each is read once, when it is written, so a mapping
-            that makes them on access never has all of them in memory.
-        record: Strict JSON: text keys, finite numbers.
-        files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
-        kind: What is saved, in one word; the reader must ask for the same kind.
-        replace: Whether a complete checkpoint that is already there may be replaced. A damaged one always may.
-        file_bytes: A tensor file that holds this many bytes of tensors takes no more of them, at least 1.
-
-    Raises:
-        CheckpointError: If `folder` holds a complete checkpoint and `replace` is False, or other files.
-        ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
-        OSError: If writing fails; what was at `folder` is still there.
-    """
-    folder = Path(folder).resolve()
-    further = files or {}
-    _check_names(kind, further)
-    if file_bytes < 1:
-        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}.")
-    record_bytes = dump_json(record, what="record").encode("ascii")
-    make_folder(folder.parent)
-    remove_leftovers(folder)
-    check_overwrite(folder, kind=kind, replace=replace, written=further.keys())
-    temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
-    try:
-        temporary.mkdir()
-        entries = write_tensors(temporary, kind, tensors, file_bytes)
-        entries[record_name(kind)] = write_entry(temporary / record_name(kind), record_bytes)
-        for name, content in further.items():
-            entries[name] = write_entry(temporary / name, content if isinstance(content, bytes) else content())
-        write_synced(temporary / MANIFEST_NAME, dump_manifest(Manifest(kind=kind, files=entries)))
-        sync_folder(temporary)
-        move_into_place(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+# ---- reading
 
 
 def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -276,9 +348,13 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
     place, manifest = _find(folder, kind)
-    verify_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
+    names = tensor_names(kind, manifest.files)
+    _verify_files(place, manifest, besides=(record_name(kind), *names))
     record = _record(place, manifest)
-    return read_tensors(place, manifest), record
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        tensors.update(_read_tensors(place / name, manifest.files[name]))
+    return tensors, record
 
 
 def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, Any]:
@@ -288,18 +364,6 @@ def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, An
         CheckpointError: If the manifest or the record is not as it was written.
     """
     return _record(*_find(folder, kind))
-
-
-def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
-    path = place / record_name(manifest.kind)
-    content = read_verified(path, manifest.files[path.name])
-    try:
-        record = load_json(content)
-    except ValueError as error:
-        raise damaged_error(path, f"is not strict JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise damaged_error(path, f"holds no JSON object, but a {type(record).__name__}")
-    return record
 
 
 def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manifest:
@@ -316,7 +380,7 @@ def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manife
         CheckpointError: If anything about the checkpoint is not as it was written.
     """
     place, manifest = _find(folder, kind)
-    verify_files(place, manifest)
+    _verify_files(place, manifest)
     return manifest
 
 
@@ -332,28 +396,86 @@ def _find(folder: Path | str, kind: str) -> tuple[Path, Manifest]:
     return place, manifest
 
 
-def _check_names(kind: str, further: Iterable[str]) -> None:
-    """Refuse a kind, or further files, that have no name of their own in the folder."""
-    record = record_name(kind)
-    for name in further:
-        if not is_safe_name(name) or name == record or tensor_names(kind, [name]):
-            raise ValueError(
-                f"{name!r} cannot name a further file of a checkpoint of kind {kind!r}. Use letters, digits, '.', '_' "
-                f"and '-', and none of {tensor_name(kind)}, {tensor_name(kind, 1)}, {record} and {MANIFEST_NAME}."
-            )
+def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
+    path = place / record_name(manifest.kind)
+    content = _read_verified(path, manifest.files[path.name])
+    try:
+        record = load_json(content)
+    except ValueError as error:
+        raise damaged_error(path, f"is not strict JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise damaged_error(path, f"holds no JSON object, but a {type(record).__name__}")
+    return record
 
 
-CHECKPOINTS = "checkpoints"
-"""The folder in a run's that holds its generations."""
+def _read_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
+    # Parse the same bytes that were verified, so that the file cannot change in between.
+    content = _read_verified(path, entry)
+    header = int.from_bytes(content[:8], "little")
+    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
+        raise damaged_error(path, f"has more than {MOST_TENSORS:,} tensors")
+    try:
+        return load_tensors(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise damaged_error(path, f"is not in the safetensors format ({error})") from error
 
-_GENERATION_FOLDER = re.compile(r"\.?generation-(\d{4,})(?:\.previous)?")
+
+def _verify_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
+    """Check that a folder holds every file of its manifest as written, `besides` those that are checked elsewhere."""
+    for name, entry in manifest.files.items():
+        if name not in besides:
+            with _opened(folder / name, entry) as file:
+                _check_hash(folder / name, entry, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _read_verified(path: Path, entry: FileEntry) -> bytes:
+    """Return the bytes of a file, after checking those very bytes against the manifest."""
+    with _opened(path, entry) as file:
+        content = file.read()
+    _check_hash(path, entry, hashlib.sha256(content).hexdigest())
+    return content
+
+
+def _check_hash(path: Path, entry: FileEntry, found: str) -> None:
+    if found != entry.sha256:
+        raise damaged_error(path, "has another SHA-256 than in the manifest")
+
+
+@contextmanager
+def _opened(path: Path, entry: FileEntry | None = None) -> Iterator[BufferedReader]:
+    """Open a regular file of the size in the manifest."""
+    try:
+        with os.fdopen(open_regular_file(path), "rb") as file:
+            actual = os.fstat(file.fileno()).st_size
+            if entry is not None and actual != entry.size:
+                raise damaged_error(path, f"has {actual} bytes instead of {entry.size}")
+            yield file
+    except NotRegularFileError as error:
+        raise damaged_error(path, "is not a plain file") from error
+    except FileNotFoundError as error:
+        raise damaged_error(path, "is missing") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}). Check the disk and the permissions."
+        ) from error
+
+
+# ---- generations of a run
 
 
 def generation_folder(run_dir: Path | str, generation: int) -> Path:
-    """Return the checkpoint folder of one generation, at least 0; it need not exist."""
-    if generation < 0:
-        raise ValueError(f"generation must be at least 0, got {generation}.")
+    """Return the checkpoint folder of one generation; it need not exist."""
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
+
+
+def stored_generations(run_dir: Path | str) -> list[int]:
+    """Return the generations that have a folder, newest first."""
+    parent = Path(run_dir) / CHECKPOINTS
+    if not parent.is_dir():
+        return []
+    folders = (entry for entry in parent.iterdir() if entry.is_dir())
+    names = (entry.name.removeprefix(".").removesuffix(".previous") for entry in folders)
+    return sorted({int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))}, reverse=True)
 
 
 def latest_checkpoint(run_dir: Path | str) -> int | None:
@@ -365,7 +487,7 @@ def latest_checkpoint(run_dir: Path | str) -> int | None:
     return None
 
 
-def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
+def prune(run_dir: Path | str, written: int, keep: int = 2) -> None:
     """Remove old checkpoints without reading them; `written` and the `keep` - 1 before it stay.
 
     `written` is complete, so the run can be resumed even if all other checkpoints are damaged. Newer generations are
@@ -376,28 +498,10 @@ def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
         run_dir: Run directory.
         written: Generation whose checkpoint this process has just written.
         keep: Number of checkpoints to keep, at least 1.
-
-    Returns:
-        The generations that were removed, newest first.
-
-    Raises:
-        ValueError: If `keep` is below 1, or `written` has no checkpoint.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}.")
     older = [generation for generation in stored_generations(run_dir) if generation <= written]
-    if written not in older:
-        raise ValueError(f"generation {written} has no checkpoint in {run_dir}. Write it before old ones are removed.")
-    removed = older[keep:]
-    for generation in removed:
-        remove_checkpoint(checkpoint_path(generation_folder(run_dir, generation)))
-    return tuple(removed)
-
-
-def stored_generations(run_dir: Path | str) -> list[int]:
-    """Return the generations that have a folder, newest first."""
-    parent = generation_folder(run_dir, 0).parent
-    if not parent.is_dir():
-        return []
-    names = (_GENERATION_FOLDER.fullmatch(entry.name) for entry in parent.iterdir() if entry.is_dir())
-    return sorted({int(match[1]) for match in names if match}, reverse=True)
+    for generation in older[keep:]:
+        folder = checkpoint_path(generation_folder(run_dir, generation))
+        doomed = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
+        folder.rename(doomed)  # atomic: a kill while the files are removed leaves no half checkpoint
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -40,6 +40,8 @@ from evogrpo.evolution.strategies import Strategy
 from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files, remove_temporary_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
+    CheckpointError,
+    checkpoint_errors,
     generation_folder,
     latest_checkpoint,
     prune,
@@ -51,7 +53,6 @@ from evogrpo.storage.checkpoint import (
 )
 from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
-from evogrpo.storage.manifest import CheckpointError, checkpoint_errors
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig

@@ -16,8 +16,7 @@ from benchmarking.soaking.forging import forged, put_bytes, put_in
 from evogrpo import GRPO, MultiAgentGRPO, Tournament
 from evogrpo.cli import main
 from evogrpo.randomness import generator
-from evogrpo.storage.checkpoint import generation_folder
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder
 from tests.envs import joint_probes
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_agent, step_run

@@ -15,7 +15,7 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution import MemberRecord, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.envs import joint_probes
 

@@ -9,7 +9,7 @@ from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import MemberRecord, Plan
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.oracles.objective_by_hand import ByHand
 from tests.rounding import assert_metrics_agree

@@ -13,7 +13,7 @@ from evogrpo.algorithms.policies.networks import space_from_json, space_to_json
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.randomness import generator
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError
 from tests.envs.probes import PROBES, MatchDict
 from tests.tiny_networks import MIXED
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent, step_population

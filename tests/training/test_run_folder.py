@@ -19,10 +19,17 @@ from evogrpo import GRPO, GymnasiumGroups, evolve, resume
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.storage.checkpoint import MOST_TENSORS, _read, generation_folder, read_checkpoint, read_record
+from evogrpo.storage.checkpoint import (
+    MOST_TENSORS,
+    CheckpointError,
+    FileEntry,
+    _read_tensors,
+    generation_folder,
+    read_checkpoint,
+    read_record,
+)
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
-from evogrpo.storage.manifest import CheckpointError, FileEntry
 from evogrpo.training.run_dir import JournalChangedError, open_run
 from tests.forking import Forked
 
@@ -242,12 +249,12 @@ def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
     entry = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"{MOST_TENSORS:,} tensors"):
-        _read(tmp_path / "x.safetensors", entry)
+        _read_tensors(tmp_path / "x.safetensors", entry)
     assert time.monotonic() - began < 5  # parsing the header takes minutes
     whole = save({"weights": torch.zeros(4)})
     (tmp_path / "y.safetensors").write_bytes(whole)
     entry = FileEntry(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())
-    assert _read(tmp_path / "y.safetensors", entry)["weights"].shape == (4,)
+    assert _read_tensors(tmp_path / "y.safetensors", entry)["weights"].shape == (4,)
 
 
 def test_leftovers_of_a_killed_write_are_removed(tmp_path):

@@ -58,7 +58,7 @@ from evogrpo.models.language.lora import choose_targets, lora_from_json, lora_to
 from evogrpo.models.language.quantised import is_quantised
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate
 
 

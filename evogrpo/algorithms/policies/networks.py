@@ -45,7 +45,7 @@ from evogrpo.models.networks.distributions import distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from evogrpo.spaces import unflatten
-from evogrpo.storage.manifest import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate
 from evogrpo.warnings import warn
 
