@@ -107,20 +107,13 @@ def _pace(folder: Path, began: float) -> Pace:
 
 
 def _killed(process: int) -> bool:
-    """Kill a process; return True if it was still running. It is stopped first, so that it cannot end meanwhile."""
+    """Kill a process; return True if it was still running."""
     try:
-        os.kill(process, signal.SIGSTOP)
-        while (state := _state(process)) not in "TZX":
-            time.sleep(0.001)
+        ended = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         os.kill(process, signal.SIGKILL)
     except (ProcessLookupError, FileNotFoundError):
         return False
-    return state == "T"
-
-
-def _state(process: int) -> str:
-    """Return the state letter of a process."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return not ended
 
 
 def _named(line: bytes) -> tuple[bytes, ...] | None:
