@@ -169,7 +169,7 @@ def test_statistics_are_inherited_and_part_of_the_policy():
     agent, seen = population[1], generator(0, "test").standard_normal((5, 4)).astype(np.float32)
     s = body.statistics
     expected = (seen - s.mean[1]) / np.sqrt(s.m2[1] / s.count[1] + 1e-8)
-    plain = bank.policy(1)(expected.clip(-10, 10).astype(np.float32))
+    plain = bank.outputs(1, expected.clip(-10, 10).astype(np.float32))
     torch.testing.assert_close(agent.get_policy()(seen), plain)
     assert agent.get_action(seen, training=False).tolist() == plain.argmax(1).tolist()
 

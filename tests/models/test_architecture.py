@@ -1,7 +1,5 @@
 """Architectures: configuration, function-preserving changes, optimizer moments, mutations and banks."""
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from evogrpo.models.networks.architecture import (
     ArchitectureLimits,
     NetworkConfig,
     add_layer,
-    json_bytes,
     morph,
     mutate_architecture,
     remove_layer,
@@ -275,7 +272,9 @@ def test_checkpoints_contain_the_architecture(tmp_path):
 def test_states_with_a_wrong_architecture_are_rejected():
     bank = CASES["discrete"].bank(2)
     state, before = bank.state(0), bank.state(0)
-    state["architecture"] = json_bytes(asdict(NetworkConfig(hidden=(60_000, 60_000))))
+    state["architecture"] = (
+        Case(actions=spaces.Discrete(4), network=NetworkConfig(hidden=(9,))).bank(1).state(0)["architecture"]
+    )
     with pytest.raises(ValueError, match=r"state 'exp_avg'|state 'weights'"):
         bank.load_state(0, state)
     for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
@@ -290,4 +289,4 @@ def test_states_of_another_space_or_module_are_rejected():
         Case(actions=spaces.Discrete(4)).bank(1).load_state(0, bank.state(0))
     other = CASES["module"].bank(1)
     with pytest.raises(ValueError, match="module"):
-        other.load_state(0, other.state(0) | {"architecture": json_bytes(asdict(NetworkConfig()))})
+        other.load_state(0, other.state(0) | {"architecture": bank.state(0)["architecture"]})

@@ -111,10 +111,8 @@ def test_policy_module_matches_acting(name):
     rngs = [generator(0, "test rows", row) for row in range(4)]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
     for slot in range(3):
-        policy = bank.policy(slot)
-        outputs = policy(seen)
+        outputs = bank.outputs(slot, seen)
         assert not outputs.requires_grad
-        assert not list(policy.parameters())
         expected = bank.act(seen, np.full(4, slot), uniforms=None)
         actions, log_probs = bank.distribution.sample(outputs.numpy(), None, None, None)
         np.testing.assert_allclose(actions, expected.actions, rtol=1e-5, atol=1e-5)
@@ -139,11 +137,6 @@ def test_devices_agree(name, device):
     reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps).reports for bank in (here, there)]
     for slot in range(3):
         assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)
-
-
-def test_size_zero_is_rejected():
-    with pytest.raises(ValueError, match="size"):
-        Case(actions=spaces.Discrete(2)).bank(0)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60))

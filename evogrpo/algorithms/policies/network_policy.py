@@ -19,7 +19,7 @@ from evogrpo.envs.control.observations import ObservationStatistics, episode_sta
 from evogrpo.envs.control.rollout import PolicyEpisodes
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.networks.architecture import NothingToChangeError, mutate_architecture
-from evogrpo.models.networks.bank import StackedBank
+from evogrpo.models.networks.bank import StackedBank, to_tensors
 from evogrpo.spaces import flatten, leaf_spaces, unflatten
 
 StepExperiences = tuple[Any, ...]
@@ -171,14 +171,13 @@ class _PolicyModule(nn.Module):
 
     def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
-        self._policy, self.slot = policy, slot
-        self.network = policy.bank.policy(slot, base=base)
+        self._policy, self.slot, self._base = policy, slot, base
 
     def forward(self, observations: Any) -> torch.Tensor:
         """Return distribution parameters `[m, o]` for raw observations `[m, ...]`."""
         count = len(np.asarray(flatten(self._policy.observation_space, observations)[0]))
-        outputs: torch.Tensor = self.network(self._policy.shown(observations, np.full(count, self.slot)))
-        return outputs
+        shown = self._policy.shown(observations, np.full(count, self.slot))
+        return self._policy.bank.outputs(self.slot, shown, base=self._base)
 
 
 # ---- batches
@@ -227,15 +226,6 @@ def _array(value: Any) -> NDArray[Any]:
         value = value.detach().cpu()
         return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)  # numpy has no bfloat16
     return np.asarray(value)
-
-
-def to_tensors(tree: Any) -> Any:
-    """Convert arrays, or dicts and tuples of arrays, to tensors that share their memory."""
-    if isinstance(tree, Mapping):
-        return {key: to_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(to_tensors(value) for value in tree)
-    return torch.from_numpy(np.ascontiguousarray(tree))
 
 
 def episode_batch(

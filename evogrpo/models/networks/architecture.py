@@ -1,6 +1,5 @@
 """Architecture of small networks, and mutations of it that keep what a member has learnt."""
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -246,8 +245,3 @@ def remove_layer(state: StateParameters, depth: int) -> StateParameters:
             bias = parameters[f"{last}.bias"] @ parameters["output.weight"] + parameters["output.bias"]
             changed[name] = kept | {"output.weight": product, "output.bias": bias}
     return changed
-
-
-def json_bytes(values: Any) -> Tensor:
-    """Return plain JSON values as text with sorted keys, in bytes `[b]` (uint8)."""
-    return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)

@@ -4,21 +4,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, SampledActions, map_tensors
 from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
-from evogrpo.models.networks.architecture import NetworkConfig
-from evogrpo.models.networks.distributions import MASKED_LOGIT, distribution_for
-from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork, Network
+from evogrpo.models.networks.distributions import MASKED_LOGIT
+from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
 
 Layouts = list[tuple[Stack, Layout]]
@@ -37,24 +36,11 @@ class StackedBank(StackedTrainStates):
     Args:
         observation_space: Observation space of the members.
         action_space: Action space of the members.
-        size: Number of members.
-        network: Initial architecture of all members (by default two tanh layers of 64), or a user's module, which is
-            run once per member; see `ModuleNetwork`.
-        optimizer: AdamW settings shared by all members.
-        seed: Root seed of the initial weights, which are the same for all members.
-        own_reference: Each member has its own reference policy, set by `keep_reference`. Otherwise the reference is
-            the initial policy.
-        device: Device of weights and computation.
         memory: Approximate maximum of bytes that one forward pass with gradients keeps. Halved when out of memory.
-        extra_stats: Number of additional running statistics per member, initially 0.
+        options: Further arguments of `StackedTrainStates`.
 
     Attributes:
-        distribution: Action distribution of the networks' outputs.
-        device: As given.
         memory: As given, or halved.
-
-    Raises:
-        ValueError: If a space is not supported, or the network does not fit it.
     """
 
     rows_are_transitions = True
@@ -64,47 +50,10 @@ class StackedBank(StackedTrainStates):
         observation_space: spaces.Space[Any] | None,
         action_space: spaces.Space[Any] | None,
         *,
-        size: int,
-        network: NetworkConfig | nn.Module | None = None,
-        optimizer: Optimizer | None = None,
-        seed: int = 0,
-        own_reference: bool = False,
-        device: torch.device | str = "cpu",
         memory: int = 1 << 26,
-        extra_stats: int = 0,
+        **options: Any,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}.")
-        distribution = distribution_for(action_space)
-        module, config = None, None
-        if isinstance(network, nn.Module):
-            module = ModuleNetwork(network, observation_space, distribution.outputs, device)
-            taken = sorted(set(module.shapes) & set(distribution.free_parameters))
-            if taken:
-                raise ValueError(
-                    f"{module.name} must have no parameter named {taken[0]!r}, which is the action distribution's: "
-                    "rename it, or leave it out."
-                )
-        else:
-            config = network or NetworkConfig()
-
-        def network_for(config: NetworkConfig | None) -> Network:
-            if config is not None:
-                return DefaultNetwork(config, observation_space, distribution.outputs)
-            assert module is not None
-            return module
-
-        super().__init__(
-            network_for,
-            distribution,
-            config,
-            size,
-            optimizer=optimizer or Optimizer(),
-            seed=seed,
-            own_reference=own_reference,
-            device=device,
-            extra_stats=extra_stats,
-        )
+        super().__init__(observation_space, action_space, **options)
         self.memory = memory
         self._layout_cache: dict[str, tuple[tuple[int, bool], IntArray, Layouts]] = {}
 
@@ -136,33 +85,32 @@ class StackedBank(StackedTrainStates):
         """Choose one action for each observation; see `evogrpo.data.Actor`.
 
         Raises:
-            ValueError: If a slot does not exist, or an observation does not fit its space.
+            ValueError: If an observation does not fit its space.
         """
         layouts = self._layouts("act", member_ids, base=base)
-        with np.errstate(all="ignore"):  # a member whose weights are not finite fails when it learns
-            outputs = [self._act_outputs(stack, layout, observations, len(member_ids)) for stack, layout in layouts]
-            if len(outputs) == 1 and layouts[0][1].in_order:
-                together = outputs[0]
+        # 1. Distribution parameters `[m, o]` of all rows. A member whose weights are not finite fails when it learns.
+        parts = []
+        with np.errstate(all="ignore"):
+            for stack, layout in layouts:
+                if stack.reads_features and self.device.type == "cpu":
+                    features = np.asarray(observations, dtype=np.float32).reshape(len(member_ids), -1)
+                    whole = layout.in_order and layout.index.size == len(member_ids)
+                    features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
+                    outputs = stack.act("weights", layout.rows, features)
+                else:
+                    laid_out = map_tensors(to_tensors(observations), itemgetter(torch.from_numpy(layout.index)))
+                    outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
+                outputs = outputs.reshape(-1, outputs.shape[2])
+                parts.append(outputs if layout.real is None else outputs[layout.real])
+            if len(parts) == 1 and layouts[0][1].in_order:
+                together = parts[0]
             else:
-                together = np.empty((len(member_ids), outputs[0].shape[1]), dtype=np.float32)
-                for (_, layout), part in zip(layouts, outputs, strict=True):
+                together = np.empty((len(member_ids), parts[0].shape[1]), dtype=np.float32)
+                for (_, layout), part in zip(layouts, parts, strict=True):
                     together[layout.items] = part
+            # 2. Actions.
             actions, log_probs = self.distribution.sample(together, uniforms, temperature, action_mask)
         return SampledActions(actions=actions, log_probs=log_probs)
-
-    def _act_outputs(self, stack: Stack, layout: Layout, observations: Any, count: int) -> NDArray[np.float32]:
-        """Return distribution parameters `[c, o]` of the rows in `layout.items`."""
-        if stack.reads_features and self.device.type == "cpu":
-            features = np.asarray(observations, dtype=np.float32).reshape(count, -1)
-            whole = layout.in_order and layout.index.size == count
-            features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
-            outputs = stack.act("weights", layout.rows, features)
-        else:
-            index = torch.from_numpy(layout.index)
-            laid_out = map_tensors(_tensors(observations), lambda leaf: leaf[index])
-            outputs = stack.outputs("weights", layout.rows, laid_out).cpu().numpy()
-        outputs = outputs.reshape(-1, outputs.shape[2])
-        return outputs if layout.real is None else outputs[layout.real]
 
     def _layouts(self, purpose: str, slots: IntArray, *, base: bool) -> Layouts:
         """Lay items out by stack and member; under the base policy all are items of one member.
@@ -182,9 +130,17 @@ class StackedBank(StackedTrainStates):
             cached = self._layout_cache[purpose] = (key, slots.copy(), layouts)
         return cached[2]
 
-    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
-        """Return a module that computes one member's distribution parameters; it reads the bank's weights."""
-        return MemberNetwork(self, slot, base=base)
+    def outputs(self, slot: int, observations: Any, *, base: bool = False) -> Tensor:
+        """Return one member's distribution parameters `[m, o]`, without gradient.
+
+        Args:
+            slot: Slot of the member.
+            observations: Tensors or arrays `[m, ...]`; dicts and tuples of these for Dict and Tuple spaces.
+            base: Use the initial weights instead.
+        """
+        stack, row = (self.base, 0) if base else self.locate(slot)
+        batched = map_tensors(to_tensors(observations), lambda leaf: leaf[None])
+        return stack.outputs("weights", np.array([row]), batched)[0]
 
     # ---- log-probabilities
 
@@ -400,31 +356,6 @@ class StackedBank(StackedTrainStates):
         return found
 
 
-class MemberNetwork(nn.Module):
-    """Network of one member as a module: observations in, distribution parameters out.
-
-    Args:
-        bank: The bank that contains the weights.
-        slot: Slot of the member.
-        base: Use the initial weights instead.
-    """
-
-    def __init__(self, bank: StackedBank, slot: int, *, base: bool = False) -> None:
-        super().__init__()
-        self._bank, self._base = bank, base
-        self.slot = slot
-
-    def forward(self, observations: Any) -> Tensor:
-        """Return distribution parameters `[m, o]` for observations `[m, ...]` of the space, without gradient.
-
-        Args:
-            observations: Tensors or arrays; dicts and tuples of these for Dict and Tuple spaces.
-        """
-        stack, row = (self._bank.base, 0) if self._base else self._bank.locate(self.slot)
-        batched = map_tensors(_tensors(observations), lambda leaf: leaf[None])
-        return stack.outputs("weights", np.array([row]), batched)[0]
-
-
 def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return `[n, t, ...]` at positions in `[n * t]`, in the shape of `places`; None = all in order, in `shape`."""
     flat = values.flatten(0, 1)
@@ -434,10 +365,10 @@ def _take(values: Tensor, *, places: Tensor | None, shape: tuple[int, ...] | Non
     return flat if shape is None else flat.unflatten(0, shape)
 
 
-def _tensors(tree: Any) -> Any:
-    """Return arrays or tensors, or dicts and tuples of them, as tensors that share their memory."""
+def to_tensors(tree: Any) -> Any:
+    """Convert arrays, or dicts and tuples of arrays, to tensors that share their memory; tensors stay."""
     if isinstance(tree, Mapping):
-        return {key: _tensors(value) for key, value in tree.items()}
+        return {key: to_tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return tuple(_tensors(value) for value in tree)
-    return tree if isinstance(tree, Tensor) else torch.from_numpy(np.asarray(tree))
+        return tuple(to_tensors(value) for value in tree)
+    return tree if isinstance(tree, Tensor) else torch.from_numpy(np.ascontiguousarray(tree))

@@ -3,15 +3,16 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -20,9 +21,10 @@ from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_steps_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS
 from evogrpo.models.devices import check_allocation
-from evogrpo.models.networks.architecture import NetworkConfig, Parameters, json_bytes, morph
-from evogrpo.models.networks.distributions import Distribution
+from evogrpo.models.networks.architecture import NetworkConfig, Parameters, morph
+from evogrpo.models.networks.distributions import Distribution, distribution_for
 from evogrpo.models.networks.networks import DefaultNetwork, FloatArray, ModuleNetwork, Network, Shapes, join, split
+from evogrpo.validation import dump
 
 IntArray = NDArray[np.int64]
 
@@ -188,45 +190,8 @@ class Stack:
     def _arrays(self) -> dict[str, dict[str, FloatArray]]:
         return {name: {key: value.numpy() for key, value in views.items()} for name, views in self._views.items()}
 
-    @torch.no_grad()
-    def step(
-        self,
-        rows: Sequence[int],
-        steps: Sequence[int],
-        lrs: Sequence[float],
-        max_norms: Sequence[float],
-        settings: Optimizer,
-    ) -> tuple[list[float], list[bool]]:
-        """Clip gradients and take AdamW steps, except where a gradient is not finite; overwrites `gradient`.
-
-        Args:
-            rows: Rows of the members that step.
-            steps: Step number of each, from 1.
-            lrs: Learning rate of each.
-            max_norms: Maximum gradient norm of each.
-            settings: AdamW settings.
-
-        Returns:
-            Gradient norms before clipping, NaN where the gradient or the weights after the step are not finite; and
-            True for each step that was taken.
-        """
-        norms = torch.linalg.vector_norm(self.gradient, dim=1).tolist()
-        taken = {
-            row: (step, lr, min(1.0, bound / (norms[row] + 1e-6)))
-            for row, step, lr, bound in zip(rows, steps, lrs, max_norms, strict=True)
-            if math.isfinite(norms[row])
-        }
-        if self._length <= MAX_STACKED_STEP and taken:
-            self._step_block(range(len(self.slots)), taken, settings)
-        else:
-            for row in taken:
-                self._step_block(range(row, row + 1), taken, settings)
-        finite = self.tensors["weights"].sum(1).isfinite().tolist()
-        stepped = [row in taken for row in rows]
-        return [norms[row] if row in taken and finite[row] else math.nan for row in rows], stepped
-
-    def _step_block(self, block: range, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
-        """Take the steps (number, lr, factor on the gradient) of adjacent rows.
+    def step(self, block: range, taken: Mapping[int, tuple[int, float, float]], settings: Optimizer) -> None:
+        """Take AdamW steps (number, lr, factor on the gradient) in some of adjacent rows; overwrites `gradient`.
 
         All rows are computed and those without a step are restored, so that a row's bits do not depend on other steps.
         """
@@ -268,48 +233,68 @@ class StackedTrainStates:
     Slots move between stacks when they inherit or change their architecture.
 
     Args:
-        network_for: Function that builds the network of an architecture.
-        distribution: Action distribution of the networks' outputs.
-        config: Initial architecture of all members; None for a user's module.
+        observation_space: Observation space of the members.
+        action_space: Action space of the members.
         size: Number of members.
+        network: Initial architecture of all members (by default two tanh layers of 64), or a user's module, which is
+            run once per member; see `ModuleNetwork`.
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial weights, which are the same for all members.
-        own_reference: Each member has its own reference policy.
-        device: Device of the weights.
+        own_reference: Each member has its own reference policy, set by `keep_reference`. Otherwise the reference is
+            the initial policy.
+        device: Device of weights and computation.
         extra_stats: Number of additional running statistics per member, initially 0.
 
     Attributes:
+        distribution: Action distribution of the networks' outputs.
         stacks: One stack per architecture.
         base: The initial weights, as a stack of one row.
         own_reference: As given.
         device: As given.
         version: Incremented whenever the stacks are rebuilt.
+
+    Raises:
+        ValueError: If a space is not supported, or the network does not fit it.
     """
 
     def __init__(
         self,
-        network_for: Callable[[NetworkConfig | None], Network],
-        distribution: Distribution,
-        config: NetworkConfig | None,
-        size: int,
+        observation_space: spaces.Space[Any] | None,
+        action_space: spaces.Space[Any] | None,
         *,
-        optimizer: Optimizer,
-        seed: int,
-        own_reference: bool,
-        device: torch.device | str,
+        size: int,
+        network: NetworkConfig | nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+        own_reference: bool = False,
+        device: torch.device | str = "cpu",
         extra_stats: int = 0,
     ) -> None:
-        self._network_for, self.distribution, self._optimizer = network_for, distribution, optimizer
+        self.distribution = distribution_for(action_space)
+        self._observation_space, self._optimizer = observation_space, optimizer or Optimizer()
         self.own_reference, self.device, self.version = own_reference, torch.device(device), 0
-        network = network_for(config)
-        shapes = network.shapes | dict(distribution.free_parameters)
+        # 1. The initial network.
+        self._module: ModuleNetwork | None = None
+        config, free = None, self.distribution.free_parameters
+        if not isinstance(network, nn.Module):
+            config = network or NetworkConfig()
+        else:
+            self._module = ModuleNetwork(network, observation_space, self.distribution.outputs, device)
+            taken = sorted(set(self._module.shapes) & set(free))
+            if taken:
+                raise ValueError(
+                    f"{self._module.name} must have no parameter named {taken[0]!r}, which is the action "
+                    "distribution's: rename it, or leave it out."
+                )
+        first = self._network_for(config)
+        shapes = first.shapes | dict(free)
         numbers = sum(prod(shape) for shape in shapes.values())
-        # Weights, two moments, gradient and reference of each member; the base and the initial state.
+        # 2. Weights, two moments, gradient and reference of each member; the base and the initial state.
         copies = size * (5 if own_reference else 4) + 2
         members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
         check_allocation(4 * numbers * copies, self.device, members)
-        parameters = network.initial_parameters(seed)
-        for name, shape in distribution.free_parameters.items():
+        parameters = first.initial_parameters(seed)
+        for name, shape in free.items():
             parameters[name] = torch.full(shape, 0.0 if config is None else config.log_std)
         weights = join(parameters, shapes).to(device)
         tensors = {"weights": weights, "exp_avg": torch.zeros_like(weights), "exp_avg_sq": torch.zeros_like(weights)}
@@ -317,7 +302,7 @@ class StackedTrainStates:
             tensors["reference"] = weights
         stats = torch.tensor((*INITIAL_RUNNING_STATS, *[0.0] * extra_stats), dtype=torch.float64)
         self._initial = _TrainState(config=config, tensors=tensors, running_stats=stats, step=0)
-        self.base = Stack(network, distribution, config, [0], {"weights": weights[None]})
+        self.base = Stack(first, self.distribution, config, [0], {"weights": weights[None]})
         self._stats = stats.repeat(size, 1)
         self._steps = [0] * size
         self._rebuild_stacks([self._initial] * size)
@@ -338,6 +323,12 @@ class StackedTrainStates:
         return self._stats[:, len(RUNNING_STATS) :]
 
     # ---- stacks
+
+    def _network_for(self, config: NetworkConfig | None) -> Network:
+        if config is not None:
+            return DefaultNetwork(config, self._observation_space, self.distribution.outputs)
+        assert self._module is not None
+        return self._module
 
     def architecture(self, slot: int) -> NetworkConfig | None:
         """Return a member's architecture; None for a user's module."""
@@ -414,8 +405,9 @@ class StackedTrainStates:
     def state_tensor(self, slot: int, name: str) -> Tensor:
         """Return a copy of one tensor of a member's train state."""
         stack, row = self.locate(slot)
-        if name == "architecture":
-            return self._architecture_bytes(stack.config)
+        if name == "architecture":  # as JSON text, in bytes
+            values = {"module": self._module.name} if self._module else dump(stack.config)
+            return torch.tensor(list(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
         if name == "step":
             return torch.tensor(self._steps[slot])
         return self._stats[slot].clone() if name == "running_stats" else stack.row(name, row).clone()
@@ -439,12 +431,12 @@ class StackedTrainStates:
                 hint = ": it was saved with the other one of reference='base' and reference='snapshot'"
             raise ValueError(f"a train state must have {sorted(expected)}, got {sorted(state)}{hint}.")
         config, architecture = None, state["architecture"]
-        if self._initial.config is not None:
+        if self._module is None:
             try:
                 config = NetworkConfig(**json.loads(bytes(architecture.tolist())))
             except (ValueError, TypeError, RecursionError) as error:  # other bytes, or no bytes at all
                 raise ValueError(f"train state 'architecture' is damaged: {error}") from error
-        elif architecture.dtype != torch.uint8 or not torch.equal(architecture, self._architecture_bytes(None)):
+        elif architecture.dtype != torch.uint8 or not architecture.equal(self.state_tensor(slot, "architecture")):
             raise ValueError("train state 'architecture' is not that of this bank's module.")
         # 2. Check shapes and types.
         shapes = self._network_for(config).shapes | dict(self.distribution.free_parameters)
@@ -460,25 +452,14 @@ class StackedTrainStates:
         if state["step"] < 0:
             raise ValueError(f"train state 'step' must be at least 0, got {int(state['step'])}.")
         # 3. Load it.
-        new = _TrainState(
-            config=config,
-            tensors={name: state[name].to(self.device) for name in self._initial.tensors},
-            running_stats=state["running_stats"].cpu(),
-            step=int(state["step"]),
-        )
+        tensors = {name: state[name].to(self.device) for name in self._initial.tensors}
         if config != stack.config:
+            new = _TrainState(config=config, tensors=tensors, running_stats=self._stats[slot], step=0)
             self._replace(slot, new)
-            return
-        for name, values in new.tensors.items():
-            stack.row(name, row).copy_(values)
-        self._stats[slot] = new.running_stats
-        self._steps[slot] = new.step
-
-    def _architecture_bytes(self, config: NetworkConfig | None) -> Tensor:
-        if config is not None:
-            return json_bytes(asdict(config))
-        assert isinstance(self.base.network, ModuleNetwork)
-        return json_bytes({"module": self.base.network.name})
+        else:
+            for name, values in tensors.items():
+                stack.row(name, row).copy_(values)
+        self._stats[slot], self._steps[slot] = state["running_stats"].cpu(), int(state["step"])
 
     def rebuild(self, slot: int, config: NetworkConfig, rng: np.random.Generator) -> None:
         """Give a member another architecture and keep what it has learnt; see `morph`.
@@ -511,6 +492,7 @@ class StackedTrainStates:
 
     # ---- learning
 
+    @torch.no_grad()
     def step(self, hyperparameters: Mapping[int, Hyperparameters], losses: Sequence[float]) -> dict[int, UpdateReport]:
         """Clip the gradients in the stacks and take AdamW steps, except where a gradient is not finite.
 
@@ -523,16 +505,23 @@ class StackedTrainStates:
         """
         settings, reports = self._optimizer, dict[int, UpdateReport]()
         for stack in self.stacks:
-            slots = [slot for slot in stack.slots if slot in hyperparameters]
-            lrs = [hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in slots]
-            norms, taken = stack.step(
-                [int(self._row_of[slot]) for slot in slots],
-                [self._steps[slot] + 1 for slot in slots],
-                lrs,
-                [hyperparameters[slot].max_grad_norm for slot in slots],
-                settings,
-            )
-            for slot, lr, norm, stepped in zip(slots, lrs, norms, taken, strict=True):
-                self._steps[slot] += int(stepped)
-                reports[slot] = UpdateReport(grad_norm=norm, lr=lr, loss=losses[slot], step=self._steps[slot])
+            norms = torch.linalg.vector_norm(stack.gradient, dim=1).tolist()
+            rows = {slot: row for row, slot in enumerate(stack.slots) if slot in hyperparameters}
+            lrs = {slot: hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in rows}
+            taken = {
+                row: (self._steps[slot] + 1, lrs[slot], min(1.0, hyperparameters[slot].max_grad_norm / (norm + 1e-6)))
+                for slot, row in rows.items()
+                if math.isfinite(norm := norms[row])
+            }
+            if stack.gradient.shape[1] <= MAX_STACKED_STEP and taken:
+                stack.step(range(len(stack.slots)), taken, settings)
+            else:
+                for row in taken:
+                    stack.step(range(row, row + 1), taken, settings)
+            finite = stack.tensors["weights"].sum(1).isfinite().tolist()
+            for slot, row in rows.items():
+                self._steps[slot] += row in taken
+                norm = norms[row] if row in taken and finite[row] else math.nan
+                report = UpdateReport(grad_norm=norm, lr=lrs[slot], loss=losses[slot], step=self._steps[slot])
+                reports[slot] = report
         return reports
