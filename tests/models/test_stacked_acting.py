@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.models.networks.train_states import lay_out
 from evogrpo.randomness import generator
 from tests.models.test_precision import DEVICES
-from tests.tiny_networks import CASES, Case, acted_batch, observe, stacked
+from tests.tiny_networks import CASES, acted_batch, observe, stacked
 
 
 def ask(case, bank, member_ids, *, seed=0, **settings):

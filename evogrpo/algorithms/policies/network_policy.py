@@ -15,8 +15,8 @@ from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import ObservationStatistics, episode_statistics, fits_float32, normalised_leaves
-from evogrpo.envs.control.rollout import PolicyEpisodes
+from evogrpo.envs.control.observations import ObservationStatistics, episode_statistics, normalised_leaves
+from evogrpo.envs.control.rollout import PolicyEpisodes, fits_float32
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.networks.architecture import NothingToChangeError, mutate_architecture
 from evogrpo.models.networks.bank import StackedBank, to_tensors

@@ -244,7 +244,8 @@ class NetworkPolicySet:
 
     def _width_of(self, agent: str) -> int:
         """Return the number of uniforms per action of an agent."""
-        return self.policies[self.mapping.policy_of(agent)].bank.uniforms_per_action
+        name = DEFAULT_POLICY if self._single else self.mapping.policy_of(agent)
+        return self.policies[name].bank.uniforms_per_action
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add the observations of a learning step to each policy's running statistics."""

@@ -52,29 +52,26 @@ class ActionNoise:
     def __call__(self, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the numbers `[m, width]` of agents `[m]` of one policy in episodes `[m]` at their steps `t` `[m]`."""
         names = sorted(set(agents)) or [""]
-        if len(names) == 1:
-            return self._numbers(names[0], rows, t)
-        result = np.empty((len(rows), self._width_of(names[0])), dtype=np.float32)
-        for name in names:
-            own = np.array(agents) == name
-            result[own] = self._numbers(name, rows[own], t[own])
+        for agent in names:
+            # 1. Draw the numbers of further steps.
+            table, last = self._tables.get(agent), t.max(initial=0)
+            while table is None or table.shape[1] <= last:
+                part, width = self._chunks[agent], self._width_of(agent)
+                purpose, length = f"{self._purpose} for {agent}" if agent else self._purpose, _FIRST_CHUNK << part
+                chunk = np.concatenate(
+                    [
+                        generator(self._seed, purpose, *name, part).random((count, length, width), dtype=np.float32)
+                        for name, count in self._streams
+                    ]
+                )
+                table = self._tables[agent] = chunk if table is None else np.concatenate([table, chunk], axis=1)
+                self._chunks[agent] += 1
+        # 2. Look them up.
+        result: NDArray[np.float32] = self._tables[names[0]][rows, t]
+        for agent in names[1:]:
+            own = np.array(agents) == agent
+            result[own] = self._tables[agent][rows[own], t[own]]
         return result
-
-    def _numbers(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
-        table, width = self._tables.get(agent), self._width_of(agent)
-        while table is None or table.shape[1] <= t.max(initial=0):
-            length = _FIRST_CHUNK << self._chunks[agent]
-            purpose, part = f"{self._purpose} for {agent}" if agent else self._purpose, self._chunks[agent]
-            chunk = np.concatenate(
-                [
-                    generator(self._seed, purpose, *stream, part).random((count, length, width), dtype=np.float32)
-                    for stream, count in self._streams
-                ]
-            )
-            table = self._tables[agent] = chunk if table is None else np.concatenate([table, chunk], axis=1)
-            self._chunks[agent] += 1
-        uniforms: NDArray[np.float32] = table[rows, t]
-        return uniforms
 
 
 def check_action_space(space: spaces.Space[Any]) -> None:

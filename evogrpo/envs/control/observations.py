@@ -8,7 +8,6 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.spaces import leaf_spaces
 
 Array = NDArray[Any]
@@ -63,12 +62,6 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
         if part.size != 1:
             raise ValueError(f"{name} must be one number per step, got an array of shape {part.shape}")
     return np.array([part.item() for part in parts], dtype=dtype)
-
-
-def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
-    """Return True for finite values that float32 can represent, in which policies compute."""
-    fits: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= FLOAT32_LIMIT
-    return fits
 
 
 _CLIP = 10.0

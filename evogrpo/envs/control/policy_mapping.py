@@ -120,11 +120,6 @@ class PolicyMapping:
             )
         return name
 
-    def place(self, agent: str) -> tuple[int, str]:
-        """Return a sort key: agents known in advance in their order, then all others by name."""
-        known = self.specs[self.policy_of(agent)].agents
-        return (known.index(agent) if agent in known else len(known), agent)
-
 
 def map_policies(
     observation_spaces: AgentSpaces,
@@ -208,8 +203,6 @@ def single_agent(observation_space: spaces.Space[Any], action_space: spaces.Spac
 
 
 def _policy_name(policies: Policies | None, agent: str) -> str:
-    if policies is None:
-        return DEFAULT_POLICY
     if policies == "shared":
         return SHARED
     return agent if policies == "independent" else prefix_of(agent)

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import Uniforms, policy_action_shape, to_environment
-from evogrpo.envs.control.observations import fits_float32
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
@@ -210,9 +209,9 @@ class EpisodeRecorder:
         """
         columns, n = self._columns.pop(policy), len(self._groups)
         masks = columns["masks"]
-        known = next((mask for mask in masks if mask is not None), None)
-        if known is not None:  # in steps without a mask, all actions are legal
-            everything = [np.ones((len(own), known.shape[1]), dtype=np.bool_) for own in columns["entries"]]
+        width = next((mask.shape[1] for mask in masks if mask is not None), None)
+        if width is not None:  # in steps without a mask, all actions are legal
+            everything = [np.ones((len(step), width), dtype=np.bool_) for step in columns["entries"]]
             masks[:] = [full if mask is None else mask for mask, full in zip(masks, everything, strict=True)]
         entries, t = np.concatenate(columns["entries"]), np.concatenate(columns["t"])
         # 1. One row per episode and agent that acts in the episode's group: by episode, then in the order of agents.
@@ -220,7 +219,9 @@ class EpisodeRecorder:
         acted[entries] = True
         acting = acted.reshape(len(agents), n)
         numbers = np.flatnonzero(acting.any(1)).tolist()
-        own = np.array(sorted(numbers, key=lambda number: self._mapping.place(agents[number])))
+        # Agents known in advance come in their order, then all others by name.
+        order = {agent: place for place, agent in enumerate(self._mapping.specs[policy].agents)}
+        own = np.array(sorted(numbers, key=lambda number: (order.get(agents[number], len(order)), agents[number])))
         appears = np.zeros((1 + self._groups.max(), len(own)), dtype=np.bool_)
         np.logical_or.at(appears, self._groups, acting[own].T)
         rows, places = np.nonzero(appears[self._groups])
@@ -233,8 +234,7 @@ class EpisodeRecorder:
         present = np.zeros(shape, dtype=np.bool_)
         present.reshape(-1)[cells] = True
         own_rewards = _credited(earned[chosen], present)
-        spaces = [name for name in columns if name.startswith("leaf ")]
-        leaves = [_scatter(columns[name], shape, cells) for name in spaces]
+        leaves = [_scatter(columns[name], shape, cells) for name in columns if name.startswith("leaf ")]
         ends = [np.isin(chosen, np.concatenate(each)) for each in (self._terminated, self._truncated)]
         return PolicyEpisodes(
             rows=rows,
@@ -242,7 +242,7 @@ class EpisodeRecorder:
             group_ids=self._groups[rows] * len(own) + places,
             observations=unflatten(self._mapping.specs[policy].observation_space, leaves),
             actions=_scatter(columns["actions"], shape, cells),
-            action_masks=None if known is None else _scatter(masks, shape, cells, fill=1),
+            action_masks=None if width is None else _scatter(masks, shape, cells, fill=1),
             log_probs=_scatter(columns["log_probs"], shape, cells),
             present=present,
             own_rewards=own_rewards,
@@ -484,6 +484,12 @@ def play_episodes(
         check_finite_rewards(step, request.seeds[rows], t)
         recorder.record_step(rows, t, step)
         t = t + 1
+
+
+def fits_float32(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Return True for finite values that float32 can represent, in which policies compute."""
+    fits: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= FLOAT32_LIMIT
+    return fits
 
 
 def check_finite(inputs: PolicyInput, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
