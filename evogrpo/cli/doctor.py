@@ -1,4 +1,4 @@
-"""Command `doctor`: checks of this machine, with a remedy for each problem."""
+"""Commands `doctor` and `tasks`: checks of this machine with remedies, and the tasks that are installed."""
 
 import argparse
 import importlib
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.columns import Columns
 from rich.text import Text
 
 from evogrpo.cli.main import FAILED, OK
 from evogrpo.distributed import processes
 from evogrpo.models.devices import process_memory
 from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
-from evogrpo.training.display.console import make_console
+from evogrpo.training.display.console import HangingIndent, make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
@@ -80,34 +81,6 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
 def check_python() -> Iterator[Finding]:
     """Report the Python interpreter."""
     yield Finding(name="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
-
-
-def check_packages() -> Iterator[Finding]:
-    """Compare installed packages with the requirements."""
-    from packaging.requirements import Requirement
-
-    try:
-        required = [Requirement(text) for text in importlib.metadata.requires("evogrpo") or []]
-    except importlib.metadata.PackageNotFoundError:
-        remedy = reinstall_command()
-        detail = "versions not checked: evogrpo is not installed"
-        yield Finding(name="packages", state="note", detail=detail, remedy=remedy)
-        return
-    satisfied = 0
-    for requirement in required:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            satisfied += 1
-            continue
-        installed = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
-        remedy = package_command(f"{requirement.name}{requirement.specifier}")
-        yield Finding(name="packages", state="problem", detail=f"{requirement.name}: {installed}", remedy=remedy)
-    yield Finding(name="packages", state="ok", detail=f"{satisfied} required packages installed")
 
 
 def check_torch() -> Iterator[Finding]:
@@ -240,7 +213,6 @@ def check_extras() -> Iterator[Finding]:
 
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_python,
-    check_packages,
     check_torch,
     check_processes,
     check_precision,
@@ -249,3 +221,39 @@ CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_folders,
     check_extras,
 )
+
+
+def tasks(args: argparse.Namespace) -> int:
+    """List the available tasks."""
+    from evogrpo.envs.control.classic import native_ids
+    from evogrpo.envs.text.reasoning import is_installed
+    from evogrpo.envs.text.tasks import TASKS
+    from evogrpo.training.presets import preset_ids
+
+    console = make_console()
+    console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
+    width = max(map(len, TASKS))
+    for name, task in TASKS.items():
+        console.print(HangingIndent(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
+    console.print()
+    console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
+    if not is_installed():
+        line = f"  100+ more tasks (the extra needs a C compiler): {extra_command('reasoning')}"
+        console.print(Text(line), soft_wrap=True)
+    else:
+        names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
+        console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
+    console.print()
+    console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
+    console.print(
+        HangingIndent(Text(f"  {', '.join(native_ids())} are vectorised; other environments run as they are"))
+    )
+    console.print(HangingIndent(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
+    console.print()
+    games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
+    console.print(HangingIndent(Text.assemble(("PettingZoo", "bold"), games)))
+    console.print(Text("  MODULE has parallel_env, e.g. mpe2.simple_spread_v3; or MODULE:FUNCTION"))
+    console.print()
+    dataset = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
+    console.print(HangingIndent(Text.assemble(("Your own", "bold"), dataset)))
+    return OK

@@ -3,9 +3,7 @@
 import argparse
 import importlib
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -83,17 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser with short error messages, wrapped to the terminal's width."""
+    """Argument parser with short error messages."""
 
     def error(self, message: str) -> NoReturn:
         if match := _WRONG_CHOICE.match(message):
             names = _NAME.findall(match[2])
             advice = _did_you_mean(match[1], names) or f"; choose from {', '.join(names)}"
             message = f"there is no command {shorten(match[1], 80)!r}{advice}"
-        message = printable(shorten(message, 500))
-        if sys.stderr.isatty():
-            message = textwrap.fill(message, shutil.get_terminal_size().columns - len(f"{self.prog}: error: "))
-        super().error(message)
+        super().error(printable(shorten(message, 500)))
 
 
 def _reject(args: argparse.Namespace, argument: str) -> NoReturn:
@@ -181,14 +176,6 @@ def _add_training_commands(commands: Commands) -> None:
         "Relative paths in CONFIG are relative to CONFIG; those in overrides and --run-dir are relative to the working "
         "directory. Reward functions and environments named in CONFIG are executed.",
         runs_user_code=True,
-    )
-    # Written by hand: argparse cannot express that CONFIG and --env exclude each other.
-    train.usage = (
-        "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
-        "                     [--resume-if-exists] [--dry-run]\n"
-        "                     [--skip-memory-check] [--exit-code-on-stop N]\n"
-        "                     [--preset] [--wrapper MODULE:CLASS] [--traceback]\n"
-        "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
     environment = train.add_mutually_exclusive_group()
     environment.add_argument(
@@ -340,7 +327,7 @@ def _add_other_commands(commands: Commands) -> None:
     video = _add_command(
         commands,
         "video",
-        "evogrpo.cli.inspect:video",
+        "evogrpo.cli.records:video",
         "record episodes of a run's best member as MP4 files",
         "For Gymnasium and PettingZoo environments that can be rendered; needs the extra `video`. Code named in the "
         "run's config.yaml is executed: use it only for runs that you trust.",
@@ -349,16 +336,16 @@ def _add_other_commands(commands: Commands) -> None:
     _add_run_dir(video)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="number of test episodes (default 1)")
     video.add_argument("--folder", type=Path, help="output folder (default: RUN_DIR/videos)")
-    report = _add_command(commands, "report", "evogrpo.cli.inspect:report", "write report.png and report.html of a run")
+    report = _add_command(commands, "report", "evogrpo.cli.records:report", "write report.png and report.html of a run")
     _add_run_dir(report, "run directory; the run may still be active")
-    _add_command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
+    _add_command(commands, "tasks", "evogrpo.cli.doctor:tasks", "list the tasks that come with evogrpo and its extras")
     _add_command(
         commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem"
     )
     export = _add_command(
         commands,
         "export",
-        "evogrpo.cli.exporting:export",
+        "evogrpo.cli.records:export",
         "export a run's best adapter, its hyperparameter schedule, or an Optuna study",
         "Existing files are not overwritten.",
     )

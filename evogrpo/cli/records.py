@@ -1,7 +1,8 @@
-"""Commands `lineage`, `best` and `compare`: recorded runs as text or JSON."""
+"""Commands on a recorded run: `lineage`, `best`, `compare`, `report`, `video` and `export`."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.ending import command, show_command
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
 from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, lineage_tree, tree_lines
 from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
@@ -22,7 +23,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
-from evogrpo.training.display.console import make_console
+from evogrpo.training.display.console import command, make_console, print_rows, show_command, working
 
 _MIN_LINE_WIDTH = 30
 """Minimum width of a line of the tree, in characters."""
@@ -49,7 +50,7 @@ def best(args: argparse.Namespace) -> int:
     console, winner = make_console(), read_winner(args.run_dir)
     if args.as_json:
         return _print_json(console, winner.to_json())
-    _print_rows(console, _winner_rows(winner))
+    print_rows(console, _winner_rows(winner))
     table = _table("from step", "steps", "samples a step", *_changing_hyperparameters(winner))
     first_step = 0
     for stage in winner.stages:
@@ -91,6 +92,47 @@ def compare(args: argparse.Namespace) -> int:
         "biased upwards: compare runs by their tests.",
         style="dim",
     )
+    return OK
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the figure and the HTML report of a run."""
+    console = make_console()
+    with working(console, "drawing"):
+        page = run_report(args.run_dir).write()
+    for path in (page.with_name("report.png"), page):
+        console.print(str(path), soft_wrap=True)
+    return OK
+
+
+def video(args: argparse.Namespace) -> int:
+    """Record test episodes of a run's best member."""
+    from evogrpo.training.configuration.reading import load_config
+
+    folder: Path = args.folder or args.run_dir / "videos"
+    if args.episodes < 1:
+        raise ValueError(f"--episodes must be at least 1, got {args.episodes}.")
+    if not (args.run_dir / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{args.run_dir} has no {CONFIG_FILE}: the run was started in Python. Use evogrpo.record_video() there."
+        )
+    if not (args.run_dir / "best").is_dir():
+        raise ValueError(f"{args.run_dir} has no best member yet. Wait for the first generation.")
+    console = make_console()
+    with working(console, "recording"):
+        from evogrpo.training.task_types import task_type_of
+
+        config = load_config(args.run_dir / CONFIG_FILE)
+        try:
+            episodes = task_type_of(config.task).record(config, args.run_dir / "best", folder, args.episodes)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+    for episode in episodes:
+        per_agent = ", ".join(f"{agent} {number_text(value)}" for agent, value in episode.returns.items())
+        result = f"return {number_text(episode.episode_return)}{f' ({per_agent})' if per_agent else ''}"
+        console.print(
+            Text.assemble(printable(str(episode.path)), (f"  {result}, {episode.length} steps", "dim")), soft_wrap=True
+        )
     return OK
 
 
@@ -146,38 +188,26 @@ def _lifetime_text(winner: MemberReport | None, reports: Sequence[MemberReport])
 # ---- the winner
 
 
-def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and values: as a grid on a terminal, as lines in a log."""
-    if not console.is_terminal:
-        for name, value in rows:
-            console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
-        return
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(style="dim", no_wrap=True, min_width=18)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(printable(value)))
-    console.print(table)
-
-
-def _winner_rows(winner: WinnerReport) -> list[tuple[str, str]]:
+def _winner_rows(winner: WinnerReport) -> dict[str, str]:
     """Return names and values of the facts about the best member."""
     member, summary = winner.member, winner.summary
-    rows = [
-        ("run", summary.title),
-        ("best member", f"#{member.index}, as it was after generation {member.generation}"),
-        ("fitness", _fitness_text(member, summary)),
-    ]
+    rows = {
+        "run": summary.title,
+        "best member": f"#{member.index}, as it was after generation {member.generation}",
+        "fitness": _fitness_text(member, summary),
+    }
     if summary.baseline is not None:
-        baseline = summary.baseline.fitness
-        rows.append((summary.terms.untrained, score_text(baseline.mean, baseline.standard_error)))
-    rows.append(("test", _test_text(summary)))
-    rows.append(("stored in", "missing (no folder best)" if winner.stored is None else str(winner.stored)))
-    rows.append(("ended", summary.ending))
+        rows[summary.terms.untrained] = str(summary.baseline.fitness)
     values = member.hyperparameters.to_json()
-    set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
-    rows.append(("hyperparameters", set_values))
-    return rows
+    return {
+        **rows,
+        "test": _test_text(summary),
+        "stored in": "missing (no folder best)" if winner.stored is None else str(winner.stored),
+        "ended": summary.ending,
+        "hyperparameters": ", ".join(
+            f"{name} {number_text(value)}" for name, value in values.items() if value is not None
+        ),
+    }
 
 
 def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
@@ -280,3 +310,108 @@ def _print_line(console: Console, bars: str, text: Text) -> None:
 def _print_json(console: Console, values: Mapping[str, Any]) -> int:
     console.print(dump_json(values, indent=2), soft_wrap=True)
     return OK
+
+
+# ---- exports
+
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write every export that the arguments name."""
+    targets = {name: getattr(args, name) for name in _EXPORTS if getattr(args, name) is not None}
+    if not targets:
+        raise ValueError("Nothing to export: give FOLDER for the best adapter, --schedule FILE or --optuna STORAGE.")
+    if args.study is not None and args.optuna is None:
+        raise ValueError(f"--study {args.study!r} needs --optuna STORAGE.")
+    for name, target in targets.items():
+        _EXPORTS[name](args, target)
+    return OK
+
+
+def _study(args: argparse.Namespace, storage: str) -> None:
+    """Write the run to an Optuna storage."""
+    from evogrpo.reporting.optuna_study import export_study
+
+    console = make_console()
+    try:
+        with working(console, "writing the study"):
+            name, trials = export_study(args.run_dir, storage, args.study)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    console.print(Text(printable(f"wrote study {name} to {storage}: {pluralize(trials, 'trial')}")), soft_wrap=True)
+
+
+def _schedule(args: argparse.Namespace, file: Path) -> None:
+    """Write the hyperparameter schedule of the best member's lineage to a file."""
+    from evogrpo.training.replay import HyperparameterSchedule
+
+    console = make_console()
+    schedule = HyperparameterSchedule.read(args.run_dir)
+    schedule.write(file)
+    stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
+    words = f"wrote {file}: {pluralize(stages, 'stage')} over {pluralize(steps, 'learning step')}"
+    console.print(Text(printable(words)), soft_wrap=True)
+    show_command(console, "replay it", command("replay", file))
+
+
+def _adapter(args: argparse.Namespace, folder: Path) -> None:
+    """Verify the best adapter and copy the two files that PEFT needs."""
+    run_dir: Path = args.run_dir
+    from evogrpo.storage.checkpoint import checkpoint_path
+
+    best = checkpoint_path(run_dir / "best")
+    if not best.is_dir():
+        raise ValueError(f"{run_dir} has no best member yet. Wait for the first generation.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder. Choose a new folder.")
+    console = make_console()
+    with working(console, "reading and checking the adapter"):
+        from evogrpo.algorithms.factory import AGENT_CLASSES
+        from evogrpo.storage.atomic_files import make_folder, write_synced
+        from evogrpo.storage.checkpoint import checkpoint_errors, read_checkpoint
+
+        _, record = read_checkpoint(run_dir / "best", kind="agent")
+        with checkpoint_errors(best):
+            index, agent_class = int(record["member"]["index"]), AGENT_CLASSES[record["shared"]["kind"]]
+            base = str(record["shared"].get("source"))
+        if not (best / PEFT_FILES[0]).is_file():
+            loading = f"{agent_class}.load({str(best)!r})"
+            raise ValueError(f"{best} contains small networks, not an adapter. Load them with {loading}.")
+        with checkpoint_errors(best / PEFT_FILES[0]):
+            base_name = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
+        checked = _check_with_peft(run_dir, best, base)
+    make_folder(folder)
+    for name in PEFT_FILES:
+        write_synced(folder / name, (best / name).read_bytes())
+    console.print(Text(f"wrote member #{index} to {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
+    loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
+    if base_name:
+        loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+    console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
+
+
+def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
+    """Raise ValueError if PEFT cannot load the adapter onto its base model; describe the check in words."""
+    from evogrpo.algorithms.base_checkpoint import is_path
+    from evogrpo.models.language.adapter_files import check_export
+    from evogrpo.models.language.loading import load_outline
+
+    if (run_dir / CONFIG_FILE).is_file():
+        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code
+    elif is_path(source):  # a path from a checkpoint is not trusted
+        return "not checked with PEFT: the base model is a local folder"
+    try:
+        outline = load_outline(source).model
+    except ValueError:
+        return f"not checked with PEFT: {source} cannot be loaded here"
+    return f"PEFT loads all {check_export(best, outline)} tensors"
+
+
+_EXPORTS: Mapping[str, Callable[[argparse.Namespace, Any], None]] = {
+    "folder": _adapter,
+    "schedule": _schedule,
+    "optuna": _study,
+}
+"""Export functions by argument name."""

@@ -3,19 +3,17 @@
 import argparse
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.cli.main import FAILED, INTERRUPTED, OK
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
@@ -25,20 +23,43 @@ from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
+from evogrpo.reporting.lineage import Ancestor, ancestors, best_member
+from evogrpo.reporting.report import report
 from evogrpo.reporting.results import terms_of
+from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import count_text, duration_text, number_text, pluralize, printable
+from evogrpo.text import (
+    changes_text,
+    count_text,
+    duration_text,
+    number_text,
+    origin_text,
+    pluralize,
+    printable,
+    relative_path,
+    score_text,
+)
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record, user_line
-from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
+from evogrpo.training.display.console import (
+    clean_warnings,
+    command,
+    make_console,
+    print_rows,
+    say_error,
+    say_warning,
+    show_command,
+    working,
+)
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
-from evogrpo.training.task_types import task_type_of
+from evogrpo.training.schedule import Schedule
+from evogrpo.training.task_types import TASK_TYPES, task_type_of
 from evogrpo.training.task_types.task_type import PreparedRun
 
 
@@ -53,13 +74,8 @@ def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:
     if requested_dir and may_resume and processes().broadcast(latest_checkpoint(requested_dir) is not None):
         reason = "" if args.resume_if_exists else "Restarted by the launcher: "
         console.print(f"{reason}{'r' if reason else 'R'}esuming the run in {requested_dir}", soft_wrap=True)
-        resume_args: dict[str, Any] = {
-            "run_dir": requested_dir,
-            "overrides": [],
-            "generations": None,
-            "allow_changed_data": False,
-        }
-        return resume_run(argparse.Namespace(**{**vars(args), **resume_args}))
+        values = {**vars(args), "run_dir": requested_dir, "overrides": [], "generations": None}
+        return resume_run(argparse.Namespace(**values, allow_changed_data=False))
     with ExitStack() as stack:
 
         def claim_folder() -> Path | None:
@@ -206,7 +222,8 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
         **process_layout(config, processes().size),
         **config.task.facts(),
     }
-    _print_facts(console, rows)
+    print_rows(console, rows)
+    console.print()
 
 
 def process_layout(config: AnyConfig, count: int) -> dict[str, str]:
@@ -230,19 +247,9 @@ def show_forecast(console: Console, prepared: PreparedRun, *, skip_memory_check:
     if need.processes > 1:
         rows["together"] = f"{gigabytes(need.total)} for {need.processes} processes that share memory"
     rows["available"] = check_memory(need, allowed=True)
-    _print_facts(console, rows)
-    check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
-
-
-def _print_facts(console: Console, rows: Mapping[str, str]) -> None:
-    """Print names and values as two columns."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(printable(value)))
-    console.print(table)
+    print_rows(console, rows)
     console.print()
+    check_memory(need, allowed=skip_memory_check, remedy="--skip-memory-check")
 
 
 def _starting_values(config: AnyConfig) -> dict[str, Value]:
@@ -315,3 +322,85 @@ def _schedule_text(config: AnyConfig) -> str:
     if schedule.target_fitness is not None:
         ends.append(f"fitness {number_text(schedule.target_fitness)}")
     return f"until {' or '.join(ends)}, {pluralize(schedule.steps_per_generation, 'learning step')} per generation"
+
+
+# ---- end of a run
+
+
+_OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
+
+
+def show_lineage(console: Console, summary: RunSummary) -> None:
+    """Print the best member's ancestors with the hyperparameters that changed at each birth."""
+    best = best_member(summary.generations)
+    if best is None:
+        return
+    console.print(Text(f"Lineage of member #{best.index}", "bold"))
+    for ancestor in ancestors(summary, best):
+        console.print(_ancestor_text(ancestor, summary))
+    console.print()
+
+
+def _ancestor_text(ancestor: Ancestor, summary: RunSummary) -> Text:
+    """Describe an ancestor: its origin, its changes and its last fitness before the next birth."""
+    if ancestor.parent is None:
+        names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
+        values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
+        origin = f"founder with {values}"
+    else:
+        changes = changes_text(ancestor.changes)
+        origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
+    result = ancestor.result
+    score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
+    return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
+
+
+def show_files(console: Console, run_dir: Path, kind: object) -> None:
+    """Write the report; print the paths of the results and how to use them.
+
+    Args:
+        console: Output.
+        run_dir: Run directory.
+        kind: Kind of members, from the journal's run event.
+    """
+    rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
+    best = run_dir / "best"
+    if best.is_dir():
+        rows.append((terms_of(kind).best, best))
+    try:
+        page = report(run_dir).write()
+        rows += [("figure", run_dir / "report.png"), ("report page", page)]
+    except (ValueError, OSError, ImportError) as error:  # a failed report must not fail the run
+        rows.append(("report", f"not written: {error}"))
+    for name, value in rows:
+        console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
+    task_type = TASK_TYPES.get(str(kind))  # None for a kind that this version does not have
+    if best.is_dir() and task_type is not None:
+        for purpose, expression in task_type.uses(best).items():
+            show_command(console, purpose, expression)
+        for purpose, words in task_type.commands(run_dir).items():
+            show_command(console, purpose, command(*words))
+
+
+def show_ending(console: Console, run_dir: Path, generations: int, schedule: Schedule) -> None:
+    """Print lineage, result paths and next commands of a finished run.
+
+    Args:
+        console: Output.
+        run_dir: Run directory.
+        generations: Generations done, for the command that trains further.
+        schedule: Its limits, which that command removes.
+    """
+    run_dir = Path(relative_path(run_dir))
+    summary = summarise(read_journal(run_dir / "journal.jsonl"))
+    show_lineage(console, summary)
+    show_files(console, run_dir, summary.facts.get("kind"))
+    if generations:
+        # The limit that ended the run would end it again, so the command removes all limits but the new one.
+        no_limits = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
+        show_command(
+            console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *no_limits)
+        )
+    if (run_dir / "tensorboard").is_dir():
+        line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
+        show_command(console, "curves", line)

@@ -2,19 +2,23 @@
 
 import os
 import re
+import shlex
+import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from evogrpo.distributed import processes
-from evogrpo.text import printable
+from evogrpo.text import printable, relative_path
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
 NOTEBOOK_WIDTH = 92  # columns below a cell, which are seen without scrolling beside a menu or on a page
@@ -96,6 +100,32 @@ def working(console: Console, what: str) -> Iterator[None]:
         return
     with console.status(f"{what}…", spinner="dots"), clean_warnings(console):
         yield
+
+
+def command(*words: str | Path) -> str:
+    """Return an evogrpo command line, quoted for the shell."""
+    # Without an activated virtual environment, the bare name is not on the path.
+    program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
+    return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
+
+
+def show_command(console: Console, name: str, line: str) -> None:
+    """Print a command and its purpose."""
+    console.print(Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan")), soft_wrap=True)
+
+
+def print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    """Print names and values: as a grid on a terminal, as lines in a log."""
+    if not console.is_terminal:
+        for name, value in rows.items():
+            console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(style="dim", no_wrap=True, min_width=18)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(printable(value)))
+    console.print(table)
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
