@@ -73,7 +73,7 @@ class SamplingBatch:
         temperature: `[n]` at least 0; 0 means the most likely token.
         uniforms: `[n, t]` random numbers in [0, 1): row i samples token j with `uniforms[i, j]`. None = the sampler
             draws its own.
-        max_new_tokens: Maximum number of tokens sampled per row. Defaults to the width of `uniforms`.
+        max_new_tokens: Maximum number of tokens sampled per row: the width of `uniforms` if there are any.
         min_new_tokens: Number of first tokens that cannot be an end of sequence.
         options: Truncation of the distribution.
         history: Token ids after each row's prompt, completions and replies alike; None = nothing yet.
@@ -83,7 +83,7 @@ class SamplingBatch:
         stop: Checked between tokens; a sampler may ignore it.
 
     Raises:
-        ValueError: If the maximum number of tokens is unknown or contradicts `uniforms`, or lengths differ.
+        ValueError: If the maximum number of tokens is unknown.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -104,18 +104,9 @@ class SamplingBatch:
 
     def __post_init__(self) -> None:
         if self.uniforms is not None:
-            width = int(self.uniforms.shape[1])
-            if self.max_new_tokens not in (0, width):
-                raise ValueError(
-                    f"max_new_tokens must be the width of uniforms ({width}), got {self.max_new_tokens}: give one of "
-                    "them."
-                )
-            object.__setattr__(self, "max_new_tokens", width)
+            object.__setattr__(self, "max_new_tokens", int(self.uniforms.shape[1]))
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}. Give it, or uniforms.")
-        for name, values in (("history", self.history), ("kept_rows", self.kept_rows)):
-            if values is not None and len(values) != len(self):
-                raise ValueError(f"{name} must have one entry for each of {len(self)} rows, got {len(values)}")
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -185,9 +176,6 @@ class Conversation:
         start: Position of its prompt in the batch of prompts.
         completions: Sampled token ids of each completion, without padding and with a final EOS.
         replies: Token ids of the reply to each completion; one fewer than completions until the last is replied to.
-
-    Raises:
-        ValueError: If there is no completion, or completions and replies do not alternate.
     """
 
     row: int
@@ -198,11 +186,7 @@ class Conversation:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if not self.completions or len(self.completions) - len(self.replies) not in (0, 1):
-            raise ValueError(
-                "completions and replies must alternate, starting with a completion, got "
-                f"{len(self.completions)} completions and {len(self.replies)} replies"
-            )
+        assert len(self.completions) - len(self.replies) in (0, 1), "completions and replies alternate"
 
     @property
     def tokens(self) -> tuple[int, ...]:

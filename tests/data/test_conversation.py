@@ -1,6 +1,5 @@
 """Conversations token by token."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +15,6 @@ def test_tokens_are_completions_and_replies_in_turns(turns):
     assert conversation.tokens == sum(turns, ())
     own = [token for token, said in zip(conversation.tokens, conversation.sampled, strict=True) if said]
     assert own == [token for part in turns[::2] for token in part]
-
-
-@pytest.mark.parametrize(("completions", "replies"), [(0, 0), (0, 1), (1, 2), (3, 1)])
-def test_completions_and_replies_must_alternate(completions, replies):
-    with pytest.raises(ValueError, match="completions and replies"):
-        Conversation(row=0, start=0, completions=((1,),) * completions, replies=((2,),) * replies)
 
 
 def test_single_turn_conversations_are_numbered_in_order():

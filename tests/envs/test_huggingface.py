@@ -124,7 +124,7 @@ def test_spaces_contain_prompts_and_completions(tokenizer):
 
 @pytest.mark.parametrize(
     ("split", "start", "message"),
-    [("dev", 0, "got 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
+    [("dev", 0, "split 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
 )
 def test_invalid_starts_are_refused(tokenizer, split, start, message):
     with pytest.raises(ValueError, match=message):

@@ -5,7 +5,6 @@ import pytest
 
 from evogrpo.data import Conversation
 from evogrpo.envs import MultiTurnGym, StepRewards
-from evogrpo.envs.text.multi_turn_gym import TurnMarkers
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn has an end marker, as in ChatML
@@ -153,21 +152,13 @@ def test_rewards_at_a_reply_belong_to_the_last_sampled_token():
     [
         ({"max_turns": 1}, "max_turns .* 1"),
         ({"reply": "no"}, "reply"),
-        ({"template": None}, "chat_template"),
+        ({"template": None}, "row 0 of train_dataset"),
         ({"template": FORGETFUL}, "chat_template"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         gym(**options)
-
-
-def test_text_prompts_are_refused():
-    rows = [{"prompt": f"guess {n}", "digit": n} for n in range(30)]
-    with pytest.raises(ValueError, match=r"prompt .*'guess 0'"):
-        MultiTurnGym(rows, None, build(CLOSED), reply=hint, max_turns=2, reward_funcs=right)
-    with pytest.raises(ValueError, match="chat_template"):
-        TurnMarkers(tokenizer=build(None))
 
 
 def test_invalid_replies_are_refused():

@@ -121,7 +121,7 @@ def test_eval_mode_starts_at_the_first_question(env, tokenizer):
 def test_eval_mode_uses_validation_by_default(env):
     with env.eval_mode():
         assert env.reset()[1]["split"] == "validation"
-    with pytest.raises(ValueError, match="got 'train'"), env.eval_mode("train"):
+    with pytest.raises(ValueError, match="eval_mode 'train'"), env.eval_mode("train"):
         pass
 
 
@@ -177,5 +177,5 @@ def test_single_completions_are_rewarded_only_in_eval_mode(env, tokenizer):
 
 @pytest.mark.parametrize("options", [{"cursor": 1}, {"step": -1}, {"step": "1"}])
 def test_unknown_options_are_refused(env, options):
-    with pytest.raises(ValueError, match="options"):
+    with pytest.raises(ValueError, match="option"):
         env.reset(options=options)

@@ -107,7 +107,7 @@ def test_unknown_splits_are_refused(split):
         (lambda: Objective(scale_rewards=False), "advantage"),
         (lambda: NetworkConfig(net_arch=[64]), "hidden"),
         (lambda: GRPO(BOX), "action_space"),
-        (lambda: GRPO(nn.Linear(4, 2)), "actor_network"),
+        (lambda: GRPO(nn.Linear(4, 2)), "observation_space"),
         (lambda: step_population(2).evaluate("CartPole-v1"), "GymnasiumGroups"),
         (lambda: train("CartPole-v1", total_timesteps="1e4"), "total_timesteps must be"),
     ],
@@ -142,13 +142,13 @@ def test_a_network_that_returns_a_tuple_is_refused():
 
 @pytest.mark.parametrize("wrap", [torch.jit.script, nn.DataParallel])
 def test_a_wrapped_network_is_refused(wrap):
-    with pytest.raises(ValueError, match="plain module"):
+    with pytest.raises(ValueError, match="actor_network"):
         GRPO(BOX, LEFT_RIGHT, wrap(nn.Linear(4, 2)))
 
 
 @pytest.mark.parametrize("network", ["MlpPolicy", lambda x: x, [64, 64]])
 def test_arguments_that_are_no_network_are_refused(network):
-    with pytest.raises(ValueError, match=r"actor_network.*NetworkConfig"):
+    with pytest.raises(ValueError, match="actor_network"):
         GRPO(BOX, LEFT_RIGHT, network)
 
 
@@ -173,7 +173,7 @@ def test_prompts_must_be_a_list(prompts):
 
 @pytest.mark.parametrize("ids", [["1"], [1.5], [None]])
 def test_token_ids_must_be_integers(ids):
-    with pytest.raises(ValueError, match="eos_token_ids must be an integer"):
+    with pytest.raises(ValueError, match="eos_token_ids"):
         tiny_agent(eos_token_ids=ids)
 
 

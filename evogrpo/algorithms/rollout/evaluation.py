@@ -55,7 +55,7 @@ def evaluate_questions(
         tokens = tuple(map(sum, zip(*(spent for _, spent in results), strict=True)))
     # 2. Average over the answers to each question.
     missing = int((~np.isfinite(rewards)).sum())
-    if missing and not (isinstance(env, PromptEnvironment) and env.excludes_failures):
+    if missing and not (isinstance(env, PromptEnvironment) and env.on_reward_error == "exclude"):
         raise ValueError(
             f"{missing} of {rewards.size} {request.split} completions have no reward, but fitness needs one for "
             "each. Return a number for every held-out question, or set on_reward_error='exclude'."

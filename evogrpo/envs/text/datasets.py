@@ -4,7 +4,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any
 
 from evogrpo.envs.fingerprint import canonical
@@ -60,27 +59,18 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
+def check_table(table: AnyTable, columns: Sequence[str], name: str) -> list[str]:
     """Check that a dataset is a non-empty table with the required columns; return all its columns.
 
     Raises:
         ValueError: If it is not.
     """
-    if isinstance(table, str | bytes | PathLike):
+    indexed = hasattr(table, "__len__") and hasattr(table, "__getitem__")
+    if not indexed or isinstance(table, str | bytes | Mapping):
+        received = f"a mapping of {list(table)}" if isinstance(table, Mapping) else f"{table!r:.80}"
         raise ValueError(
-            f"{name} must be rows, got {table!r}. Read the file first: [json.loads(line) for line in open(path)] for "
-            "JSON lines, list(csv.DictReader(open(path))) or pandas.read_csv(path) for CSV."
-        )
-    if isinstance(table, Mapping):
-        if set(columns) <= set(table):
-            fix = "Convert columns to rows with datasets.Dataset.from_dict or pandas.DataFrame."
-        else:
-            fix = "Pass one of its values (train_dataset also takes a mapping of splits with the key train)."
-        raise ValueError(f"{name} must be the rows of one split, got a mapping of {list(table)}. {fix}")
-    if not hasattr(table, "__len__") or not hasattr(table, "__getitem__"):
-        raise ValueError(
-            f"{name} must have a length and indexed rows (a datasets.Dataset or a list of mappings), "
-            f"got {type(table).__name__}. Convert a streamed dataset to a list."
+            f"{name} must be the rows of one split (a datasets.Dataset, a data frame or a list of mappings), got "
+            f"{received}. Read files and convert streams to a list; convert columns with datasets.Dataset.from_dict."
         )
     if len(table) == 0:
         raise ValueError(f"{name} must contain at least one row, got none.")
@@ -249,11 +239,6 @@ def _draw(split: Split, remaining: Mapping[int, tuple[float, bytes]], size: int 
     order = sorted(depth, key=lambda number: depth[number])
     candidate_count = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
     count = max(1, min(DEFAULT_SIZES[split], candidate_count)) if size is None else size
-    if len(order) < 2:
-        raise ValueError(
-            f"{split} questions are drawn from train, which has {len(order)} left. Give at least 3 different "
-            f"questions, or {split}_dataset."
-        )
     if not 1 <= count < len(order):
         raise ValueError(
             f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {count}. "

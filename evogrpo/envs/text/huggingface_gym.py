@@ -122,7 +122,7 @@ class PromptEnvironment:
         sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
         self.tokenizer = tokenizer
         self.seed = whole_number("seed", seed)
-        self._on_reward_error: OnRewardError = on_reward_error
+        self.on_reward_error: OnRewardError = on_reward_error
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
@@ -174,11 +174,6 @@ class PromptEnvironment:
         }
 
     @property
-    def excludes_failures(self) -> bool:
-        """True if completions with a failed reward are excluded, rather than stop the run."""
-        return self._on_reward_error == "exclude"
-
-    @property
     def largest_token(self) -> int:
         """Largest token id of all prompts."""
         return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
@@ -214,7 +209,7 @@ class PromptEnvironment:
             try:
                 value = float(compute_rewards([reward], inputs, "raise", self._runner).rewards[0])
             except RewardError as error:
-                if self._on_reward_error == "exclude" and error.__cause__ is not None:
+                if self.on_reward_error == "exclude" and error.__cause__ is not None:
                     rewards[reward.name] = None
                     continue
                 message = f"Reward functions are tested on sample completions before training: {error}"
@@ -229,18 +224,17 @@ class PromptEnvironment:
 
     def _batch_fields(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
         """Return the fields of `SingleTurnBatch` for prompts of a split."""
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
+        size = self.size(split)
+        if not all(0 <= start < size for start in starts):
+            raise ValueError(f"starts of {split} must be in [0, {size - 1}], got {list(starts)}.")
         questions = self._splits[split]
-        if not all(0 <= start < len(questions.rows) for start in starts):
-            raise ValueError(f"starts of {split} must be in [0, {len(questions.rows) - 1}], got {list(starts)}.")
         return {
             "prompts": tuple(questions.prompts[start].tolist() for start in starts),
             "rows": [questions.table[questions.rows[start]] for start in starts],
             "rewards": self._rewards,
             "runner": self._runner,
             "tokenizer": self.tokenizer,
-            "on_reward_error": self._on_reward_error,
+            "on_reward_error": self.on_reward_error,
             "held_out": split != "train",
             "progress": self._progress,
         }
@@ -348,6 +342,7 @@ class HuggingFaceGym(PromptEnvironment):
     Attributes:
         tokenizer: The tokenizer.
         seed: The seed.
+        on_reward_error: As in the constructor.
         filtered: Number of rows left out by split and reason, as `Filtered`.
         observation_space: One prompt, as a sequence of token ids.
         action_space: One completion, as a sequence of token ids.
@@ -476,12 +471,10 @@ class HuggingFaceGym(PromptEnvironment):
         Raises:
             ValueError: If an option is unknown or out of range.
         """
-        cursor = self._cursor if seed is None else replace(self._cursor, seed=seed, step=0)
-        defaults = {"step": 0} if reset_dataloaders else {}
-        for option, value in {**defaults, **(options or {})}.items():
-            if option != "step" or not isinstance(value, int) or value < 0:
-                raise ValueError(f'options of reset must be {{"step": int >= 0}}, got {{{option!r}: {value!r}}}.')
-            cursor = replace(cursor, step=value)
+        refuse_unknown("option of reset", options or {}, ("step",))
+        first = 0 if reset_dataloaders or seed is not None else self._cursor.step
+        step = whole_between("step in options", (options or {}).get("step", first), 0)
+        cursor = replace(self._cursor, step=step, seed=self._cursor.seed if seed is None else seed)
         self._cursor = self._loaded(cursor)
         return self._observation(), {"split": cursor.split, "starts": self._cursor.starts}
 
@@ -532,8 +525,7 @@ class HuggingFaceGym(PromptEnvironment):
     @contextmanager
     def eval_mode(self, split: Split = "validation") -> Iterator[None]:
         """Use a held-out split from its first question inside a `with` block; the training position is kept."""
-        if split not in SPLITS or split == "train":
-            raise ValueError(f'split of eval_mode must be "validation" or "test", got {split!r}.')
+        refuse_unknown("split of eval_mode", [split], SPLITS[1:])
         before = self._cursor
         self._cursor = _Cursor(split=split, seed=before.seed)
         try:

@@ -45,8 +45,6 @@ class TurnMarkers:
     options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("MultiTurnGym needs a chat_template. Set tokenizer.chat_template.")
         self._between("Go on.", self.options)
 
     def tokens(self, reply: str, *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
@@ -105,20 +103,20 @@ class MultiTurnBatch(SingleTurnBatch):
         Raises:
             ValueError: If there is no conversation, one has an invalid prompt index, or a reply is not text.
         """
-        return [self._respond_one(transcript) for transcript in transcripts]
-
-    def _respond_one(self, transcript: Conversation) -> tuple[int, ...] | None:
-        """Return the reply to one conversation as tokens, or None at its end."""
-        row = self.rows[transcript.start]
-        prompt = check_messages(row["prompt"], "prompt")
-        text = _call_reply(self.reply, row, [*prompt, *as_messages(self._turn_texts(transcript))])
-        if text is None:
-            return None
-        ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
-        row_options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
-        tokens = self.markers.tokens(text, ended=ended, options=row_options)
-        self._replies[tokens] = text
-        return tokens
+        replies: list[tuple[int, ...] | None] = []
+        for transcript in transcripts:
+            row = self.rows[transcript.start]
+            prompt = check_messages(row["prompt"], "prompt")
+            text = _call_reply(self.reply, row, [*prompt, *as_messages(self._turn_texts(transcript))])
+            if text is None:
+                replies.append(None)
+                continue
+            options = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+            ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
+            tokens = self.markers.tokens(text, ended=ended, options=options)
+            self._replies[tokens] = text
+            replies.append(tokens)
+        return replies
 
     def _turn_texts(self, transcript: Conversation) -> list[str]:
         """Return the texts of completions and replies in order, without the markers of replies."""
@@ -198,9 +196,8 @@ class MultiTurnGym(PromptEnvironment):
             raise ValueError(f"max_turns must be at least 2, got {max_turns}. Use HuggingFaceGym for a single turn.")
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
-        tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         super().__init__(
-            tables,
+            tables_by_split(train_dataset, validation_dataset, test_dataset),
             tokenizer,
             rewards=make_rewards(None, reward_funcs, reward_weights),
             template=None,
@@ -213,10 +210,6 @@ class MultiTurnGym(PromptEnvironment):
             reward_workers=reward_workers,
             seed=seed,
         )
-        first_prompt = tables["train"][0]["prompt"]
-        if isinstance(first_prompt, str):
-            example = '[{"role": "user", "content": ...}]'
-            raise ValueError(f"prompt must be a list of messages such as {example}, got {first_prompt!r:.200}.")
         self._reply, self._max_turns = reply, max_turns
         self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
 

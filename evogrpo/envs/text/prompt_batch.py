@@ -63,19 +63,6 @@ class RewardLog:
 
         return {"log_extra": log_extra, "log_metric": log_metric}
 
-    def complete_columns(self, count: int) -> dict[str, tuple[Any, ...]]:
-        """Return the columns with a value for each of `count` rows."""
-        columns = {name: values for name, values in self.columns.items() if len(values) == count}
-        return {name: tuple(values[row] for row in range(count)) for name, values in columns.items()}
-
-    def mean_metrics(self) -> dict[str, float]:
-        """Return the mean of each metric, weighted by numbers of rows."""
-        totals = {name: sum(count for count, _ in values) for name, values in self.metrics.items()}
-        return {
-            name: math.fsum(count / totals[name] * value for count, value in values)
-            for name, values in self.metrics.items()
-        }
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RewardResult:
@@ -126,7 +113,15 @@ class SingleTurnBatch:
     @property
     def questions(self) -> tuple[str, ...]:
         """Question of each prompt; for messages the last user message."""
-        return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
+        texts = []
+        for row in self.rows:
+            question = row["prompt" if self.rewards[0].batched else "question"]
+            if self.rewards[0].batched and not isinstance(question, str):
+                messages = check_messages(question, "prompt")
+                user = [message["content"] for message in messages if message["role"] == "user"]
+                question = user[-1] if user else messages[-1]["content"]
+            texts.append(str(question))
+        return tuple(texts)
 
     def respond(self, transcripts: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
         """Return None for each conversation: there is only one turn."""
@@ -172,7 +167,16 @@ class SingleTurnBatch:
             self.rewards, inputs, self.on_reward_error, self.runner, retry=self.held_out, started=started, stop=stop
         )
         # 2. Add the values that were logged.
-        columns, metrics = self._log.complete_columns(len(transcripts)), self._log.mean_metrics()
+        count = len(transcripts)
+        columns = {
+            name: tuple(values[row] for row in range(count))
+            for name, values in self._log.columns.items()
+            if len(values) == count  # a value for each row
+        }
+        metrics = {
+            name: float(np.average([value for _, value in values], weights=[size for size, _ in values]))
+            for name, values in self._log.metrics.items()
+        }
         self._log.columns.clear()
         self._log.metrics.clear()
         return Scores(
@@ -246,16 +250,6 @@ def _display_text(turns: Sequence[str]) -> str:
     """Return completions as they are, and replies in lines with the prefix `REPLY`."""
     replies = ["".join(f"\n{REPLY}{line}" for line in reply.split("\n")) + "\n" for reply in turns[1::2]]
     return "".join(text + reply for text, reply in zip(turns[::2], [*replies, ""], strict=False))
-
-
-def _question(row: Mapping[str, Any], column: str) -> str:
-    """Return a row's question as text; for messages the last user message."""
-    prompt = row[column]
-    if column == "question" or isinstance(prompt, str):
-        return str(prompt)
-    messages = check_messages(prompt, column)
-    user = [message["content"] for message in messages if message["role"] == "user"]
-    return str(user[-1] if user else messages[-1]["content"])
 
 
 def token_positions(

@@ -3,12 +3,11 @@
 import functools
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from evogrpo.config.checks import finite_number
+from evogrpo.config.checks import finite_number, float32_number, whole_between
 from evogrpo.envs.text.reward_calls import Call, Job, is_async
 
 Unit = Literal["token", "character"]
@@ -50,14 +49,9 @@ class StepRewards:
             raise ValueError(
                 f"positions of StepRewards must match values, got {len(values)} values and {len(positions)} positions."
             )
-        for value in values:
-            if not isinstance(value, numbers.Real) or not fits_float32(value):
-                raise ValueError(f"values of StepRewards must be finite numbers, got {value!r:.80}.")
-        for position in positions:
-            if not isinstance(position, numbers.Integral) or isinstance(position, bool) or position < 0:
-                raise ValueError(f"positions of StepRewards must be whole numbers from 0, got {position!r:.80}.")
-        object.__setattr__(self, "values", tuple(float(value) for value in values))
-        object.__setattr__(self, "positions", tuple(int(position) for position in positions))
+        whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
+        object.__setattr__(self, "values", tuple(float32_number("values of StepRewards", value) for value in values))
+        object.__setattr__(self, "positions", whole)
 
     @property
     def total(self) -> float:

@@ -168,11 +168,6 @@ def tokenize(prompts: Sequence[tuple[Prompt, Options]], tokenizer: Tokenizer, wh
         kind = kind or type(chunk[0][0])
         if any(type(prompt) is not kind for prompt, _ in chunk):
             raise ValueError(f"Prompts of {where} must all be text or all be lists of messages, got both.")
-        if kind is list and getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                f"Prompts of {where} are messages, but the tokenizer has no chat_template. "
-                "Set tokenizer.chat_template, or use text as prompts."
-            )
         # 2. Render and tokenize.
         texts = [
             _text(prompt, tokenizer, own, f"row {row} of {where}") for row, (prompt, own) in enumerate(chunk, first)

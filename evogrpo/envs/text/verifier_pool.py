@@ -203,12 +203,7 @@ class VerifierPool:
             if name.startswith(USER_MODULE_PREFIX) and any(name.encode() in data for data in pickled.values())
         }
         setup = {"path": list(sys.path), "files": files, "functions": pickled, "timeout": timeout}
-        # call_async applies the limit to async functions itself; the pool steps in if their loop is blocked.
-        self._limits = {
-            name: timeout if timeout is None or not is_async(function) else timeout + GRACE_SECONDS
-            for name, function in functions.items()
-        }
-        self.num_workers = workers
+        self.num_workers, self._timeout = workers, timeout
         self._async = {name for name, function in functions.items() if is_async(function)}
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._workers = [_Worker(pickle.dumps(setup), self._tasks) for _ in range(workers)]
@@ -227,8 +222,11 @@ class VerifierPool:
     def submit(self, job: Job, stop: Stop = NEVER) -> "Future[Results]":
         """Queue a job. Failures inside the function are results."""
         future: Future[Results] = Future()
+        # call_async applies the limit to async functions itself; the pool steps in if their loop is blocked.
+        grace = GRACE_SECONDS if job.name in self._async else 0.0
+        limit = None if self._timeout is None else self._timeout + grace
         try:
-            self._tasks.put((future, pickle.dumps((job.name, job.calls)), self._limits[job.name]))
+            self._tasks.put((future, pickle.dumps((job.name, job.calls)), limit))
         except Exception as error:  # noqa: BLE001 (datasets may contain objects of any class)
             text = f"cannot be sent its arguments, {type(error).__name__}: {printable(str(error))[:400]}"
             future.set_exception(CallFailedError(text))
