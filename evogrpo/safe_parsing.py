@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,8 +12,8 @@ import yaml
 MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 100, 300
 
 
-class BoundedLoader(yaml.SafeLoader):
-    """Safe YAML loader that refuses excessive aliases, recursive values and huge integers before building anything.
+class _Loader(yaml.SafeLoader):
+    """Safe YAML loader that refuses excessive aliases, recursive values, huge integers and repeated keys.
 
     An alias counts as many values as its anchor.
     """
@@ -45,23 +47,39 @@ class BoundedLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
         return int(super().construct_yaml_int(node))
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping; every key is text and appears once."""
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            why = f"the key {key!r} appears twice. Remove one." if isinstance(key, str) and key in seen else ""
+            if not isinstance(key, str):
+                why = f"every key must be text, got {key!r}. Put it in quotes."
+            if why:
+                raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
-BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+# YAML 1.1 reads 1e-4 and 1.5e3 as text, because it requires a dot and a signed exponent.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
-def load_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
-    """Parse YAML.
+def load_yaml(text: str, where: str) -> Any:
+    """Parse YAML; numbers in scientific notation need no dot.
 
     Args:
         text: YAML text.
         where: Source for messages, such as a file name.
-        loader: Loader class.
 
     Raises:
         ValueError: If it is not valid YAML or exceeds the limits.
     """
     try:
-        return yaml.load(text, loader)  # noqa: S506 (a subclass of SafeLoader)
+        return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -69,6 +87,25 @@ def load_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # yaml raises these for values that do not match their tag, such as malformed dates.
         raise ValueError(f"{where}: a value does not match its tag ({error!s:.200})") from error
+
+
+def read_yaml_file(path: Path) -> dict[str, Any]:
+    """Read a file that contains one mapping.
+
+    Raises:
+        ValueError: If the file cannot be read, is not valid YAML, or contains anything else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8. Save it in UTF-8.") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot read {path}: {reason}. Check the path of the YAML file.") from error
+    values = load_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must contain a mapping, got {type(values).__name__}. Write `key: value` lines.")
+    return values
 
 
 def _children(node: Any) -> list[yaml.Node]:

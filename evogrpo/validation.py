@@ -4,7 +4,7 @@ import json
 import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
@@ -23,7 +23,6 @@ MAX_SHOWN = 80
 
 _RULES: Mapping[str, str] = {
     "bool_type": "must be true or false",
-    "dataclass_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "finite_number": "must be finite",
     "float_type": "must be a number",
@@ -33,7 +32,6 @@ _RULES: Mapping[str, str] = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
     "mapping_type": "must be a mapping",
-    "model_type": "must be a mapping",
     "string_type": "must be text",
     "tuple_type": "must be a list",
 }
@@ -78,6 +76,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT32_LIMIT), REAL]
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT32_LIMIT), REAL]
 Share = Annotated[float, Field(ge=0, le=1), REAL]
 PositiveShare = Annotated[float, Field(gt=0, le=1), REAL]
+Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE]
 Number = Annotated[int | float, Field(ge=-FLOAT32_LIMIT, le=FLOAT32_LIMIT), REAL]
 """An integer stays one."""
 
@@ -104,6 +103,42 @@ def settings(kind: type[T]) -> type[T]:
 
     made.__init__ = init  # type: ignore[method-assign, assignment]
     return made
+
+
+Misplaced = Callable[[str, str, Sequence[str]], str | None]
+"""Function of an unknown key, its section and the valid keys; returns the path of a key elsewhere that is meant."""
+
+
+def build(kind: Any, values: object, where: str = "", misplaced: Misplaced | None = None) -> Any:
+    """Build settings from the plain values of a configuration, in which lists stand for tuples.
+
+    Args:
+        kind: A class of settings, or another type that pydantic knows.
+        values: Plain values, or settings that are built already.
+        where: Dotted path of the values, for messages.
+        misplaced: Finds the place of a key that belongs elsewhere.
+
+    Raises:
+        ValueError: With one line for each of the first errors: key, rule and value.
+    """
+    try:
+        return _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(describe(error, kind, values, where=where, misplaced=misplaced)) from None
+
+
+def plain(value: Any) -> Any:
+    """Convert records, tuples and mappings to plain lists and dicts, with all fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def json_schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type."""
+    return _adapter(kind).json_schema()
 
 
 # ---- records of files
@@ -158,7 +193,16 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 # ---- errors
 
 
-def describe(error: ValidationError, model: Any, data: object, source: str = "", *, kind: str = "key") -> str:
+def describe(
+    error: ValidationError,
+    model: Any,
+    data: object,
+    source: str = "",
+    *,
+    kind: str = "key",
+    where: str = "",
+    misplaced: Misplaced | None = None,
+) -> str:
     """Return one line for each of the first errors: file, key, rule and value.
 
     Args:
@@ -167,18 +211,21 @@ def describe(error: ValidationError, model: Any, data: object, source: str = "",
         data: The validated values.
         source: Name of the file, or an empty text.
         kind: Name of an unknown key at the top level, such as "key".
+        where: Dotted path of the values.
+        misplaced: Finds the place of a key that belongs elsewhere.
     """
     # A value that fits no part of a union has one error for each part. These are joined to one line.
-    rules: dict[str, list[str]] = {}
-    values: dict[str, str] = {}
+    rules: dict[tuple[str, str], list[str]] = {}
     for details in error.errors(include_url=False):
-        keys = list(_keys_in(data, details["loc"]))
-        path, value = dotted(keys), f", got {_shown(details['input'])}"
-        name, context = details["type"], details.get("ctx", {})
+        keys = [*([where] if where else []), *_keys_in(data, details["loc"])]
+        path, value, name = dotted(keys), f", got {_shown(details['input'])}", details["type"]
+        context, depth = details.get("ctx", {}), 1 if where else 0
         if name in _UNKNOWN_KEY:
-            valid = _valid_keys(_adapter(model).json_schema(), keys[:-1])
-            section = f"key in {dotted(keys[:-1])}" if keys[:-1] else kind
-            path, value, rule = "", "", str(unknown_name_error(section, keys[-1], valid))
+            section, key = dotted(keys[:-1]), str(keys[-1])
+            valid = _valid_keys(json_schema(model), keys[depth:-1])
+            place = misplaced(key, section, valid) if misplaced else None
+            rule = str(unknown_name_error(f"key in {section}" if section else kind, key, valid))
+            path, value, rule = "", "", rule if place is None else f"Unknown key {path!r}. Use {place!r}."
         elif name == "missing":
             rule, value = "must be given", ""
         elif name in ("value_error", "assertion_error"):  # raised by a validator, with words of its own
@@ -188,18 +235,17 @@ def describe(error: ValidationError, model: Any, data: object, source: str = "",
             names = re.findall(r"'([^']*)'", context["expected"])
             rule, match = f"must be one of {', '.join(names)}", close_match(str(details["input"]), names)
             value += f": did you mean {match!r}?" if match else ""
+        elif name in ("dataclass_type", "model_type"):
+            rule = f"must be a mapping with the keys {', '.join(_valid_keys(json_schema(model), keys[depth:]))}"
         elif name in _RULES:
-            rule = _RULES[name].format_map({key: _bound(value) for key, value in context.items()})
+            rule = _RULES[name].format_map({key: _bound(bound) for key, bound in context.items()})
         else:
             rule = re.sub(r"^\w+ should ", "must ", details["msg"])
-        listed = rules.setdefault(path, [])
-        if rule not in listed:
-            listed.append(rule)
-        values[path] = value
+        rules.setdefault((path or rule, value), []).append(rule if path else "")
     lines = []
-    for path, listed in rules.items():
-        joined = [" or ".join([listed[0], *(rule.removeprefix("must be ") for rule in listed[1:])])] if path else listed
-        lines += [" ".join(part for part in (path, rule) if part) + values[path] for rule in joined]
+    for (path, value), (first, *others) in rules.items():
+        parts = dict.fromkeys([first, *(rule.removeprefix("must be ") for rule in others if rule != first)])
+        lines.append(f"{path} {' or '.join(parts)}".rstrip() + value)
     more = [f"and {len(lines) - MAX_ERRORS} more errors"] if len(lines) > MAX_ERRORS else []
     return "\n".join(f"{source}: {line}" if source else line for line in [*lines[:MAX_ERRORS], *more])
 
@@ -223,7 +269,7 @@ def _keys_in(data: object, location: Sequence[str | int]) -> Iterator[str | int]
     for number, key in enumerate(location, 1):
         if key in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, list | tuple) else ()):
             data = data[key]  # type: ignore[index]  # a key of a mapping, or a position in a list
-        elif number < len(location) or not isinstance(data, Mapping):
+        elif number < len(location) or not (isinstance(data, Mapping) or isinstance(key, int)):
             continue
         yield key
 

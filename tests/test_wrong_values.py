@@ -16,7 +16,8 @@ from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
+from evogrpo.training.configuration.environment_tasks import NetworkAgent
+from evogrpo.training.configuration.question_tasks import LanguageAgent
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import PopulationConfig
 from evogrpo.training.run_dir import LoggingConfig

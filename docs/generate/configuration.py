@@ -25,9 +25,8 @@ from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.models.language.lora import check_supported, lora_from_json
 from evogrpo.models.networks.architecture import MAX_LAYERS, MAX_UNITS, ArchitectureLimits, NetworkConfig
-from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
-from evogrpo.training.configuration.question_tasks import DatasetFiles
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, WrapperSection
+from evogrpo.training.configuration.question_tasks import DatasetFiles, LanguageAgent, LoraSettings
 from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule

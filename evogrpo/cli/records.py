@@ -18,11 +18,10 @@ from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.report import report as run_report
 from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.safe_parsing import dump_json
+from evogrpo.safe_parsing import dump_json, read_yaml_file
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.display.console import command, make_console, print_rows, show_command, working
 
 _MIN_LINE_WIDTH = 30

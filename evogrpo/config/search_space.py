@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import core_schema
 
 from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
@@ -265,6 +266,23 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         }
         self._check_conditions()
         self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Read the fields of every parameter by name; a hyperparameter with None does not evolve."""
+
+        def read(value: Any, parameters: Callable[[Any], Mapping[str, RLParameter | None]]) -> HyperparameterConfig:
+            if isinstance(value, HyperparameterConfig):
+                return value
+            if isinstance(value, Mapping):
+                refuse_unknown("hyperparameter", value, HYPERPARAMETER_NAMES)
+            return cls(**{name: each for name, each in parameters(value).items() if each is not None})
+
+        return core_schema.no_info_wrap_validator_function(
+            read,
+            handler.generate_schema(dict[str, RLParameter | None]),
+            serialization=core_schema.plain_serializer_function_ser_schema(cls.to_json),
+        )
 
     def __getitem__(self, name: str) -> RLParameter:
         return self._parameters[name]

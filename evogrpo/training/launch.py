@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.lock import DirectoryLock, is_unused
 from evogrpo.synonyms import counterpart
-from evogrpo.training.configuration.reading import override, parse_config, write_config
+from evogrpo.training.configuration.reading import override, parse_config, parse_override, write_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
-from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
 from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
@@ -270,7 +270,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         keys, value = parse_override(text)
         name = keys[-1]
         if name in LIMITS and keys[:-1] in ((), ("schedule",)):
-            limits[name] = typed(get_type_hints(Schedule)[name], value, f"schedule.{name}")
+            limits[name] = value
         elif keys in (("model",), ("device",), ("base_parts",)):
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.control.making import env_spec
-from evogrpo.training.configuration.strict_yaml import read_yaml
+from evogrpo.safe_parsing import load_yaml
 
 _FOLDER = files("evogrpo.training") / "presets"
 
@@ -32,7 +32,7 @@ def preset(env: str) -> dict[str, Any]:
         raise ValueError(f"{env!r} is not a registered Gymnasium environment: {error}") from error
     if name not in preset_ids():
         raise ValueError(f"There is no preset for {name}. Remove --preset, or choose one of {', '.join(preset_ids())}.")
-    read: dict[str, Any] = read_yaml((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
+    read: dict[str, Any] = load_yaml((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), f"the preset of {name}")
     return read
 
 
@@ -70,7 +70,7 @@ def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
         ValueError: If there is no such environment, or it has no preset.
     """
     text = (files("evogrpo.training.configuration") / "env.yaml").read_text(encoding="utf-8")
-    values: dict[str, Any] = read_yaml(text, "env.yaml")
+    values: dict[str, Any] = load_yaml(text, "env.yaml")
     if env is None:
         return values
     from evogrpo.training.configuration.environment_tasks import reward_threshold

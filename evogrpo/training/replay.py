@@ -10,15 +10,16 @@ import yaml
 import evogrpo
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_COUNT, refuse_unknown, whole_between
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.reporting.lineage import BestSchedule, best_schedule, fitness_estimate
 from evogrpo.reporting.summary import summarise
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.configuration.reading import override, parse_config, parse_space
+from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
-from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.evolve import evolve
@@ -29,6 +30,7 @@ from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types import task_type_of
+from evogrpo.validation import build
 from evogrpo.warnings import warn
 
 VERSION = 1
@@ -172,7 +174,7 @@ class HyperparameterSchedule:
             )
         values = _without_location(self.configuration)
         first = self.stages[0].hyperparameters
-        space = parse_space(values.get("search_space"))
+        space = build(HyperparameterConfig, values.get("search_space") or {}, "search_space")
         start = {name: getattr(first, name) for name in space}
         evolving = {n: p for n, p in space.items() if start[n] is None or p.closest(start[n]) == start[n]}
         if values.get("experience", "own") != "own":

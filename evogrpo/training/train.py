@@ -13,11 +13,9 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.text import reference_to
-from evogrpo.training.configuration.agent_sections import NetworkAgent
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, PopulationConfig
-from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
@@ -29,6 +27,7 @@ from evogrpo.training.presets import merge_sections, packaged_values, without_pa
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.networks import PreparedNetworks, prepare_in
+from evogrpo.validation import plain
 
 MakesEnv = Callable[..., "gymnasium.Env[Any, Any]"]
 

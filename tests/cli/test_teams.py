@@ -237,7 +237,7 @@ def test_a_file_beside_the_configuration_defines_the_environment(workdir, monkey
         (["gymnasium:make", "task.env_kwargs={id: CartPole-v1}"], "env must create a pettingzoo ParallelEnv"),
         ([FAVOURS, "task.env_kwargs={bad: 1}"], "cannot be made"),
         ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
-        ([FAVOURS, "task.policies=all"], "unknown value of task.policies"),
+        ([FAVOURS, "task.policies=all"], "task.policies must be"),
         ([FAVOURS, "task.num_envs=0"], "num_envs must be at least 1"),
         ([FAVOURS, "task.score=green"], "prefixes (red, blue), got 'green'"),
         ([FAVOURS, "task.score=[]"], "score must be one of 'sum', 'min', 'mean'"),

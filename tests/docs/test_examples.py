@@ -19,8 +19,8 @@ import pytest
 
 from docs.generate import session
 from evogrpo.cli.main import make_parser
+from evogrpo.safe_parsing import load_yaml
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -139,7 +139,7 @@ def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # the page may use another name
     for why, kind, block in blocks(ROOT / name):
         if kind == "yaml" and not why and not block.startswith("# not a configuration"):
-            values = read_yaml(block, name)
+            values = load_yaml(block, name)
             joint = "parallel_env" in values.get("task", {})
             base = {} if joint or "task" in values else QUESTIONS
             small = {"batch_size": 32} if base else {}

@@ -24,9 +24,9 @@ from evogrpo import (
     train,
 )
 from evogrpo.evolution import Mutation
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask, read_rows
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety

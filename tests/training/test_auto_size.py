@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from evogrpo.safe_parsing import read_yaml_file
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.launch import start
 from evogrpo.training.task_types import task_type_of
 from evogrpo.training.task_types.networks import prepare_in

@@ -13,9 +13,9 @@ from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
+from evogrpo.safe_parsing import load_yaml
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AUTO_SIZES
-from evogrpo.training.configuration.strict_yaml import read_yaml
 from evogrpo.training.task_types.networks import with_sizes
 from tests.tiny_models import tiny_model
 
@@ -187,7 +187,7 @@ def test_documented_search_spaces_and_settings_are_valid():
     assert blocks
     for block in blocks:
         assert parse_config(
-            {**QUESTIONS, "hyperparameters": {"batch_size": 32}, **read_yaml(block, "the page")}
+            {**QUESTIONS, "hyperparameters": {"batch_size": 32}, **load_yaml(block, "the page")}
         ).search_space
 
 

@@ -169,7 +169,7 @@ def test_it_uses_the_best_number_of_threads(monkeypatch):
         (("CartPole-v1", 0), {}, "total_timesteps must be at least 1"),
         (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
         (("CartPole-v1", 100), {"n_stepz": 5}, "unknown argument of train 'n_stepz'"),
-        (("CartPole-v1", 100), {"lr": -1.0}, "hyperparameters: lr"),
+        (("CartPole-v1", 100), {"lr": -1.0}, "hyperparameters.lr"),
         (("CartPole-v1", 100), {"hp_config": {"lr": 1}}, "hp_config must be a HyperparameterConfig"),
         ((cart_pole(), 100), {"preset": True}, "a preset is that of a registered environment"),
         ((cart_pole(), 100), {"env_kwargs": {}}, "env_kwargs is of the environment: give it to GymnasiumGroups"),

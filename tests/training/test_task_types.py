@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo.reporting.results import TERMS
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.task_types import TASK_TYPES, parse_task
+from evogrpo.training.task_types import TASK_TYPES, select_task
 from tests.cli.project import CONFIG, write_project
 from tests.training.task_type_case import TaskTypeTestCase
 
@@ -53,5 +53,5 @@ def test_environments_take_no_model_and_write_no_completions(kind):
 def test_a_task_names_one_task_type():
     every = {task.key for kind in TASK_TYPES.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
-        parse_task({})
+        select_task({})
     assert all(f"task.{key}" in str(refusal.value) for key in every)

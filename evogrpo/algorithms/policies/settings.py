@@ -15,7 +15,7 @@ from evogrpo.data import SamplingOptions
 from evogrpo.envs.control.policy_mapping import Policies
 from evogrpo.functional.loss_types import FULL_KLS
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
-from evogrpo.validation import WHOLE, Flag, Float, Int, NonNegativeInt, PositiveInt, settings
+from evogrpo.validation import WHOLE, Flag, Float, Int, NonNegativeInt, PositiveInt, Seed, settings
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")
 """Default objective of small networks: clipped loss averaged over actions, returns-to-go compared per time step."""
@@ -28,9 +28,6 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {
     "max_grad_norm": 0.5,
 }
 """Default hyperparameters of small networks that differ from those of language models."""
-
-
-Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE]
 
 
 @settings

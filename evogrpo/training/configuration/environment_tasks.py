@@ -1,22 +1,47 @@
-"""Task sections of runs in Gymnasium and PettingZoo environments."""
+"""Sections of small networks: the agent, and tasks in Gymnasium and PettingZoo environments."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
 from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
 
-from evogrpo.algorithms.policies.settings import Credit
+from evogrpo.algorithms.policies.settings import STEPWISE, Credit, NetworkSettings
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, Score, summed
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.configuration.user_code import load_module, load_named
+from evogrpo.validation import Flag, PositiveInt, Seed, Text, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
+class NetworkAgent:
+    """Settings of small networks, one per policy; see `evogrpo.algorithms.factory.Options`.
+
+    Settings that `objective` does not name are those of `STEPWISE`.
+    """
+
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    evolve_network: ArchitectureLimits | None = None
+    normalise_observations: Flag = False
+    objective: Objective = STEPWISE
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+    def __post_init__(self) -> None:
+        NetworkSettings(**self.settings())  # validates
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@settings
 class WrapperSection:
     """A wrapper with options.
 
@@ -25,7 +50,7 @@ class WrapperSection:
         options: Its keyword arguments besides the environment.
     """
 
-    name: str
+    name: Text
     options: Mapping[str, Any] | None = None
 
 
@@ -33,7 +58,7 @@ class WrapperSection:
 _CREATION_ERRORS = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class EnvironmentTask:
     """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium_groups.GymnasiumGroups`.
 
@@ -58,18 +83,18 @@ class EnvironmentTask:
     key: ClassVar[str] = "env"
     description: ClassVar[str] = "a Gymnasium environment"
 
-    env: str
+    env: Text
     env_kwargs: Mapping[str, Any] | None = None
-    wrappers: Sequence[str | WrapperSection] = ()
-    max_episode_steps: int | None = None
+    wrappers: tuple[Text | WrapperSection, ...] = ()
+    max_episode_steps: PositiveInt | None = None
     vectorization: Vectorization = "auto"
-    num_envs: int | None = None
-    reseed_noise: bool | None = None
-    recreate_env: bool | None = None
-    train_size: int = 100_000
-    validation_size: int = 64
-    test_size: int = 256
-    seed: int | None = None
+    num_envs: PositiveInt | None = None
+    reseed_noise: Flag | None = None
+    recreate_env: Flag | None = None
+    train_size: PositiveInt = 100_000
+    validation_size: PositiveInt = 64
+    test_size: PositiveInt = 256
+    seed: Seed | None = None
 
     @property
     def label(self) -> str:
@@ -154,7 +179,7 @@ def reward_threshold(env: str) -> float | None:
         raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ParallelTask:
     """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo_groups.PettingZooGroups`.
 
@@ -182,19 +207,19 @@ class ParallelTask:
     key: ClassVar[str] = "parallel_env"
     description: ClassVar[str] = "a parallel PettingZoo environment"
 
-    parallel_env: str
+    parallel_env: Text
     policies: Policies = "shared"
     credit: Credit = "team"
-    agent_ids: bool = False
+    agent_ids: Flag = False
     env_kwargs: Mapping[str, Any] | None = None
-    max_episode_steps: int | None = None
-    score: str | tuple[str, ...] | None = None
-    recreate_env: bool | None = None
-    num_envs: int = 64
-    train_size: int = 100_000
-    validation_size: int = 64
-    test_size: int = 256
-    seed: int | None = None
+    max_episode_steps: PositiveInt | None = None
+    score: Text | tuple[Text, ...] | None = None
+    recreate_env: Flag | None = None
+    num_envs: PositiveInt = 64
+    train_size: PositiveInt = 100_000
+    validation_size: PositiveInt = 64
+    test_size: PositiveInt = 256
+    seed: Seed | None = None
 
     @property
     def label(self) -> str:

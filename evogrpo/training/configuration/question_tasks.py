@@ -1,14 +1,17 @@
-"""Task sections of language models: built-in tasks, tasks of reasoning-gym, and the user's own datasets."""
+"""Sections of language models: the agent, built-in tasks, tasks of reasoning-gym, and the user's own datasets."""
 
 import csv
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import field, fields
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
 
+from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.config.checks import refuse_unknown
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
@@ -19,11 +22,70 @@ from evogrpo.synonyms import close_match
 from evogrpo.text import extra_command, number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named
+from evogrpo.validation import Flag, Float, Int, PositiveInt, Seed, Text, settings
 
 Messages = tuple[Mapping[str, str], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
+class LoraSettings:
+    """LoRA adapters, with the names and defaults of `peft.LoraConfig`.
+
+    Attributes:
+        r: Rank.
+        lora_alpha: The update is scaled by lora_alpha / r.
+        target_modules: Adapted modules: "all-linear", a regular expression, or module names.
+        exclude_modules: Modules that are not adapted: a regular expression or module names.
+        use_rslora: Scale by lora_alpha / sqrt(r) instead.
+        init_lora_weights: true for B = 0 and uniform A, or "gaussian" for normal A.
+    """
+
+    r: Int = 16
+    lora_alpha: Int = 32
+    target_modules: Text | tuple[Text, ...] = "all-linear"
+    exclude_modules: Text | tuple[Text, ...] | None = None
+    use_rslora: Flag = False
+    init_lora_weights: Flag | Text = True
+
+
+@settings
+class LanguageAgent:
+    """Settings of language models; see `evogrpo.algorithms.factory.Options`.
+
+    Attributes:
+        lora: Shape of the adapters.
+        adapter: Folder of a PEFT adapter that all members start from, instead of `lora`.
+    """
+
+    max_output_tokens: Int = 128
+    min_output_tokens: Int = 0
+    top_k: Int = 0
+    top_p: Float = 1.0
+    min_p: Float = 0.0
+    repetition_penalty: Float = 1.0
+    eos_token_ids: tuple[Int, ...] | None = None
+    micro_batch_tokens: Int | None = None
+    reduce_memory_peak: Flag = True
+    calc_position_embeddings: Flag = True
+    objective: Objective = field(default_factory=Objective)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    adapter: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and self.lora != LoraSettings():
+            raise ValueError(f"adapter {self.adapter!r} has its own LoRA settings. Remove lora.")
+        # Validate; the real token ids are known once the tokenizer is loaded.
+        eos_token_ids = (0,) if self.eos_token_ids is None else self.eos_token_ids
+        LanguageSettings(pad_token_id=0, eos_token_ids=eos_token_ids, **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields that are passed to `GRPO.population` unchanged."""
+        others = ("lora", "adapter", "eos_token_ids")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+
+
+@settings
 class QuestionTask(ABC):
     """Settings of all tasks with questions.
 
@@ -40,12 +102,12 @@ class QuestionTask(ABC):
     key: ClassVar[str]
     description: ClassVar[str]
 
-    seed: int | None = None
+    seed: Seed | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    max_prompt_length: int | None = None
+    max_prompt_length: PositiveInt | None = None
     on_reward_error: OnRewardError = "raise"
-    reward_timeout: float | None = DEFAULT_REWARD_TIMEOUT
-    reward_workers: int | None = None
+    reward_timeout: Float | None = DEFAULT_REWARD_TIMEOUT
+    reward_workers: Int | None = None
 
     def __post_init__(self) -> None:
         check_worker_limits(self.reward_timeout, self.reward_workers)
@@ -81,7 +143,7 @@ class QuestionTask(ABC):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class BuiltinTask(QuestionTask):
     """A task that comes with evogrpo.
 
@@ -95,10 +157,10 @@ class BuiltinTask(QuestionTask):
     key: ClassVar[str] = "name"
     description: ClassVar[str] = "a built-in task"
 
-    name: str
-    validation_size: int = 64
-    test_size: int = 256
-    system_prompt: str | None = None
+    name: Text
+    validation_size: PositiveInt = 64
+    test_size: PositiveInt = 256
+    system_prompt: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +183,7 @@ class BuiltinTask(QuestionTask):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ReasoningTask(QuestionTask):
     """A task of reasoning-gym.
 
@@ -136,10 +198,10 @@ class ReasoningTask(QuestionTask):
     key: ClassVar[str] = "reasoning_gym"
     description: ClassVar[str] = "a task of reasoning-gym"
 
-    reasoning_gym: str
-    sizes: Mapping[str, int] | None = None
-    system_prompt: str | None = None
-    answer_tag: str | None = None
+    reasoning_gym: Text
+    sizes: Mapping[Text, Int] | None = None
+    system_prompt: Text | None = None
+    answer_tag: Text | None = None
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +231,7 @@ class ReasoningTask(QuestionTask):
             raise ValueError(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class DatasetFiles:
     """Source of questions: a file per split, or a dataset of the Hugging Face hub.
 
@@ -184,12 +246,12 @@ class DatasetFiles:
         revision: Branch, tag or commit of the dataset.
     """
 
-    train: str | None = None
-    validation: str | None = None
-    test: str | None = None
-    hub: str | None = None
-    subset: str | None = None
-    revision: str | None = None
+    train: Text | None = None
+    validation: Text | None = None
+    test: Text | None = None
+    hub: Text | None = None
+    subset: Text | None = None
+    revision: Text | None = None
 
     def __post_init__(self) -> None:
         if self.hub is None and self.train is None:
@@ -216,7 +278,7 @@ class DatasetFiles:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class DatasetTask(QuestionTask):
     """The user's own questions and rewards.
 
@@ -236,13 +298,13 @@ class DatasetTask(QuestionTask):
     description: ClassVar[str] = "dataset files, or a dataset of the hub"
 
     dataset: DatasetFiles
-    reward: str | tuple[str, ...]
+    reward: Text | tuple[Text, ...]
     form: Literal["agilerl", "trl"] | None = None
-    reward_weights: tuple[float, ...] | None = None
-    system_prompt: str | None = None
+    reward_weights: tuple[Float, ...] | None = None
+    system_prompt: Text | None = None
     conversation_template: Messages | None = None
-    validation_size: int | None = None
-    test_size: int | None = None
+    validation_size: PositiveInt | None = None
+    test_size: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

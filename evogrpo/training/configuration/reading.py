@@ -4,23 +4,25 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_type_hints
 
 import yaml
+from pydantic import BaseModel, ConfigDict, create_model
 
 import evogrpo
 from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
-from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders
-from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.narrowing import Narrowing
-from evogrpo.models.devices import Precision
 from evogrpo.reporting.lineage import best_hyperparameters
+from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.storage.atomic_files import replace_file
-from evogrpo.synonyms import counterpart
+from evogrpo.synonyms import close_match, counterpart
 from evogrpo.training.configuration.sections import (
     AUTO_KEYS,
     AUTO_SEARCH_SPACE,
@@ -28,27 +30,13 @@ from evogrpo.training.configuration.sections import (
     CONFIG_FILE,
     CONFIG_HEAD,
     DATASET_SUFFIXES,
-    AgentSection,
     AnyConfig,
     Config,
     LoggingConfig,
     PopulationConfig,
 )
-from evogrpo.training.configuration.strict_yaml import (
-    UnknownKeyError,
-    build,
-    inside,
-    mapping,
-    optional_mapping,
-    parse_override,
-    plain,
-    read_yaml_file,
-    refuse_unknown_keys,
-    typed,
-    with_value,
-)
-from evogrpo.training.configuration.user_code import named_strategy
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import build, dotted, json_schema, plain
 
 if TYPE_CHECKING:
     from evogrpo.training.task_types.task_type import AnyTaskType
@@ -63,38 +51,122 @@ T = TypeVar("T")
 
 
 def parse_config(values: Mapping[str, Any]) -> AnyConfig:
-    """Build a configuration from plain values; checks that need no torch come before its import.
+    """Build a configuration from plain values; sections that need no torch are checked before its import.
 
     Raises:
-        ValueError: If a key is unknown or missing, or a value is invalid; with the key's full path.
+        ValueError: With one line for each key that is unknown or missing and each invalid value, with its full path.
     """
-    try:
-        return _build_config(values)
-    except UnknownKeyError as error:
-        path = None if error.where.startswith("search_space.") else _path_in_other_section(error)
-        if path is None:
-            raise
-        raise ValueError(f"Unknown key {inside(error.where, error.name)!r}. Use {path!r}.") from error
+    # 1. Sections that need no torch. A section that is null has its defaults.
+    values, auto = _without_auto({name: value for name, value in values.items() if value is not None})
+    search = _is_search(values, auto)
+    sections = build(_sections_model(), {**values, "schedule": _schedule(values, search=search)}, misplaced=_misplaced)
+    parsed = {name: getattr(sections, name) for name in sections.model_fields_set} | {"auto": auto}
+    # The defaults of these sections depend on the task type.
+    set_values = values.get("hyperparameters", {})
+    space = parsed.setdefault("search_space", HyperparameterConfig())
+    with_path("hyperparameters", lambda: space.first({}, set_values))
+    if parsed.get("population", PopulationConfig()).like is not None and not parsed["population"].founders:
+        founders = with_path("population.like", lambda: best_hyperparameters(parsed["population"].like))
+        parsed["population"] = replace(parsed["population"], founders=tuple(each.to_json() for each in founders))
+    # 2. Task and agent; their task type has the defaults of the other sections.
+    from evogrpo.training.task_types import select_task
+
+    task_class, kind = select_task(values["task"])
+    agent = values.get("agent", {})
+    if isinstance(agent, Mapping) and isinstance(agent.get("objective"), Mapping):
+        agent = {**agent, "objective": {**plain(kind.objective), **agent["objective"]}}
+    model = _sections_model(task_class, kind.agent)  # type: ignore[arg-type]  # a type is hashable
+    members = build(model, {"task": values["task"], "agent": agent}, misplaced=_misplaced)
+    parsed["task"], parsed["agent"] = members.task, members.agent
+    parsed["model"] = parsed.get("model") or kind.model
+    parsed["logging"] = LoggingConfig(**{"completions": kind.completions, **values.get("logging", {})})
+    parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
+    space = parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
+    # Again, because the start of an evolving hyperparameter must lie in its range.
+    parsed["hyperparameters"] = with_path("hyperparameters", lambda: space.first(kind.hyperparameters, set_values))
+    parsed |= _search_defaults(space, parsed["hyperparameters"], parsed["schedule"]) if search else {}
+    # 3. Sizes that are chosen when the run is prepared.
+    sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
+    if sizes and not kind.chooses_sizes:
+        raise ValueError(
+            f"{min(sizes)} must be a number with task.{task_class.key}, got 'auto'. Only runs in a Gymnasium "
+            "environment choose sizes."
+        )
+    open_sizes = auto & AUTO_SIZES if kind.chooses_sizes else frozenset()
+    # The group sizes of a default search space depend on the sizes, so it is completed together with them.
+    parsed["auto"] = open_sizes | (auto & {AUTO_SEARCH_SPACE}) if open_sizes else frozenset()
+    if "schedule.samples_per_step" in auto:  # a valid number that is replaced before it is used
+        parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
+    # 4. The configuration, with the first founder's hyperparameters, and checks across sections.
+    config = Config(**parsed)
+    if config.founders:
+        samples = config.schedule.samples_per_step
+        (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
+        config = replace(config, hyperparameters=first)
+    if config.experience is not None and "population.size" not in config.auto:
+        config.experience.check_size(config.population.size)
+    kind.check(config)
+    return config
 
 
-def _path_in_other_section(error: UnknownKeyError) -> str | None:
+@cache
+def _sections_model(task: Any = Any, agent: Any = Any) -> type[BaseModel]:
+    """Return a model of a configuration file with these types of task and agent sections."""
+    hints: dict[str, Any] = {**get_type_hints(Config, include_extras=True), "task": task, "agent": agent}
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.name == "task" else None)
+        for field in dataclasses.fields(Config)
+        if field.name != "auto"
+    }
+    return create_model("Configuration", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
+
+
+def configuration_schema() -> dict[str, Any]:
+    """Return the JSON schema of configuration files, for editors."""
+    from evogrpo.training.task_types import TASK_TYPES
+
+    kinds = TASK_TYPES.values()
+    tasks, agents = [task for kind in kinds for task in kind.tasks], {kind.agent: None for kind in kinds}
+    schema = json_schema(_sections_model(Union[tuple(tasks)], Union[tuple(agents)]))  # noqa: UP007 (of a sequence)
+    definitions = {
+        "hyperparameters": schema["$defs"]["Hyperparameters"]["properties"],
+        "population": schema["$defs"]["PopulationConfig"]["properties"],
+        "schedule": schema["$defs"]["Schedule"]["properties"],
+        "": schema["properties"],
+    }
+    names = {**AUTO_KEYS, "hyperparameters": HYPERPARAMETER_NAMES, "": (AUTO_SEARCH_SPACE,)}
+    for section, keys in names.items():
+        for key in keys:
+            definitions[section][key] = {"anyOf": [definitions[section][key], {"const": AUTO}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _misplaced(name: str, section: str, valid: Sequence[str]) -> str | None:
     """Return the dotted path of a key that belongs to another section, or None.
 
     Tries section and key joined, such as `population_size`, then the key alone, then names of other libraries.
+
+    Args:
+        name: The unknown key.
+        section: Dotted path of its section.
+        valid: Keys of that section.
     """
+    if section.startswith("search_space."):
+        return None
+    has_suggestion = (close_match(name, valid) or counterpart(name, valid)) is not None
     searched: list[tuple[str, str]] = []
     # Sections of task types import torch: skip them if a key of the same section is close enough.
-    for sections in (_sections,) if error.has_suggestion else (_sections, _task_sections):
-        candidates = [(section, key) for section, fields in sections() for key in fields if section != error.where]
+    for sections in (_sections,) if has_suggestion else (_sections, _task_sections):
+        candidates = [(path, key) for path, keys in sections() for key in keys if path != section]
         searched += candidates
-        matches = [candidate for candidate in candidates if "_".join(candidate) == error.name]
-        matches += [candidate for candidate in candidates if candidate[1] == error.name and not error.has_suggestion]
+        matches = [candidate for candidate in candidates if "_".join(candidate) == name]
+        matches += [candidate for candidate in candidates if candidate[1] == name and not has_suggestion]
         if matches:
-            return inside(*matches[0])
-    if error.has_suggestion or error.overlaps:
+            return dotted([part for part in matches[0] if part])
+    if has_suggestion or any(name in key or key in name for key in valid):
         return None
     return next(
-        (inside(*candidate) for candidate in searched if counterpart(error.name, [candidate[1]]) is not None), None
+        (dotted([p for p in (path, key) if p]) for path, key in searched if counterpart(name, [key]) is not None), None
     )
 
 
@@ -102,7 +174,7 @@ def setting_called(name: str) -> str | None:
     """Return the dotted path of a setting by its name in evogrpo or in another library, or None."""
     names = [field.name for field in dataclasses.fields(Config)]
     name_here = name if name in names else counterpart(name, names)
-    return name_here or _path_in_other_section(UnknownKeyError(name, "", names))
+    return name_here or _misplaced(name, "", names)
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
@@ -121,81 +193,10 @@ def _task_sections() -> Iterator[tuple[str, Sequence[str]]]:
         hints = get_type_hints(task_type.agent)
         for name, hint in hints.items():
             if dataclasses.is_dataclass(hint):
-                yield inside("agent", name), [field.name for field in dataclasses.fields(hint)]
+                yield f"agent.{name}", [field.name for field in dataclasses.fields(hint)]
         yield "agent", list(hints)
         for task in task_type.tasks:
             yield "task", [field.name for field in dataclasses.fields(task) if field.name != "seed"]
-
-
-def _build_config(values: Mapping[str, Any]) -> AnyConfig:
-    """Build the configuration; raise for the first invalid key or value."""
-    # 1. Sections that need no torch.
-    refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
-    values, auto = _without_auto(values)
-    if values.get("task") is None:
-        raise ValueError("task must be given")
-    search = _is_search(values, auto)
-    space = parse_space(values.get("search_space"))
-    parsed = {
-        "model": typed(str | None, values.get("model"), "model"),
-        "device": typed(str | None, values.get("device"), "device"),
-        "precision": typed(Precision, values.get("precision", "auto"), "precision"),
-        "base_parts": typed(int, values.get("base_parts", 1), "base_parts"),
-        "seed": typed(int, values.get("seed", 0), "seed"),
-        "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
-        "run_id": typed(str | None, values.get("run_id"), "run_id"),
-        "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
-        "search_space": space,
-        "population": _population(values.get("population")),
-        "schedule": build(Schedule, _schedule(values, search=search), "schedule"),
-        "logging": _logging(values.get("logging"), {}),
-        "auto": auto,
-    }
-    parsed["experience"] = _with_path("experience", lambda: shared_experience(values.get("experience")))
-    if values.get("fitness") is not None:
-        parsed["fitness"] = _with_path("fitness", lambda: FitnessConfig.of(values["fitness"]))
-    if values.get("strategy") is not None:
-        strategy = values["strategy"]
-        if isinstance(strategy, str):
-            strategy = {"name": strategy}
-        strategy = mapping(strategy, "strategy", ("name", "its settings"))
-        parsed["strategy"] = _with_path("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
-    # 2. Task and agent; their task type has the defaults of the other sections.
-    from evogrpo.training.task_types import parse_task, task_type_of
-
-    task = parse_task(values["task"])
-    kind = task_type_of(task)
-    parsed["model"] = parsed["model"] or kind.model
-    parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
-    set_values = optional_mapping(values.get("hyperparameters"), "hyperparameters")
-    parsed["hyperparameters"] = _hyperparameters(set_values, space, kind.hyperparameters)
-    parsed["search_space"] = _complete_space(parsed, kind, set_values, search=search)
-    # Again, because the start of an evolving hyperparameter must lie in its range.
-    parsed["hyperparameters"] = _hyperparameters(set_values, parsed["search_space"], kind.hyperparameters)
-    parsed |= _search_defaults(parsed["search_space"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
-    parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
-    # 3. Sizes that are chosen when the run is prepared.
-    sizes = (auto & AUTO_SIZES) - {"hyperparameters.group_size"}  # evolution can find the group size instead
-    if sizes and not kind.chooses_sizes:
-        raise ValueError(
-            f"{min(sizes)} must be a number with task.{task.key}, got 'auto'. Only runs in a Gymnasium environment "
-            "choose sizes."
-        )
-    open_sizes = auto & AUTO_SIZES if kind.chooses_sizes else frozenset()
-    # The group sizes of a default search space depend on the sizes, so it is completed together with them.
-    parsed["auto"] = open_sizes | (auto & {AUTO_SEARCH_SPACE}) if open_sizes else frozenset()
-    if "schedule.samples_per_step" in auto:  # a valid number that is replaced before it is used
-        parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
-    # 4. The configuration, with the first founder's hyperparameters, and checks across sections.
-    config = Config(**parsed)
-    if config.founders:
-        samples = config.schedule.samples_per_step
-        (first, *_), _ = warm_start_founders(config.founders, config.hyperparameters, config.search_space, samples)
-        config = replace(config, hyperparameters=first)
-    if config.experience is not None and "population.size" not in config.auto:
-        config.experience.check_size(config.population.size)
-    kind.check(config)
-    return config
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
@@ -257,15 +258,6 @@ def _search_defaults(space: HyperparameterConfig, first: Hyperparameters, schedu
     return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
-def _population(values: object) -> PopulationConfig:
-    """Build the section. Read the founders from the run `like`, unless they are stored already."""
-    population = build(PopulationConfig, values, "population")
-    if population.like is None or population.founders:
-        return population
-    founders = _with_path("population.like", lambda: best_hyperparameters(population.like or ""))
-    return replace(population, founders=tuple(each.to_json() for each in founders))
-
-
 def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
     """Return the values of the section, with defaults of a search."""
     schedule = DEFAULT_SCHEDULE if values.get("schedule") is None else values["schedule"]
@@ -303,46 +295,17 @@ def _complete_space(
             fixed=set_values,
             samples_per_step=parsed["schedule"].samples_per_step,
             rows_are_samples=kind.rows_are_samples,
-            shared=search or parsed["experience"] is not None,
+            shared=search or parsed.get("experience") is not None,
         )
     return HyperparameterConfig(**{**space, **ranges})
 
 
-def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:
-    return build(LoggingConfig, {**defaults, **optional_mapping(values, "logging")}, "logging")
-
-
-def _hyperparameters(values: object, space: HyperparameterConfig, defaults: Mapping[str, Any]) -> Hyperparameters:
-    section = optional_mapping(values, "hyperparameters")
-    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
-    return _with_path("hyperparameters", lambda: space.first(defaults, section))
-
-
-def _agent(values: object, kind: "AnyTaskType") -> AgentSection:
-    section = dict(optional_mapping(values, "agent"))
-    if section.get("objective") is not None:
-        section["objective"] = {**plain(kind.objective), **mapping(section["objective"], "agent.objective")}
-    agent: AgentSection = build(kind.agent, section, "agent")
-    return agent
-
-
-def parse_space(values: object) -> HyperparameterConfig:
-    """Build the search space from its section; a hyperparameter set to null stays fixed."""
-    section = optional_mapping(values, "search_space")
-    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "search_space")
-    parameters = {
-        name: build(RLParameter, each, inside("search_space", name))
-        for name, each in section.items()
-        if each is not None
-    }
-    return _with_path("search_space", lambda: HyperparameterConfig(**parameters))
-
-
-def _with_path(where: str, make: Callable[[], T]) -> T:
+def with_path(path: str, make: Callable[[], T]) -> T:
+    """Call a function; prefix its ValueError with a dotted path."""
     try:
         return make()
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
@@ -367,47 +330,35 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     result = dict(values)
     for text in overrides:
         keys, value = parse_override(text)
-        nested = absolute_paths(with_value({}, keys, value), Path.cwd())
+        nested = absolute_paths(_with_value({}, keys, value), Path.cwd())
         for key in keys:
             nested = nested[key]
-        result = with_value(result, keys, nested)
+        result = _with_value(result, keys, nested)
     return result
 
 
-def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values with relative paths made absolute, as `load_config` describes."""
-    result = dict(values)
-    if isinstance(result.get("model"), str):
-        result["model"] = _absolute_or_hub(result["model"], folder)
-    task = result.get("task")
-    if isinstance(task, Mapping):
-        task = dict(task)
-        if isinstance(task.get("dataset"), Mapping):
-            task["dataset"] = {
-                key: (_absolute_or_hub if key == "hub" else _absolute_file)(file, folder)
-                if isinstance(file, str)
-                else file
-                for key, file in task["dataset"].items()
-            }
-        if isinstance(task.get("reward"), str):
-            task["reward"] = _absolute_reference(task["reward"], folder)
-        elif isinstance(task.get("reward"), list):
-            task["reward"] = [_absolute_reference(each, folder) for each in task["reward"]]
-        for name in ("parallel_env", "score"):
-            if isinstance(task.get(name), str):
-                task[name] = _absolute_reference(task[name], folder)
-        if isinstance(task.get("wrappers"), list):
-            task["wrappers"] = [_absolute_wrapper(each, folder) for each in task["wrappers"]]
-        result["task"] = task
-    population = result.get("population")
-    if isinstance(population, Mapping) and isinstance(population.get("like"), str):
-        result["population"] = {**population, "like": _absolute(population["like"], folder)}
-    agent = result.get("agent")
-    if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):
-        result["agent"] = {**agent, "adapter": _absolute(agent["adapter"], folder)}
-    if isinstance(result.get("strategy"), Mapping):
-        result["strategy"] = _absolute_strategy(result["strategy"], folder)
-    return result
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Split an override such as `schedule.generations=8` into its keys and its value, which is read as YAML.
+
+    Raises:
+        ValueError: If there is no "=", a key is empty, or the value is not valid YAML.
+    """
+    name, sign, value = text.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not sign or not all(keys):
+        raise ValueError(f"An override must have the form section.key=value, got {text!r:.80}.")
+    return keys, load_yaml(value, f"override {text!r:.80}")
+
+
+def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of nested mappings with the value at the path `keys` replaced."""
+    first, *rest = keys
+    if not rest:
+        return {**values, first: value}
+    inner = values.get(first)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"Cannot set {'.'.join(keys)}: {first} is {inner!r}, which has no keys.")
+    return {**values, first: _with_value(inner or {}, rest, value)}
 
 
 def _absolute(path: str, folder: Path) -> str:
@@ -424,28 +375,32 @@ def _absolute_file(name: str, folder: Path) -> str:
     return _absolute(name, folder) if Path(name).suffix in DATASET_SUFFIXES else name
 
 
-def _absolute_strategy(strategy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the strategy with absolute paths to user code."""
-    result = dict(strategy)
-    if isinstance(strategy.get("name"), str):
-        result["name"] = _absolute_reference(strategy["name"], folder)
-    mutation = strategy.get("mutation")
-    if isinstance(mutation, str):
-        result["mutation"] = _absolute_reference(mutation, folder)
-    elif isinstance(mutation, Mapping) and isinstance(mutation.get("name"), str):
-        result["mutation"] = {**mutation, "name": _absolute_reference(mutation["name"], folder)}
-    return result
-
-
-def _absolute_reference(reference: Any, folder: Path) -> Any:
-    file, colon, name = str(reference).rpartition(":")
+def _absolute_reference(reference: str, folder: Path) -> str:
+    file, colon, name = reference.rpartition(":")
     return f"{_absolute(file, folder)}{colon}{name}" if file.endswith(".py") else reference
 
 
-def _absolute_wrapper(wrapper: Any, folder: Path) -> Any:
-    if isinstance(wrapper, Mapping) and "name" in wrapper:
-        return {**wrapper, "name": _absolute_reference(wrapper["name"], folder)}
-    return _absolute_reference(wrapper, folder) if isinstance(wrapper, str) else wrapper
+_PATHS: Mapping[str, Callable[[str, Path], str]] = {
+    "model": _absolute_or_hub,
+    "task.dataset.hub": _absolute_or_hub,
+    **dict.fromkeys(("task.dataset.train", "task.dataset.validation", "task.dataset.test"), _absolute_file),
+    **dict.fromkeys(("task.reward", "task.parallel_env", "task.score"), _absolute_reference),
+    **dict.fromkeys(("task.wrappers", "task.wrappers.name"), _absolute_reference),
+    **dict.fromkeys(("strategy", "strategy.name"), _absolute_reference),
+    **dict.fromkeys(("strategy.mutation", "strategy.mutation.name"), _absolute_reference),
+    "population.like": _absolute,
+    "agent.adapter": _absolute,
+}
+"""Functions that make paths absolute, by dotted path of the setting; elements of a list have the path of the list."""
+
+
+def absolute_paths(values: Any, folder: Path, path: str = "") -> Any:
+    """Return the values with relative paths made absolute, as `load_config` describes."""
+    if isinstance(values, Mapping):
+        return {key: absolute_paths(each, folder, f"{path}.{key}".removeprefix(".")) for key, each in values.items()}
+    if isinstance(values, list):
+        return [absolute_paths(each, folder, path) for each in values]
+    return _PATHS[path](values, folder) if path in _PATHS and isinstance(values, str) else values
 
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:

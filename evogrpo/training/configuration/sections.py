@@ -1,23 +1,24 @@
 """Configuration of a run and its sections, as frozen records."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from evogrpo.config.checks import MAX_SEED, flag, instance, whole_between
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.evolution.strategies import Replay, Strategy, Tournament
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
+from evogrpo.evolution.strategies import BUILT_IN, Replay, Strategy, Tournament
 from evogrpo.models.devices import Precision
 from evogrpo.text import extra_command
 from evogrpo.training.completions import CompletionsFormat
-from evogrpo.training.configuration.strict_yaml import plain
-from evogrpo.training.configuration.user_code import strategy_record
+from evogrpo.training.configuration.user_code import named_strategy, strategy_record
 from evogrpo.training.schedule import Schedule
+from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
 
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run directory."""
@@ -73,11 +74,21 @@ class AgentSection(Protocol):
         ...
 
 
+def _strategy(value: Any) -> Strategy:
+    """Return a strategy from its name, or from its name and settings."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a name, or a mapping of name and settings, got {value!r:.80}")
+    return named_strategy({"name": "tournament", **value})
+
+
+_STRATEGY_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string", "examples": list(BUILT_IN)}, {"type": "object"}]})
 TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class LoggingConfig:
     """Records of a run besides its journal and its best member.
 
@@ -92,27 +103,18 @@ class LoggingConfig:
         ValueError: If a value is out of range or a package is missing.
     """
 
-    tensorboard: bool = True
-    keep_checkpoints: int = 2
-    checkpoint_steps: int | None = None
-    completions: int = 16
+    tensorboard: Flag = True
+    keep_checkpoints: PositiveInt = 2  # at least one, so that the run can be resumed
+    checkpoint_steps: PositiveInt | None = None
+    completions: NonNegativeInt = 16
     completions_format: CompletionsFormat = "jsonl"
 
     def __post_init__(self) -> None:
-        flag("tensorboard", self.tensorboard)
-        # At least one, so that the run can be resumed.
-        object.__setattr__(self, "keep_checkpoints", whole_between("keep_checkpoints", self.keep_checkpoints, 1))
-        if self.checkpoint_steps is not None:
-            object.__setattr__(self, "checkpoint_steps", whole_between("checkpoint_steps", self.checkpoint_steps, 1))
-        object.__setattr__(self, "completions", whole_between("completions", self.completions, 0))
-        formats, chosen = get_args(CompletionsFormat), self.completions_format
-        if chosen not in formats:
-            raise ValueError(f"completions_format must be one of {', '.join(formats)}, got {chosen!r}")
-        if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        if self.completions_format == "parquet" and importlib.util.find_spec("pyarrow") is None:
             raise ValueError(f"completions_format parquet needs the package pyarrow: {extra_command('datasets')}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class PopulationConfig:
     """Population section.
 
@@ -125,21 +127,15 @@ class PopulationConfig:
             are stored here.
     """
 
-    size: int = 4
-    spread: bool = True
-    like: str | None = None
-    founders: Sequence[Mapping[str, float | str | None]] = ()
+    size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 4
+    spread: Flag = True
+    like: Text | None = None
+    founders: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole_between("size", self.size, 1, MAX_MEMBERS))
-        flag("spread", self.spread)
-        if self.like is not None and not isinstance(self.like, str):
-            raise ValueError(f"like must be the path of an earlier run directory, got {self.like!r:.80}")
-        if isinstance(self.founders, (str, bytes)) or not isinstance(self.founders, Sequence):
-            raise ValueError(f"founders must be a list of hyperparameters by name, got {self.founders!r:.80}")
         for number, founder in enumerate(self.founders, start=1):
             try:
-                Hyperparameters.from_json(instance("each of founders", founder, dict, "{'lr': 0.001}"))
+                Hyperparameters(**founder)
             except ValueError as error:
                 raise ValueError(f"founder {number}: {error}") from error
 
@@ -177,28 +173,26 @@ class Config(Generic[TaskT, AgentT]):
             their values have no meaning.
     """
 
-    model: str | None = None
+    model: Text | None = None
     task: TaskT
     schedule: Schedule
-    device: str | None = None
+    device: Text | None = None
     precision: Precision = "auto"
-    base_parts: int = 1
-    seed: int = 0
-    run_dir: str | None = None
+    base_parts: PositiveInt = 1
+    seed: Seed = 0
+    run_dir: Text | None = None
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     search_space: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
-    strategy: Strategy = field(default_factory=Tournament)
-    experience: SharedExperience | None = None
-    fitness: FitnessConfig = field(default_factory=FitnessConfig)
+    strategy: Annotated[Strategy, PlainValidator(_strategy), _STRATEGY_SCHEMA] = field(default_factory=Tournament)
+    experience: Annotated[SharedExperience | None, BeforeValidator(shared_experience)] = None
+    fitness: Annotated[FitnessConfig, BeforeValidator(FitnessConfig.of)] = field(default_factory=FitnessConfig)
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    run_id: str | None = None
+    run_id: Text | None = None
     auto: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "base_parts", whole_between("base_parts", self.base_parts, 1))
-        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MAX_SEED))
         if isinstance(self.strategy, Replay):
             self._check_replay(self.strategy)
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
@@ -243,7 +237,6 @@ class Config(Generic[TaskT, AgentT]):
             "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),
             "experience": "own" if self.experience is None else self.experience.to_json(),
-            "schedule": asdict(self.schedule),
         }
 
 

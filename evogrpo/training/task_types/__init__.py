@@ -5,10 +5,9 @@ from dataclasses import fields
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
-from evogrpo.synonyms import unknown_name_error
+from evogrpo.config.checks import refuse_unknown
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
 from evogrpo.training.configuration.sections import TaskSection
-from evogrpo.training.configuration.strict_yaml import build, inside, mapping
 from evogrpo.training.task_types.language import LanguageTask
 from evogrpo.training.task_types.networks import NetworkTask
 from evogrpo.training.task_types.task_type import AnyTaskType
@@ -25,22 +24,21 @@ def task_type_of(task: TaskSection) -> AnyTaskType:
     return _KIND_OF[type(task)]
 
 
-def parse_task(values: object, where: str = "task") -> TaskSection:
-    """Build the task section; its type follows from the key that is set.
+def select_task(section: object) -> tuple[type[TaskSection], AnyTaskType]:
+    """Return the class and the type of a task section, which follow from the key that is set.
 
     Raises:
-        ValueError: If the section names no task or several, or a key or a value is refused.
+        ValueError: If the section names no task or several.
     """
-    section = mapping(values, where, _TASKS)
+    if not isinstance(section, Mapping):
+        raise ValueError(f"task must be a mapping with one of the keys {', '.join(_TASKS)}, got {section!r:.80}")
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
-        for key in section:
-            if key not in known:
-                raise unknown_name_error(f"key in {where}", key, sorted(known))
-        *others, last = (f"{task.description} ({inside(where, key)})" for key, task in _TASKS.items())
+        refuse_unknown("key in task", section, sorted(known))
+        *others, last = (f"{task.description} (task.{key})" for key, task in _TASKS.items())
         raise ValueError(
-            f"{where} must name {', '.join(others)} or {last}: exactly one of them, "
-            f"got {' and '.join(chosen) or 'none'}"
+            f"task must name {', '.join(others)} or {last}: exactly one of them, got {' and '.join(chosen) or 'none'}"
         )
-    return build(_TASKS[chosen[0]], section, where)
+    task = _TASKS[chosen[0]]
+    return task, _KIND_OF[task]

@@ -39,10 +39,14 @@ from evogrpo.models.language.sampling import rows_at_once
 from evogrpo.models.language.sizing import learning_bytes, sampling_bytes
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import count_text, number_text, pluralize, shorten
-from evogrpo.training.configuration.agent_sections import LanguageAgent
-from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
+from evogrpo.training.configuration.question_tasks import (
+    BuiltinTask,
+    DatasetTask,
+    LanguageAgent,
+    QuestionTask,
+    ReasoningTask,
+)
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.strict_yaml import plain
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import (
     Forecast,
@@ -61,6 +65,7 @@ from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import RecordedEpisode
+from evogrpo.validation import plain
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
 

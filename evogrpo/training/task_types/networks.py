@@ -30,8 +30,7 @@ from evogrpo.models.devices import device_memory
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, duration_text, pluralize
-from evogrpo.training.configuration.agent_sections import NetworkAgent
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, ParallelTask
 from evogrpo.training.configuration.sections import AUTO_KEYS, AUTO_SEARCH_SPACE, AUTO_SIZES, AnyConfig
 from evogrpo.training.forecast import (
     Forecast,
