@@ -8,6 +8,8 @@ from pydantic import Field
 from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.default_space import without_effect
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
+from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.text import pluralize
 from evogrpo.validation import MAX_COUNT, WHOLE, Flag, Float, NonNegativeInt, PositiveFloat, PositiveInt, settings
 from evogrpo.warnings import warn
@@ -15,10 +17,15 @@ from evogrpo.warnings import warn
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.algorithms.population import Population
     from evogrpo.envs.protocol import GroupEnvironment, Split
-    from evogrpo.training.loop.run_state import RunState
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """Fields of `Schedule` that a resumed run may change."""
+
+
+TOO_FEW = (
+    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last half of a generation"
+)
+REMEDY = "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or fitness='validation'."
 
 
 @settings
@@ -95,27 +102,6 @@ class Schedule:
             return f"max_seconds {self.max_seconds:g} is reached"
         return None
 
-    def exceeded_by_next_step(self, run_state: "RunState", *, samples: int, answers: int) -> str | None:
-        """Return the limit that the next learning step and evaluation would exceed, or None.
-
-        Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
-        ends with the learning step that reaches its limit.
-
-        Args:
-            run_state: Counters of the run.
-            samples: Samples of a learning step, all members together.
-            answers: Answers of the evaluation, all members together.
-        """
-        if not (self.count_evaluations and run_state.latest_timesteps):
-            return None
-        evaluation = answers * run_state.latest_timesteps / samples
-        spent = run_state.spent(evaluations=True)
-        steps = {"timesteps": run_state.latest_timesteps, "tokens": run_state.latest_tokens}
-        for name, limit in (("timesteps", self.max_timesteps), ("tokens", self.max_tokens)):
-            if limit is not None and spent[name] + steps[name] + evaluation > limit:
-                return f"stopped at {spent[name]:,} {name}: the next step would exceed max_{name}={limit:,}"
-        return None
-
     def check_counted(self, *, plays: bool) -> None:
         """Raise ValueError for a limit on environment steps with language models.
 
@@ -181,3 +167,51 @@ class Schedule:
         )
         for message in found.values():
             warn(message)
+
+
+def check_run(
+    population: "Population",
+    env: "GroupEnvironment",
+    schedule: Schedule,
+    fitness: FitnessConfig,
+    experience: SharedExperience | None,
+) -> None:
+    """Raise ValueError if the parts of a run do not fit together."""
+    # 1. Members, environment and schedule.
+    population.check(env)
+    schedule.check_held_out(env)
+    schedule.check_counted(plays=population.plays)
+    # 2. Shared experience.
+    if experience is not None:
+        SharedExperience.check_size(len(population))
+        if getattr(population.members.settings, "normalise_observations", False):
+            raise ValueError(
+                "normalise_observations must be False with shared experience, as each member would normalise by its "
+                "own statistics. Set it to False, or experience='own'."
+            )
+        if "objective" in population.algorithm.unused_options:
+            raise ValueError(
+                f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. "
+                "Set experience='own'."
+            )
+    # 3. Questions or training rewards that fitness is measured by.
+    size, second = env.size("validation"), fitness.second_set
+    if second and size - second < 2:
+        raise ValueError(
+            f"second_set must leave at least 2 of the {size} validation questions to selection, got {second}. Lower "
+            "it, or raise validation_size."
+        )
+    if fitness.selection_measure != ROLLOUTS:
+        return
+    if experience is not None and experience.samplers == "rank":
+        raise ValueError(
+            f"{TOO_FEW}, but with samplers='rank' some members may sample nothing. Set samplers='equal', or "
+            "fitness='validation'."
+        )
+    space = population.space.for_samples_per_step(schedule.samples_per_step)
+    sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
+    if "group_size" in space:
+        sizes.append(int(space["group_size"].bounds[1]))
+    starts = schedule.late_starts(max(sizes))
+    if starts < 2:
+        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")

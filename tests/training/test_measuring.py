@@ -14,8 +14,7 @@ from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import FinalistsReport, GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
-from evogrpo.training.loop.best_tracker import winner
-from evogrpo.training.loop.evaluation import candidates
+from evogrpo.training.loop.evaluation import candidates, winner
 from evogrpo.training.loop.run_state import Best, best_agent
 from evogrpo.training.run_dir import open_run
 from evogrpo.training.tensorboard import generation_curves

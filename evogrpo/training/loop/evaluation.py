@@ -1,27 +1,28 @@
-"""Fitness of all members at the end of a generation, and warnings about missing learning signals."""
+"""Fitness of the members in a run, choice of the best one, and warnings about missing learning signals."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import measure_fitness
+from evogrpo.algorithms.rollout.evaluation import evaluate_states, measure_fitness
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import GroupEnvironment
-from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, paired_difference
-from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness, FitnessConfig, ahead, paired_difference
 from evogrpo.interruption import Stop
-from evogrpo.reporting.records import EvaluationCost
-from evogrpo.text import number_text, pluralize, score_text
-from evogrpo.training.loop.run_state import RunState
-from evogrpo.training.schedule import Schedule
-from evogrpo.warnings import warn
-
-TOO_FEW = (
-    "fitness='rollouts' needs training rewards on at least 2 prompts (or reset seeds) in the last half of a generation"
+from evogrpo.reporting.records import (
+    BaselineReport,
+    Estimate,
+    EvaluationCost,
+    Finalist,
+    FinalistsReport,
+    TestReport,
 )
-REMEDY = "Use a larger samples_per_step, a smaller group_size, more steps_per_generation, or fitness='validation'."
+from evogrpo.text import number_text, pluralize, score_text
+from evogrpo.training.loop.run_state import Best, RunState
+from evogrpo.training.schedule import REMEDY, TOO_FEW
+from evogrpo.warnings import warn
 
 
 def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
@@ -34,26 +35,32 @@ def rollouts_of(run_state: RunState, slot: int) -> Fitness | None:
     return _averaged(earned, since=run_state.step - taken) if late is None else late
 
 
-def check_starts(population: Population, schedule: Schedule, experience: SharedExperience | None) -> None:
-    """Raise ValueError if a member could have fewer than two starts to be selected by."""
-    if experience is not None and experience.samplers == "rank":
-        raise ValueError(
-            f"{TOO_FEW}, but with samplers='rank' some members may sample nothing. Set samplers='equal', or "
-            "fitness='validation'."
-        )
-    space = population.space.for_samples_per_step(schedule.samples_per_step)
-    sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
-    if "group_size" in space:
-        sizes.append(int(space["group_size"].bounds[1]))
-    starts = schedule.late_starts(max(sizes))
-    if starts < 2:
-        raise ValueError(f"{TOO_FEW}, got {starts} with group_size {max(sizes)}. {REMEDY}")
+def measure_baseline(
+    population: Population,
+    env: GroupEnvironment,
+    config: FitnessConfig,
+    run_state: RunState,
+    *,
+    questions: int,
+    stop: Stop,
+) -> BaselineReport:
+    """Measure the untrained base on the first validation questions."""
+    began = population.processes.now()
+    fitness, tokens = measure_fitness(
+        population.members, [0], env, "validation", config=config, questions=questions, base=True, stop=stop
+    )
+    run_state.baseline = fitness[0]
+    cost = EvaluationCost(tokens=tokens[0], seconds=population.processes.now() - began)
+    run_state.add_evaluation(cost)
+    return BaselineReport(
+        questions=len(fitness[0].scores), fitness=estimate(fitness[0]), measure=config.validation_measure, cost=cost
+    )
 
 
-def first_step_fitness(run_state: RunState) -> Fitness | None:
+def first_step_baseline(run_state: RunState) -> BaselineReport | None:
     """Return the mean reward of the first step over all members, start by start: the fitness before learning.
 
-    With a single start, every member's score counts by itself.
+    With a single start, every member's score counts by itself. None if there are fewer than two scores.
     """
     found: dict[int, list[float]] = {}
     for scores in run_state.rollouts:
@@ -62,7 +69,10 @@ def first_step_fitness(run_state: RunState) -> Fitness | None:
                 found.setdefault(place, []).append(score)
     by_start = [math.fsum(scores) / len(scores) for scores in found.values()]
     every = by_start if len(by_start) > 1 else [score for scores in found.values() for score in scores]
-    return Fitness.from_scores(every) if len(every) > 1 else None
+    if len(every) < 2:
+        return None
+    run_state.baseline = fitness = Fitness.from_scores(every)
+    return BaselineReport(questions=len(every), fitness=estimate(fitness), measure=ROLLOUTS, cost=EvaluationCost())
 
 
 def _averaged(scores: list[tuple[int, int, float]], *, since: int) -> Fitness | None:
@@ -158,6 +168,130 @@ def _within(best: Fitness, other: Fitness, z: float) -> bool:
         return best.mean - other.mean <= z * math.hypot(best.standard_error, other.standard_error)
     difference, standard_error = paired_difference(best, other)
     return difference <= z * standard_error
+
+
+def update_best(
+    population: Population, run_state: RunState, config: FitnessConfig, measured: Mapping[int, Measured]
+) -> int:
+    """Compare the best of a generation with the best so far, make it a finalist, and return its slot.
+
+    Args:
+        population: The members.
+        run_state: State of the run; its best member and finalists are updated.
+        config: Measure of fitness. The best is chosen on validation questions if there are any.
+        measured: Fitness of the members, by slot.
+    """
+    by = config.validation_measure if config.uses_validation else config.selection_measure
+    fitness = {slot: each.by[by] for slot, each in measured.items() if by in each.by}
+    slot = min(fitness, key=lambda slot: (-fitness[slot].mean, slot))
+    best = Best(
+        member=population.agents[slot].record(),
+        generation=run_state.generation,
+        fitness=fitness[slot],
+        state=population.members.banks.snapshot([slot])[slot],
+    )
+    if run_state.best is None or ahead(best.fitness, run_state.best.fitness):
+        run_state.best = best
+    if config.second_set:
+        finalists = run_state.finalists
+        finalists.append(best)
+        if len(finalists) > config.finalists:
+            finalists.remove(min(finalists, key=lambda each: (each.fitness.mean, -each.generation)))
+    return slot
+
+
+def winner(finalists: Sequence[Best], second: Sequence[Fitness], *, pooled: bool) -> int:
+    """Return the position of the best finalist.
+
+    Args:
+        finalists: Finalists with the fitness by which they were chosen.
+        second: Their fitness on the second set.
+        pooled: Weight both by their numbers of questions; False uses the second set alone.
+    """
+
+    def worth(place: int) -> float:
+        first, again = finalists[place].fitness, second[place]
+        if not pooled:
+            return again.mean
+        answers = len(first.scores), len(again.scores)
+        return math.fsum((first.mean * answers[0], again.mean * answers[1])) / sum(answers)
+
+    return max(range(len(finalists)), key=lambda place: (worth(place), -place))
+
+
+def choose_finalist(
+    population: Population, env: GroupEnvironment, config: FitnessConfig, run_state: RunState, *, stop: Stop
+) -> FinalistsReport:
+    """Evaluate the finalists on the second set, and make the best of them the best member.
+
+    The second set are the last validation questions. If the finalists were chosen on validation questions too, both
+    sets count.
+    """
+    finalists, size, began = run_state.finalists, env.size("validation"), population.processes.now()
+    second, tokens = evaluate_states(
+        population.members,
+        [each.state for each in finalists],
+        env,
+        "validation",
+        questions=range(size - config.second_set, size),
+        config=config,
+        stop=stop,
+    )
+
+    place = winner(finalists, second, pooled=config.uses_validation)
+    run_state.best = best = replace(finalists[place], second=second[place])
+    run_state.finalists_generation = run_state.generation
+    cost = EvaluationCost(tokens=tokens, seconds=population.processes.now() - began)
+    run_state.add_evaluation(cost)
+    return FinalistsReport(
+        questions=len(second[place].scores),
+        index=best.index,
+        generation=best.generation,
+        finalists=tuple(
+            Finalist(
+                index=each.index, generation=each.generation, chosen=estimate(each.fitness), second=estimate(again)
+            )
+            for each, again in zip(finalists, second, strict=True)
+        ),
+        measure=config.validation_measure,
+        cost=cost,
+    )
+
+
+def run_test(
+    population: Population,
+    env: GroupEnvironment,
+    config: FitnessConfig,
+    run_state: RunState,
+    *,
+    questions: int,
+    stop: Stop,
+) -> TestReport:
+    """Evaluate the best member and the untrained base on the test split."""
+    best, began = run_state.best, population.processes.now()
+    assert best is not None  # checked by the caller
+    (before, after), tokens = evaluate_states(
+        population.members, [None, best.state], env, "test", questions=range(questions), config=config, stop=stop
+    )
+    gain, standard_error = paired_difference(after, before)
+    cost = EvaluationCost(tokens=tokens, seconds=population.processes.now() - began)
+    run_state.add_evaluation(cost)
+    run_state.tested = TestReport(
+        questions=len(after.scores),
+        index=best.index,
+        before=estimate(before),
+        after=estimate(after),
+        gain=Estimate(mean=gain, standard_error=standard_error),
+        scores=after.scores,
+        measure=config.validation_measure,
+        cost=cost,
+    )
+    return run_state.tested
+
+
+def estimate(fitness: Fitness) -> Estimate:
+    """Return mean and standard error of a fitness."""
+    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
 GAP = 4.0

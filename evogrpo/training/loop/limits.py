@@ -152,14 +152,24 @@ class Limits:
         return evaluation * 2 * self.questions("test") / (len(self._population) * self.questions("validation"))
 
     def _exceeded_limit(self) -> str | None:
-        """Return the limit that the next learning step and its evaluation would exceed, or None."""
+        """Return the limit that the next learning step and its evaluation would exceed, or None.
+
+        Assumes that the next step costs as much as the last one. Only used with `count_evaluations`: otherwise a run
+        ends with the learning step that reaches its limit.
+        """
+        state, schedule = self._run_state, self._schedule
+        if not (schedule.count_evaluations and state.latest_timesteps):
+            return None
         healthy = len(self._population.healthy)
         evaluated = {"validation": healthy, "both": min(healthy, self._fitness.candidates), "rollouts": 0}
-        return self._schedule.exceeded_by_next_step(
-            self._run_state,
-            samples=healthy * self._run_state.samples_per_step,
-            answers=evaluated[self._fitness.by] * self.questions("validation"),
-        )
+        answers = evaluated[self._fitness.by] * self.questions("validation")
+        evaluation = answers * state.latest_timesteps / (healthy * state.samples_per_step)
+        spent = state.spent(evaluations=True)
+        steps = {"timesteps": state.latest_timesteps, "tokens": state.latest_tokens}
+        for name, limit in (("timesteps", schedule.max_timesteps), ("tokens", schedule.max_tokens)):
+            if limit is not None and spent[name] + steps[name] + evaluation > limit:
+                return f"stopped at {spent[name]:,} {name}: the next step would exceed max_{name}={limit:,}"
+        return None
 
     def _can_evaluate(self) -> bool:
         """Return True if every healthy member has enough training rewards to select by, where selection uses them."""

@@ -15,15 +15,14 @@ from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
-from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import (
     BaselineReport,
-    Estimate,
-    EvaluationCost,
     Example,
+    FinalistsReport,
     GenerationReport,
     MemberReport,
     MemberStep,
@@ -31,11 +30,13 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.reporting.results import BestMember, Result
-from evogrpo.training.loop.evaluation import Measured
+from evogrpo.training.configuration.user_code import strategy_record
+from evogrpo.training.loop.evaluation import Measured, estimate
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import generation_curves, step_curves
+from evogrpo.validation import dump
 
 
 class RunLogger:
@@ -85,6 +86,39 @@ class RunLogger:
         """Write an event to the journal."""
         if self.run_dir is not None:
             self.run_dir.journal(event, **fields)
+
+    def run(self, description: Mapping[str, Any]) -> None:
+        """Write the event that describes the run; `description` holds further facts, such as task and model."""
+        population, (schedule, fitness, data, experience) = self._population, self._records
+        settings = population.members.settings
+        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
+        self.event(
+            "run",
+            **description,
+            kind=population.members.kind,
+            seed=settings.seed,
+            **({} if tokens is None else {"micro_batch_tokens": tokens}),
+            population_size=len(population),
+            samples_per_step=schedule.samples_per_step,
+            steps_per_generation=schedule.steps_per_generation,
+            schedule=dump(schedule),
+            fitness=fitness.to_json(),
+            evolvable=population.space.to_json(),
+            algorithm=population.algorithm.__qualname__,
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in population.agents
+            ],
+            strategy=strategy_record(self._strategy),
+            experience="own" if experience is None else experience.to_json(),
+            data=data,
+            lineage=[dump(member) for member in population.lineage],
+            **provenance(population),
+        )
+
+    def report(self, report: BaselineReport | FinalistsReport | TestReport) -> None:
+        """Write a report."""
+        self.event(report.event, **report.to_json())
 
     def step(self, report: StepReport, completions: Sequence[Example]) -> None:
         """Write a learning step: event, completions table and scalars."""
@@ -296,16 +330,6 @@ def _member_report(agent: Agent, birth: MemberRecord, run_state: RunState, measu
         evaluation=measured.cost,
         scores=measured.by,
     )
-
-
-def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
-    """Return the report of the fitness before training."""
-    return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
-
-
-def estimate(fitness: Fitness) -> Estimate:
-    """Return mean and standard error of a fitness."""
-    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
 def make_result(

@@ -7,34 +7,33 @@ from typing import Any, TypeGuard
 import torch
 
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import evaluate_states, measure_fitness
 from evogrpo.algorithms.rollout.requests import RolloutBatch
 from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
-from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig, paired_difference
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
-from evogrpo.reporting.records import Estimate, EvaluationCost, GenerationReport, Report, StepReport, TestReport
+from evogrpo.reporting.records import GenerationReport, Report, StepReport, TestReport
 from evogrpo.reporting.results import Result
 from evogrpo.text import pluralize
-from evogrpo.training.configuration.user_code import check_resumable, check_strategy, strategy_record
-from evogrpo.training.loop.best_tracker import choose_finalist, second_set, update_best
+from evogrpo.training.configuration.user_code import check_resumable, check_strategy
 from evogrpo.training.loop.evaluation import (
     GreedyGapCheck,
     LearningSignalCheck,
-    check_starts,
-    first_step_fitness,
+    choose_finalist,
+    first_step_baseline,
     measure,
+    measure_baseline,
+    run_test,
+    update_best,
 )
 from evogrpo.training.loop.limits import Clock, Limits
 from evogrpo.training.loop.run_logger import (
     RunLogger,
-    baseline_report,
-    estimate,
     generation_report,
     make_result,
     provenance,
@@ -43,8 +42,7 @@ from evogrpo.training.loop.run_logger import (
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
-from evogrpo.training.schedule import Schedule
-from evogrpo.validation import dump
+from evogrpo.training.schedule import Schedule, check_run
 from evogrpo.warnings import warn
 
 
@@ -131,20 +129,9 @@ class Trainer:
             raise ValueError(
                 f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
             )
-        population.check(env)
-        schedule.check_held_out(env)
-        if experience is not None:
-            _check_shared_experience(population)
-        schedule.check_counted(plays=population.plays)
         self.fitness = fitness or FitnessConfig()
-        if self.fitness.selection_measure == ROLLOUTS:
-            check_starts(population, schedule, experience)
-        size, second = env.size("validation"), self.fitness.second_set
-        if second and size - second < 2:
-            raise ValueError(
-                f"second_set must leave at least 2 of the {size} validation questions to selection, got {second}. "
-                "Lower it, or raise validation_size."
-            )
+        check_run(population, env, schedule, self.fitness, experience)
+        check_strategy(strategy)
         # 2. Assemble the parts of the loop.
         self.population, self.env, self.strategy, self.experience = population, env, strategy, experience
         self.schedule, self.run_state = schedule, run_state or RunState(members=len(population))
@@ -175,7 +162,6 @@ class Trainer:
         self._ended: str | None = None
         self._complete = False
         self._resumed = run_state is not None
-        check_strategy(strategy)
         if run_state is None:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
@@ -266,9 +252,16 @@ class Trainer:
             stop.check_all_ranks()
             # 6. Choose the best member among the finalists, then test it.
             if state.finalists and state.finalists_generation < state.generation:
-                self._choose_finalist()
+                self._set_progress()
+                with stop.interruptible():
+                    logger.report(choose_finalist(population, self.env, self.fitness, state, stop=stop))
+                logger.save()
             if self.schedule.test_questions != 0 and state.best is not None:
-                tested = self._test()
+                self._set_progress()
+                questions = self.limits.questions("test")
+                with stop.interruptible():
+                    tested = run_test(population, self.env, self.fitness, state, questions=questions, stop=stop)
+                logger.report(tested)
                 with clock.paused():
                     self._call("on_test", tested)
                     yield tested
@@ -304,59 +297,24 @@ class Trainer:
             facts = {"generation": state.generation, "step": state.step, **changed, **provenance(self.population)}
             self._logger.event("resumed", **facts)
         else:
-            self._record_run()
+            self._logger.run(self._description)
             self._logger.save()
         if state.begun or not self.fitness.uses_validation:  # without, the first step's mean reward is the baseline
             return
         self._set_progress()
-        began, questions = self.clock.now(), self.limits.questions("validation")
         with self.stop_request.interruptible():
-            measured, tokens = measure_fitness(
-                self.population.members,
-                [0],
+            report = measure_baseline(
+                self.population,
                 self.env,
-                "validation",
-                config=self.fitness,
-                questions=questions,
-                base=True,
+                self.fitness,
+                state,
+                questions=self.limits.questions("validation"),
                 stop=self.stop_request,
             )
-        state.baseline = measured[0]
-        cost = self._add_evaluation(tokens[0], began)
-        self.clock.longest_evaluation = len(self.population) * cost.seconds  # until all members were evaluated
+        self.clock.longest_evaluation = len(self.population) * report.cost.seconds  # until all members were evaluated
         self.clock.tick()
-        report = baseline_report(state.baseline, measure=self.fitness.validation_measure, cost=state.evaluation)
-        self._logger.event(report.event, **report.to_json())
+        self._logger.report(report)
         self._logger.save()
-
-    def _record_run(self) -> None:
-        """Write the event that describes the run."""
-        population, schedule = self.population, self.schedule
-        settings = population.members.settings
-        tokens = getattr(settings, "micro_batch_tokens", None)  # networks have none
-        self._logger.event(
-            "run",
-            **self._description,
-            kind=population.members.kind,
-            seed=settings.seed,
-            **({} if tokens is None else {"micro_batch_tokens": tokens}),
-            population_size=len(population),
-            samples_per_step=schedule.samples_per_step,
-            steps_per_generation=schedule.steps_per_generation,
-            schedule=dump(schedule),
-            fitness=self.fitness.to_json(),
-            evolvable=population.space.to_json(),
-            algorithm=population.algorithm.__qualname__,
-            members=[
-                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
-                for a in population.agents
-            ],
-            strategy=strategy_record(self.strategy),
-            experience="own" if self.experience is None else self.experience.to_json(),
-            data=self._data,
-            lineage=[dump(member) for member in population.lineage],
-            **provenance(population),
-        )
 
     def _record_step(
         self, collected: RolloutBatch, learned: Mapping[int, LearnReport], phases: Mapping[str, float]
@@ -371,10 +329,9 @@ class Trainer:
             self.population, self.run_state, collected, learned, phases, waiting, self._logger.completions
         )
         if report.step == 0 and not self.fitness.uses_validation:
-            self.run_state.baseline = first_step_fitness(self.run_state)
-            if self.run_state.baseline is not None:
-                baseline = baseline_report(self.run_state.baseline, measure=ROLLOUTS, cost=EvaluationCost())
-                self._logger.event(baseline.event, **baseline.to_json())
+            baseline = first_step_baseline(self.run_state)
+            if baseline is not None:
+                self._logger.report(baseline)
         self._logger.step(report, completions)
         self._learning_signal.update(learned)
         return report
@@ -468,53 +425,6 @@ class Trainer:
         needed = replace(schedule, samples_per_step=state.samples_per_step).block(self.population)
         state.block = max(state.block, needed)
 
-    def _choose_finalist(self) -> None:
-        """Evaluate the finalists on the second set, and keep the best of them."""
-        finalists, began = self.run_state.finalists, self.clock.now()
-        self._set_progress()
-        with self.stop_request.interruptible():
-            second, tokens = evaluate_states(
-                self.population.members,
-                [each.state for each in finalists],
-                self.env,
-                "validation",
-                questions=second_set(self.env, self.fitness),
-                config=self.fitness,
-                stop=self.stop_request,
-            )
-        report = choose_finalist(self.run_state, self.fitness, second, self._add_evaluation(tokens, began))
-        self._logger.event(report.event, **report.to_json())
-        self._logger.save()
-
-    def _test(self) -> TestReport:
-        """Test the best member and the untrained base."""
-        best, began = self.run_state.best, self.clock.now()
-        assert best is not None  # checked by the caller
-        self._set_progress()
-        with self.stop_request.interruptible():
-            (before, after), tokens = evaluate_states(
-                self.population.members,
-                [None, best.state],
-                self.env,
-                "test",
-                questions=range(self.limits.questions("test")),
-                config=self.fitness,
-                stop=self.stop_request,
-            )
-        gain, standard_error = paired_difference(after, before)
-        self.run_state.tested = report = TestReport(
-            questions=len(after.scores),
-            index=best.index,
-            before=estimate(before),
-            after=estimate(after),
-            gain=Estimate(mean=gain, standard_error=standard_error),
-            scores=after.scores,
-            measure=self.fitness.validation_measure,
-            cost=self._add_evaluation(tokens, began),
-        )
-        self._logger.event(report.event, **report.to_json())
-        return report
-
     def _record_end(self) -> None:
         """Record why the run has ended, and by how much it exceeded its time limit."""
         self.clock.tick()
@@ -565,12 +475,6 @@ class Trainer:
                 "with a network that returns finite numbers."
             )
 
-    def _add_evaluation(self, tokens: int, began: float) -> EvaluationCost:
-        """Count an evaluation that began at this time."""
-        cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
-        self.run_state.add_evaluation(cost)
-        return cost
-
     def _set_progress(self) -> None:
         """Pass the current learning step to the environment, if it supports that."""
         if isinstance(self.env, SupportsProgress):
@@ -586,18 +490,3 @@ class Trainer:
 
 def _is_generation(report: Report) -> TypeGuard[GenerationReport]:
     return isinstance(report, GenerationReport)
-
-
-def _check_shared_experience(population: Population) -> None:
-    """Raise ValueError if members cannot learn from each other's samples."""
-    SharedExperience.check_size(len(population))
-    if getattr(population.members.settings, "normalise_observations", False):
-        raise ValueError(
-            "normalise_observations must be False with shared experience, as each member would normalise by its own "
-            "statistics. Set it to False, or experience='own'."
-        )
-    if "objective" in population.algorithm.unused_options:
-        raise ValueError(
-            f"Shared experience needs the learning rule of GRPO, but {population.algorithm.__name__} has its own. Set "
-            "experience='own'."
-        )
