@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results
 from evogrpo.envs.text.reward_functions import (
-    MAX_REWARD,
     OnRewardError,
     Reward,
     RewardError,
     RewardInputs,
     StepRewards,
-    fits_float32,
 )
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
@@ -377,10 +376,10 @@ def compute_rewards(
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
     total[list(failures)] = np.nan
-    if (np.abs(total) > MAX_REWARD).any():
+    if (np.abs(total) > FLOAT32_LIMIT).any():
         row = int(np.nanargmax(np.abs(total)))
         raise RewardError(
-            f"Weighted sums of rewards must be at most {MAX_REWARD:g}, got {total[row]:g} for the completion "
+            f"Weighted sums of rewards must be at most {FLOAT32_LIMIT:g}, got {total[row]:g} for the completion "
             f"{_short_repr(inputs.texts[row])}. Lower reward_weights or the returned values."
         )
     if failures:
@@ -448,9 +447,10 @@ def _checked_value(name: str, value: Any, inputs: RewardInputs, row: int) -> tup
         value = steps.total
     elif hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
-    if not isinstance(value, numbers.Real) or not fits_float32(value):
+    within = isinstance(value, numbers.Real) and abs(value) <= FLOAT32_LIMIT  # type: ignore[operator]  # False for NaN
+    if not within:
         raise RewardError(
-            f"Reward function {name!r} must return None or finite numbers of at most {MAX_REWARD:g}, got "
+            f"Reward function {name!r} must return None or finite numbers of at most {FLOAT32_LIMIT:g}, got "
             f"{_short_repr(value)} for the completion {_short_repr(text)}."
         )
     return float(value), steps

@@ -11,13 +11,6 @@ from evogrpo.config.checks import finite_number, float32_number, whole_between
 from evogrpo.envs.text.reward_calls import Call, Job, is_async
 
 Unit = Literal["token", "character"]
-MAX_REWARD = 3.4e38
-"""Largest reward: float32, which members learn in, has none beyond."""
-
-
-def fits_float32(value: Any) -> bool:
-    """Return True for numbers that are finite in float32."""
-    return bool(abs(value) <= MAX_REWARD)  # also False for NaN and integers beyond float64
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from evogrpo.config.checks import refuse_unknown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
+Tokenizer = Any
+"""A transformers tokenizer."""
 Message = dict[str, Any]
 Prompt = str | list[Message]
 Options = Mapping[str, Any]
@@ -16,25 +18,6 @@ Options = Mapping[str, Any]
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _FIELDS = ("question", "answer")
 _CHUNK = 1024  # prompts per call of the tokenizer
-
-
-class Tokenizer(Protocol):
-    """Interface of transformers tokenizers that is used here."""
-
-    eos_token_id: Any
-    pad_token_id: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokenize a list of texts; return a mapping with "input_ids"."""
-
-    def __len__(self) -> int:
-        """Return the vocabulary size, including added tokens."""
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        """Render messages as text."""
-
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the text of token ids."""
 
 
 def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import math
-import numbers
 import os
 import pickle  # noqa: TID251 (sent to our own child process; replies are JSON)
 import signal
@@ -20,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from evogrpo.config.checks import whole_number
+from evogrpo.config.checks import finite_number, whole_number
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.text.reward_calls import (
     GRACE_SECONDS,
@@ -286,8 +284,7 @@ def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers
 
 def check_worker_limits(timeout: float | None, workers: int | None) -> None:
     """Raise ValueError if a time limit or number of worker processes is out of range."""
-    number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout!r:.80}.")
+    if timeout is not None and finite_number("reward_timeout", timeout) <= 0:
+        raise ValueError(f"reward_timeout must be above 0 seconds, or None, got {timeout}.")
     if workers is not None and whole_number("reward_workers", workers) < 0:
         raise ValueError(f"reward_workers must be at least 0, or None, got {workers}.")
