@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from evogrpo.config.checks import finite_number
-from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, dump, settings
+from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -64,10 +64,6 @@ class Fitness:
     def by_key(self) -> dict[int, float]:
         """Scores by key of the question."""
         return dict(zip(range(len(self.scores)) if self.keys is None else self.keys, self.scores, strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return dump(self)
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.search_space import HyperparameterConfig, check_group_size, feasible_group_sizes
+from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.history import History, MemberRecord, changes_between
 from evogrpo.evolution.mutation import Perturbation, Proposal, proposals
 from evogrpo.randomness import streams
-from evogrpo.validation import Whole, dump
+from evogrpo.validation import Whole
 
 MAX_PROPOSALS = 100
 """Proposals for one child before it may equal another member."""
@@ -93,27 +92,6 @@ class Plan:
             raise ValueError(f"parents must be None for founders and for no other child, got another value in {mixed}")
         if len(self.vacant) == len(slots):
             raise ValueError("a plan must keep at least one member, got one that retires all members")
-        if self.samples_per_step is not None:
-            feasible_group_sizes(self.samples_per_step)  # raises for an invalid number
-        if (
-            self.steps_per_generation is not None
-            and whole_number("steps_per_generation", self.steps_per_generation) < 1
-        ):
-            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
-        if self.samples is not None:
-            self._check_samples(self.samples)
-
-    def _check_samples(self, samples: tuple[int, ...]) -> None:
-        """Require one non-negative count per slot, zero for empty slots, and not all zero."""
-        counts = tuple(whole_number("samples", count) for count in samples)
-        if len(counts) != len(self.parents) or min(counts) < 0 or not any(counts):
-            raise ValueError(
-                f"samples must have one non-negative number for each of {len(self.parents)} slots, not all 0, got "
-                f"{samples}"
-            )
-        if any(counts[slot] for slot in self.vacant):
-            raise ValueError(f"samples of empty slots must be 0, got {samples} with empty slots {self.vacant}")
-        object.__setattr__(self, "samples", counts)
 
     @classmethod
     def from_choices(
@@ -235,10 +213,17 @@ class Plan:
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must have consecutive indices from {history.next_index}, got {indices}")
-        samples = self.samples_per_step or last.samples_per_step
+        samples = last.samples_per_step if self.samples_per_step is None else self.samples_per_step
+        if self.steps_per_generation is not None and self.steps_per_generation < 1:
+            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
         history.space.for_samples_per_step(samples)  # raises if the space has no valid group size
         born = {child.slot: child for child in self.children}
         budget = samples * (len(self.parents) - len(self.vacant))
+        if self.samples is not None and not self._are_counts(self.samples):
+            raise ValueError(
+                "samples must have one non-negative integer for each slot, 0 for empty slots and not all 0, got "
+                f"{self.samples} for {len(self.parents)} slots"
+            )
         if self.samples is not None and sum(self.samples) > budget:
             raise ValueError(
                 f"the sum of samples must be at most {budget}, samples_per_step={samples} for each member, got "
@@ -262,9 +247,14 @@ class Plan:
                     f"samples must be whole groups, got {self.samples[slot]} for {owner} with group_size={group_size}"
                 )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return dump(self)
+    def _are_counts(self, samples: Sequence[int]) -> bool:
+        """Return True if samples are whole numbers of each slot."""
+        return (
+            len(samples) == len(self.parents)
+            and all(isinstance(count, int) and count >= 0 for count in samples)
+            and any(samples)
+            and not any(samples[slot] for slot in self.vacant)
+        )
 
 
 def draw_distinct(

@@ -12,6 +12,7 @@ from evogrpo.reporting.lineage import best_member, best_schedule, fitness_estima
 from evogrpo.reporting.records import Estimate, MemberReport, TestReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
+from evogrpo.validation import dump
 
 CONFIDENT = 1.96
 """Half-width of a 95 % confidence interval in standard errors, for normal errors."""
@@ -54,7 +55,7 @@ class WinnerReport:
             "standard_error": None if self.fitness is None else self.fitness.standard_error,
             "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
             "hyperparameters": member.hyperparameters.to_json(),
-            "schedule": [stage.to_json() for stage in self.stages],
+            "schedule": [dump(stage) for stage in self.stages],
             "test": None if self.test is None else test_json(self.test),
             "stopped": self.summary.stopped,
             "stored": None if self.stored is None else str(self.stored),

@@ -1,6 +1,5 @@
 """Atomic writes: files and folders are written completely or not at all."""
 
-import glob
 import os
 import re
 import shutil
@@ -53,27 +52,14 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically: readers see the old or the new bytes, also after a kill."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # as `sweep` finds it
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.temporary"):  # left by processes that were killed
-        if stale == temporary or not _is_alive(stale.suffixes[-2][1:]):
-            stale.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # removed by `remove_temporary_files`
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same number
     try:
         write_synced(temporary, content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def _is_alive(pid: str) -> bool:
-    """Return True unless no process with this number exists."""
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def remove_temporary_files(folder: Path) -> None:

@@ -79,15 +79,10 @@ class Journal:
             fields: Strict JSON values; a missing number is None, never NaN. The time is added in unix seconds.
 
         Raises:
-            ValueError: If a field is not strict JSON, is called "event" or "time", or the journal is closed; nothing
-                is written then.
+            ValueError: If a field is not strict JSON; nothing is written then.
             JournalError: If another process changed the file.
             OSError: If the disk refuses the write; the journal is left as it was before this event.
         """
-        if self._file < 0:
-            raise ValueError(f"the journal {self.path} is closed: open a new Journal to go on")
-        if reserved := {"event", "time", "journal_version"} & fields.keys():
-            raise ValueError(f"the field {reserved.pop()!r} is set by the journal itself: choose another name")
         version = {} if self.size else {"journal_version": VERSION}
         values = {"event": event, "time": time.time(), **version, **fields}
         content = (dump_json(values, what=event) + "\n").encode("ascii")

@@ -23,6 +23,7 @@ from evogrpo.evolution import (
     spread_founders,
     strategy_from_json,
 )
+from evogrpo.validation import dump
 
 SPACE = HyperparameterConfig(
     lr=RLParameter(min=1e-6, max=1e-3, scale="log"),
@@ -224,7 +225,7 @@ class StrategyTestCase(ABC):
             assert len(plan.parents) == len(plan.reasons) == history.capacity
             assert all(plan.reasons)
             assert len(plan.vacant) < history.capacity
-            through_json(plan.to_json())
+            through_json(dump(plan))
 
     def test_children_get_new_indices_in_order_and_name_their_parent(self) -> None:
         for history, plan in self.simulated():

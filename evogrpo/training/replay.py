@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
+from pydantic import Field
 
 import evogrpo
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import MAX_COUNT, refuse_unknown, whole_between
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
@@ -30,18 +30,17 @@ from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import JOURNAL
 from evogrpo.training.schedule import LIMITS
 from evogrpo.training.task_types import task_type_of
-from evogrpo.validation import build
+from evogrpo.validation import build, dump, validate
 from evogrpo.warnings import warn
 
-VERSION = 1
-"""Version of the file format."""
+VERSION: Literal[1] = 1
+"""Version of the file format; only this one is read."""
 
 _HEAD = """\
 # The hyperparameter schedule that led to member #{member} of {run}, written by evogrpo {version}.
-# from_step counts learning steps from 0; generations lists those of each generation, which an evaluation follows.
+# generations lists the learning steps of each generation, which an evaluation follows.
 # `evogrpo replay {name}` trains one fresh agent under it; code that the configuration names is run then.
 """
-_FIELDS = ("version", "of", "stages", "configuration")
 _OTHER_LIMITS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
 
@@ -53,11 +52,13 @@ class HyperparameterSchedule:
         stages: Stages with their hyperparameters, in order.
         of: Facts about the run and its best member; untrusted.
         configuration: Configuration of the run as plain values; None if it was started in Python.
+        version: Version of the file format.
     """
 
-    stages: tuple[ScheduleStage, ...]
+    stages: Annotated[tuple[ScheduleStage, ...], Field(min_length=1)]
     of: Mapping[str, Any]
-    configuration: Mapping[str, Any] | None
+    configuration: Mapping[str, Any] | None = None
+    version: Literal[1] = VERSION
 
     @property
     def strategy(self) -> Replay:
@@ -109,28 +110,7 @@ class HyperparameterSchedule:
     @classmethod
     def _of_file(cls, path: Path) -> Self:
         """Read the schedule from a file."""
-        values = read_yaml_file(path)
-        refuse_unknown(f"key of {path}", values, _FIELDS)
-        if values.get("version") != VERSION:
-            raise ValueError(f"{path} must be a schedule of version {VERSION}, got {values.get('version')!r:.80}")
-        of, configuration, stage_values = values.get("of", {}), values.get("configuration"), values.get("stages")
-        if not isinstance(of, Mapping) or not isinstance(configuration, Mapping | None):
-            raise ValueError(f"of and configuration of {path} must be mappings")
-        if not isinstance(stage_values, Sequence) or not all(isinstance(each, Mapping) for each in stage_values):
-            raise ValueError(f"stages of {path} must be a list of mappings, got {stage_values!r:.80}")
-        stages: list[ScheduleStage] = []
-        first_step = 0
-        for number, each in enumerate(stage_values, start=1):
-            rest = {name: value for name, value in each.items() if name != "from_step"}
-            try:
-                from_step = whole_between("from_step", each.get("from_step"), 0, MAX_COUNT)
-                if from_step != first_step:
-                    raise ValueError(f"from_step must be {first_step}, the end of the stage before, got {from_step}")
-                stages.append(ScheduleStage.from_json(rest))
-            except ValueError as error:
-                raise ValueError(f"stage {number} of {path}: {error}") from error
-            first_step += stages[-1].steps
-        return cls(stages=Replay(stages=tuple(stages)).stages, of=of, configuration=configuration)
+        return validate(cls, read_yaml_file(path), str(path), extra="forbid")
 
     def write(self, file: str | Path) -> None:
         """Write the schedule as YAML; `read` reads it.
@@ -138,15 +118,9 @@ class HyperparameterSchedule:
         Raises:
             ValueError: If the file exists already.
         """
-        path, first_step, stages = Path(file), 0, []
+        path = Path(file)
         if path.exists():
             raise ValueError(f"{path} already exists. Choose another file.")
-        for stage in self.stages:
-            stages.append({"from_step": first_step, **stage.to_json()})
-            first_step += stage.steps
-        values = {"version": VERSION, "of": dict(self.of), "stages": stages}
-        if self.configuration is not None:
-            values["configuration"] = dict(self.configuration)
         # `ascii` keeps untrusted names on the comment line.
         names = {
             "member": self.of.get("member"),
@@ -154,7 +128,7 @@ class HyperparameterSchedule:
             "name": ascii(path.name),
         }
         text = _HEAD.format(**names, version=evogrpo.__version__)
-        text += yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        text += yaml.dump(dump(self), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
         make_folder(path.absolute().parent)
         write_synced(path, text.encode("utf-8"))
 

@@ -46,8 +46,6 @@ def test_an_appended_event_is_readable_while_the_journal_is_open(path):
     assert kinds(path) == ["run"]
     journal.close()
     journal.close()
-    with pytest.raises(ValueError, match="closed"):
-        journal.append("step")
 
 
 def test_reopening_goes_on_where_it_stopped(path):
@@ -67,7 +65,6 @@ def test_reopening_goes_on_where_it_stopped(path):
         ({"members": [{"kl": float("-inf")}]}, r"step\.members\[0\]\.kl is -inf"),
         ({"members": {0: 1}}, "keys are text"),
         ({"index": np.int64(3)}, "step.index is a int64"),
-        ({"time": 3.0}, "'time' is set by the journal"),
     ],
 )
 def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields, words):

@@ -16,6 +16,7 @@ from evogrpo.evolution import Plan
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.storage.lock import LOCK
+from evogrpo.validation import dump
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     QUESTIONS,
@@ -117,7 +118,7 @@ def test_the_journal_holds_every_event(run):
             key: getattr(report, key) for key in ("generation", "step", "seconds", "tokens")
         }
         assert event["best_index"] == report.best.index
-        assert event["plan"] == (None if report.plan is None else json.loads(json.dumps(report.plan.to_json())))
+        assert event["plan"] == (None if report.plan is None else json.loads(json.dumps(dump(report.plan))))
         assert event["members"] == json.loads(json.dumps([member.to_json() for member in report.members]))
         assert all(
             set(member)

@@ -18,7 +18,6 @@ import evogrpo
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
 from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.summary import summarise
-from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.checkpoint import (
     MOST_TENSORS,
     CheckpointError,
@@ -255,18 +254,6 @@ def test_a_header_with_many_empty_tensors_is_refused(tmp_path):
     (tmp_path / "y.safetensors").write_bytes(whole)
     entry = FileEntry(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())
     assert _read_tensors(tmp_path / "y.safetensors", entry)["weights"].shape == (4,)
-
-
-def test_leftovers_of_a_killed_write_are_removed(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
-    )
-    stale = tmp_path / f".report.png.{int(ended.stdout)}.temporary"
-    other = tmp_path / f".report.png.{os.getppid()}.temporary"
-    stale.write_bytes(b"half")
-    other.write_bytes(b"being written")
-    replace_file(tmp_path / "report.png", b"whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, "report.png"])
 
 
 def test_a_program_stopped_by_sigint_ends_by_sigint(tmp_path):

@@ -1,20 +1,19 @@
 """Replay: train with the hyperparameter schedule that an earlier run found, without search (arXiv:1711.09846)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.search_space import check_group_size
+from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Choice, Plan
 from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.validation import WHOLE, PositiveInt, dump, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ScheduleStage:
     """Part of a hyperparameter schedule with constant hyperparameters.
 
@@ -28,15 +27,10 @@ class ScheduleStage:
     """
 
     hyperparameters: Hyperparameters
-    generations: tuple[int, ...]
-    samples_per_step: int
+    generations: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    samples_per_step: Annotated[int, Field(ge=2, le=MAX_SAMPLES), WHOLE]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.generations, Sequence) or isinstance(self.generations, str) or not self.generations:
-            raise ValueError(f"generations must list the learning steps of each generation, got {self.generations!r}")
-        counts = tuple(whole_between("each of generations", each, 1) for each in self.generations)
-        object.__setattr__(self, "generations", counts)
-        object.__setattr__(self, "samples_per_step", whole_between("samples_per_step", self.samples_per_step, 2))
         check_group_size(self.hyperparameters.group_size, self.samples_per_step)
 
     @property
@@ -44,31 +38,8 @@ class ScheduleStage:
         """Total number of learning steps."""
         return sum(self.generations)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "generations": list(self.generations),
-            "samples_per_step": self.samples_per_step,
-            "hyperparameters": self.hyperparameters.to_json(),
-        }
 
-    @classmethod
-    def from_json(cls, values: object) -> Self:
-        """Build from what `to_json` returned.
-
-        Raises:
-            ValueError: If a field is unknown, missing or invalid.
-        """
-        names = tuple(cls.__dataclass_fields__)
-        if not isinstance(values, Mapping) or not isinstance(values.get("hyperparameters"), Mapping):
-            raise ValueError(f"a stage must be a mapping with hyperparameters, got {values!r:.80}")
-        refuse_unknown("field of a stage", values, names)
-        if missing := [name for name in names if name not in values]:
-            raise ValueError(f"a stage must have {', '.join(names)}, missing {', '.join(missing)}")
-        return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Replay(Stateless):
     """Train members with a fixed hyperparameter schedule, without selection or mutation.
 
@@ -85,17 +56,9 @@ class Replay(Stateless):
     Source: Jaderberg et al., 2017 (arXiv:1711.09846); ray.tune.schedulers.PopulationBasedTrainingReplay.
     """
 
-    stages: tuple[ScheduleStage, ...]
-
     mutates = False
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.stages, Sequence) or isinstance(self.stages, str) or not self.stages:
-            raise ValueError(f"stages must list at least one stage of a schedule, got {self.stages!r:.80}")
-        stages = tuple(
-            each if isinstance(each, ScheduleStage) else ScheduleStage.from_json(each) for each in self.stages
-        )
-        object.__setattr__(self, "stages", stages)
+    stages: Annotated[tuple[ScheduleStage, ...], Field(min_length=1)]
 
     @property
     def generations(self) -> int:
@@ -129,4 +92,4 @@ class Replay(Stateless):
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
-        return {"stages": [stage.to_json() for stage in self.stages]}
+        return dump(self)

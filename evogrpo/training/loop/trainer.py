@@ -43,6 +43,7 @@ from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule, check_run
+from evogrpo.validation import dump
 from evogrpo.warnings import warn
 
 
@@ -195,7 +196,7 @@ class Trainer:
             while not self.limits.finished():
                 if state.unplanned:  # stopped between an evaluation and its plan
                     plan = self._plan()
-                    logger.event("plan", generation=plan.generation, plan=plan.to_json())
+                    logger.event("plan", generation=plan.generation, plan=dump(plan))
                     self._apply(plan)
                 while self.limits.step_fits():
                     self._require_healthy()
