@@ -12,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evogrpo.reporting.lineage import ancestors
+from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 
@@ -36,7 +36,7 @@ def row(seed: int, fixed: bool, folder: Path) -> str:
     last = [event for event in events if event["event"] == "generation"][-1]
     births = {m["index"]: m for event in events if event["event"] == "generation" for m in event["members"]}
     replaced = sum(1 for member in births.values() if member["parent"] is not None)
-    line = [ancestor.index for ancestor in ancestors(summary, test["index"])]
+    line = [ancestor.index for ancestor in ancestors(summary, best_member(summary.generations))]
     mutations = sum(len(births[index]["changes"]) for index in line if index in births)
     before, after = test["before"], test["after"]
     gain = after["fitness"] - before["fitness"]

@@ -30,10 +30,10 @@ PACKAGES = (
 
 INTERFACES = {
     "evogrpo.training.loop.run": ("Run",),
-    "evogrpo.reporting.results": ("Result", "BestMember"),
     "evogrpo.reporting.records": (
         *("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
         *("StepReport", "MemberStep", "Example", "Estimate", "EvaluationCost"),
+        *("Result", "BestMember"),
     ),
     "evogrpo.reporting.report": ("RunReport",),
     "evogrpo.reporting.data_frames": ("RunFrames",),

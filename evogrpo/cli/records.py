@@ -14,9 +14,8 @@ from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
 from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, lineage_tree, tree_lines
-from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.records import MemberReport, terms_of
 from evogrpo.reporting.report import report as run_report
-from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json, read_yaml_file
 from evogrpo.storage.journal import read_journal

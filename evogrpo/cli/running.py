@@ -23,9 +23,9 @@ from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
-from evogrpo.reporting.lineage import Ancestor, ancestors, best_member
+from evogrpo.reporting.lineage import ancestors, best_member
+from evogrpo.reporting.records import MemberReport, terms_of
 from evogrpo.reporting.report import report
-from evogrpo.reporting.results import terms_of
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.checkpoint import latest_checkpoint
 from evogrpo.storage.journal import read_journal
@@ -341,7 +341,7 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
     console.print()
 
 
-def _ancestor_text(ancestor: Ancestor, summary: RunSummary) -> Text:
+def _ancestor_text(ancestor: MemberReport, summary: RunSummary) -> Text:
     """Describe an ancestor: its origin, its changes and its last fitness before the next birth."""
     if ancestor.parent is None:
         names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
@@ -350,8 +350,7 @@ def _ancestor_text(ancestor: Ancestor, summary: RunSummary) -> Text:
     else:
         changes = changes_text(ancestor.changes)
         origin = origin_text(ancestor.parent) + (f" with {changes}" if changes else ", unchanged")
-    result = ancestor.result
-    score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
+    score = f"{score_text(ancestor.fitness, ancestor.standard_error)} after generation {ancestor.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
 

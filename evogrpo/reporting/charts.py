@@ -1,14 +1,14 @@
 """Charts of a run as plain data, which the figure and the page draw."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, member_histories
-from evogrpo.reporting.records import Estimate, MemberReport
-from evogrpo.reporting.summary import MEASURES, Curve, RunSummary
+from evogrpo.reporting.records import Estimate, MemberReport, StepRecord
+from evogrpo.reporting.summary import MEASURES, RunSummary
 from evogrpo.text import number_text, pluralize
 
 # Colour-blind safe palette of Okabe and Ito, adjusted so that each colour is visible on white and on black.
@@ -156,7 +156,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
     numbers = [generation.generation for generation in summary.generations] or [1]
     painter = _Painter(
         slots=tuple(sorted({history.results[0].slot for history in histories})),
-        lineage={ancestor.index: ancestor.generations[1] for ancestor in ancestors(summary, best)},
+        lineage={ancestor.index: ancestor.generation for ancestor in ancestors(summary, best)},
     )
     results = [result for history in histories for result in history.results]
     limits, hidden = _fitness_limits(results, summary)
@@ -191,7 +191,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
         ),
         hidden=hidden,
         lineage=_lineage_chart(histories, painter),
-        measures=tuple(_measure_chart(name, curves, painter) for name, curves in summary.curves.items() if histories),
+        measures=tuple(_measure_chart(name, summary.steps, painter) for name in summary.measures if histories),
         hyperparameters=tuple(_hyperparameter_chart(name, space, histories, painter) for name, space in spaces.items()),
     )
 
@@ -315,33 +315,31 @@ def _lineage_chart(histories: Sequence[MemberHistory], painter: _Painter) -> Cha
     )
 
 
-def _measure_chart(name: str, curves: Sequence[Curve], painter: _Painter) -> Chart:
+def _measure_chart(name: str, steps: Sequence[StepRecord], painter: _Painter) -> Chart:
     """Return one metric of every member by learning step."""
     title, unit = MEASURES[name]
-    stride = -(-sum(len(curve.points) for curve in curves) // _MAX_POINTS)
-    stretches = [
-        (curve.index, curve.slot, list(_averaged(curve.points, stride)))
-        for curve in curves
-        if curve.slot in painter.slots
-    ]
-    values = [value for curve in curves for _, _, value in curve.points]
-    few = max((step for curve in curves for step, _, _ in curve.points), default=0) <= _MAX_MARKED
+    curves: dict[tuple[int, int], list[Point]] = {}
+    for step in steps:
+        for member in step.members:
+            value = member.metrics.get(name)
+            if value is not None and member.slot in painter.slots:
+                points = curves.setdefault((member.index, member.slot), [])
+                points.append(Point(step.step + 1, value, step.generation))
+    stride = -(-sum(map(len, curves.values())) // _MAX_POINTS)
     return Chart(
         title=title,
         unit=unit,
-        limits=_limits(values),
-        lines=painter.lines(stretches),
+        limits=_limits([point.y for points in curves.values() for point in points] or [0.0]),
+        lines=painter.lines((index, slot, _averaged(points, stride)) for (index, slot), points in curves.items()),
         x_title="learning step",
-        marked=few,
+        marked=len(steps) <= _MAX_MARKED,
     )
 
 
-def _averaged(points: Sequence[tuple[int, int, float]], stride: int) -> Iterator[Point]:
-    """Yield points of (step, generation, value), each the mean of `stride` neighbours."""
-    for start in range(0, len(points), stride):
-        window = points[start : start + stride]
-        step, generation, _ = window[-1]
-        yield Point(step, sum(value for _, _, value in window) / len(window), generation)
+def _averaged(points: Sequence[Point], stride: int) -> list[Point]:
+    """Return the mean of each `stride` neighbours."""
+    windows = [points[start : start + stride] for start in range(0, len(points), stride)]
+    return [each[-1]._replace(y=sum(point.y for point in each) / len(each)) for each in windows]
 
 
 def _hyperparameter_chart(

@@ -179,7 +179,7 @@ def _steps(summary: RunSummary) -> Iterator[dict[str, Any]]:
     for step in summary.steps:
         for member in step.members:
             yield {
-                **member.__pydantic_extra__,
+                **member.metrics,
                 "step": step.step,
                 "generation": step.generation,
                 "member": member.index,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, Point, RunCharts, run_charts
-from evogrpo.reporting.results import processed
+from evogrpo.reporting.records import processed
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import duration_text, number_text, printable, score_text, shorten
 

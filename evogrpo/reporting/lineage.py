@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.evolution.history import NETWORK, MemberRecord
 from evogrpo.evolution.strategies import ScheduleStage
@@ -168,38 +168,13 @@ class MemberHistory:
 
     Attributes:
         index: The member.
-        founder: Index of its first ancestor.
         origin: Its parent's report of the state that it began with; None for a founder.
         results: Its reports, one per generation, in order.
     """
 
     index: int
-    founder: int
     origin: MemberReport | None
     results: tuple[MemberReport, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ancestor:
-    """One member on the path from a founder to a member.
-
-    Attributes:
-        index: The ancestor.
-        parent: Its parent's index, or None for a founder.
-        generations: First and last generation in which the state was this ancestor's.
-        hyperparameters: Its hyperparameters.
-        changes: (old, new) of every hyperparameter that changed at its birth, by name.
-        reason: Reason of its birth.
-        result: Its last report on the path: the one that its child started from.
-    """
-
-    index: int
-    parent: int | None
-    generations: tuple[int, int]
-    hyperparameters: Hyperparameters
-    changes: Mapping[str, tuple[Value, Value]]
-    reason: str
-    result: MemberReport
 
 
 def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
@@ -211,7 +186,6 @@ def member_histories(summary: RunSummary) -> tuple[MemberHistory, ...]:
         parent = histories.get(first.parent) if first.parent is not None else None
         histories[index] = MemberHistory(
             index=index,
-            founder=parent.founder if parent else index,
             origin=origin_of(first, parent.results) if parent else None,
             results=tuple(reports[index]),
         )
@@ -236,30 +210,15 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
     return fitness
 
 
-def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:
-    """Return the ancestors of a member, founder first and the member itself last.
+def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[MemberReport, ...]:
+    """Return the last report of each ancestor of a member: the one that its child started from.
 
     Args:
         summary: The run.
-        member: The member's report of one generation; None returns ().
+        member: The member's report of one generation, which is the last result; None returns ().
     """
     line = () if member is None else lineage_of(summary.generations, member)
-    chain: list[Ancestor] = []
-    for index in dict.fromkeys(report.index for report in line):
-        reports = [report for report in line if report.index == index]
-        first = reports[0]
-        chain.append(
-            Ancestor(
-                index=index,
-                parent=first.parent,
-                generations=(first.generation, reports[-1].generation),
-                hyperparameters=first.hyperparameters,
-                changes=first.changes,
-                reason=first.reason,
-                result=reports[-1],
-            )
-        )
-    return tuple(chain)
+    return tuple({report.index: report for report in line}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,12 +265,11 @@ def lineage_tree(summary: RunSummary) -> LineageTree:
         if birth.parent is not None and birth.parent >= birth.index:
             raise ValueError(f"A parent must be older than its child, got #{birth.parent} of #{birth.index}.")
     best = best_member(summary.generations)
-    line = () if best is None else lineage_of(summary.generations, best)
     return LineageTree(
         births=summary.births,
         results=reports_by_member(summary.generations),
         winner=best,
-        path=tuple(dict.fromkeys(report.index for report in line)),
+        path=tuple(report.index for report in ancestors(summary, best)),
     )
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, fitness_estimate, member_histories
-from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport
-from evogrpo.reporting.results import processed, verdict
+from evogrpo.reporting.records import Estimate, Example, GenerationReport, MemberReport, processed, verdict
 from evogrpo.reporting.summary import MEASURES, PHASES, RunSummary, changed_budgets, retired_members, summarise
 from evogrpo.storage.atomic_files import replace_file
 from evogrpo.storage.journal import read_journal
@@ -435,9 +434,9 @@ def _ancestry(summary: RunSummary) -> str:
         return ""
     rows = [
         ("best" if ancestor.index == best.index else "",
-         [f"#{ancestor.index}", _parent_text(ancestor.parent), _span_text(*ancestor.generations),
-          changes_text(ancestor.changes) or "–", *_values(ancestor.result, summary),
-          score_text(ancestor.result.fitness, ancestor.result.standard_error), ancestor.reason])
+         [f"#{ancestor.index}", _parent_text(ancestor.parent), _span_text(ancestor.born + 1, ancestor.generation),
+          changes_text(ancestor.changes) or "–", *_values(ancestor, summary),
+          score_text(ancestor.fitness, ancestor.standard_error), ancestor.reason])
         for ancestor in ancestors(summary, best)
     ]  # fmt: skip
     heads = ["member", "parent", "generations", "changed at birth", *summary.evolvable, "fitness at the end", "reason"]
@@ -542,7 +541,7 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             f"#{member.index}",
             _parent_text(member.parent),
             *_values(member, summary),
-            *(number_text(member.metrics.get(name)) for name in summary.curves),
+            *(number_text(member.metrics.get(name)) for name in summary.measures),
             f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
             *(member.measured.get(name, "–") for name in measures),
             count_text(member.tokens),
@@ -552,7 +551,7 @@ def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:
             *([fate + reasons.get(member.slot, "")] if reasons else []),
         ]
         rows.append((kind, cells))
-    heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.curves)]
+    heads = ["slot", "member", "parent", *summary.evolvable, *(MEASURES[name][0] for name in summary.measures)]
     heads += ["fitness ± SE", *measures, terms.tokens, "evaluation", "time", "reason of birth"]
     heads += ["next in slot"] if reasons else []
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from evogrpo.config.checks import refuse_unknown
@@ -17,9 +17,10 @@ from evogrpo.reporting.records import (
     FinalistsReport,
     GenerationReport,
     StepRecord,
+    Terms,
     TestReport,
+    terms_of,
 )
-from evogrpo.reporting.results import Terms, terms_of
 from evogrpo.storage.journal import latest_generations
 from evogrpo.validation import ForwardRecord, validate
 
@@ -46,38 +47,6 @@ MEASURES: Mapping[str, tuple[str, str]] = {
     "completions/mean_length": ("length", "actions per sample"),
 }
 """Metrics shown for every learning step: name -> (title, unit)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One metric of one member over its learning steps.
-
-    Attributes:
-        index: The member.
-        slot: Its slot.
-        points: (step from 1, generation, value), in order.
-    """
-
-    index: int
-    slot: int
-    points: tuple[tuple[int, int, float], ...]
-
-
-def run_curves(steps: Sequence[StepRecord]) -> dict[str, tuple[Curve, ...]]:
-    """Return the curves of every recorded metric, by name."""
-    curves: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {name: {} for name in MEASURES}
-    for step in steps:
-        for member in step.members:
-            for name in MEASURES:
-                value = member.__pydantic_extra__.get(name)
-                if value is not None:
-                    points = curves[name].setdefault((member.index, member.slot), [])
-                    points.append((step.step + 1, step.generation, value))
-    return {
-        name: tuple(Curve(index=index, slot=slot, points=tuple(by[index, slot])) for index, slot in sorted(by))
-        for name, by in curves.items()
-        if by
-    }
 
 
 PHASES = ("sampling", "scoring", "learning")
@@ -163,7 +132,6 @@ class RunSummary:
         resumes: Number of times the run was resumed.
         stopped: Reason of its end, or None.
         changed_data: Changes of questions, rewards or environment that resuming accepted; untrusted.
-        curves: Curves of learning steps, by metric.
         costs: Cost of each kind of work.
         waiting: Share of the learning steps' time that each rank waited for others; empty for one process.
         finalists: Finalists on a second set of questions, or None.
@@ -179,7 +147,6 @@ class RunSummary:
     resumes: int
     stopped: str | None
     changed_data: tuple[str, ...] = ()
-    curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     costs: tuple[Cost, ...] = ()
     waiting: tuple[float, ...] = ()
     finalists: FinalistsReport | None = None
@@ -188,6 +155,12 @@ class RunSummary:
     def terms(self) -> Terms:
         """Terms for its kind of members."""
         return terms_of(self.facts.get("kind"))
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Metrics of `MEASURES` that its learning steps have."""
+        members = [member for step in self.steps for member in step.members]
+        return tuple(name for name in MEASURES if any(member.metrics.get(name) is not None for member in members))
 
     @property
     def split(self) -> str:
@@ -282,7 +255,6 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
             for event in resumed
             for change in validate(tuple[str, ...], event.get("changed_data", []), "journal, changed_data")
         ),
-        curves=run_curves(ordered_steps),
         costs=run_costs(ordered_steps, generations, finalists, test),
         waiting=rank_waiting(ordered_steps),
         finalists=finalists,

@@ -10,9 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from evogrpo.reporting.lineage import ancestors, best_member
-from evogrpo.reporting.records import TestReport
+from evogrpo.reporting.records import LANGUAGE, TestReport, verdict
 from evogrpo.reporting.report import html_page, report
-from evogrpo.reporting.results import LANGUAGE, verdict
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.text import changes_text, extra_command, number_text, printable, score_text

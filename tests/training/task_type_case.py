@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evogrpo.reporting.results import terms_of
+from evogrpo.reporting.records import terms_of
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config

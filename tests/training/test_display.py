@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo import evolve, resume
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.results import LANGUAGE
+from evogrpo.reporting.records import LANGUAGE, GenerationReport
 from evogrpo.training.display.live import RunDisplay, notebook_region
 from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_models import tiny_model

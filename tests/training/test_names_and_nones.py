@@ -8,7 +8,7 @@ import pytest
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo import report as run_report
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.reporting.results import LANGUAGE
+from evogrpo.reporting.records import LANGUAGE
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.reporting.results import TERMS
+from evogrpo.reporting.records import TERMS
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.task_types import TASK_TYPES, select_task
 from tests.cli.project import CONFIG, write_project

@@ -16,9 +16,18 @@ from rich.text import Text
 
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.interruption import ProgressUpdate
-from evogrpo.reporting.records import GenerationReport, StepReport
+from evogrpo.reporting.records import (
+    GenerationReport,
+    Result,
+    StepReport,
+    Terms,
+    evaluated,
+    processed,
+    second_set_lines,
+    terms_of,
+    verdict,
+)
 from evogrpo.reporting.records import TestReport as TestOutcome
-from evogrpo.reporting.results import Result, Terms, evaluated, processed, second_set_lines, terms_of, verdict
 from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.console import HangingIndent, VisibleConsole
 from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text

@@ -7,8 +7,7 @@ from rich.text import Text
 
 from evogrpo.config.hyperparameters import Value
 from evogrpo.evolution.fitness import MEASURES
-from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport
-from evogrpo.reporting.results import Terms
+from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport, Terms
 from evogrpo.reporting.summary import changed_budgets, retired_members
 from evogrpo.text import (
     changes_text,

@@ -12,8 +12,7 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
 from evogrpo.distributed import is_rank_zero
 from evogrpo.models.devices import single_threaded
-from evogrpo.reporting.records import GenerationReport
-from evogrpo.reporting.results import Result
+from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.run_state import best_agent

@@ -21,15 +21,16 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.reporting.records import (
     BaselineReport,
+    BestMember,
     Example,
     FinalistsReport,
     GenerationReport,
     MemberReport,
     MemberStep,
+    Result,
     StepReport,
     TestReport,
 )
-from evogrpo.reporting.results import BestMember, Result
 from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.loop.evaluation import Measured, estimate
 from evogrpo.training.loop.run_state import RunState
@@ -341,7 +342,7 @@ def make_result(
     test: TestReport | None,
     run_dir: Path | None,
 ) -> Result:
-    """Return the result of a run; see `evogrpo.reporting.results.Result`."""
+    """Return the result of a run; see `evogrpo.reporting.records.Result`."""
     best = run_state.best
     return Result(
         reason=reason,

@@ -17,8 +17,7 @@ from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.interruption import Interrupted, raise_exit_error
-from evogrpo.reporting.records import GenerationReport, Report, StepReport, TestReport
-from evogrpo.reporting.results import Result
+from evogrpo.reporting.records import GenerationReport, Report, Result, StepReport, TestReport
 from evogrpo.text import pluralize
 from evogrpo.training.configuration.user_code import check_resumable, check_strategy
 from evogrpo.training.loop.evaluation import (

@@ -91,7 +91,7 @@ class TaskType(Protocol[TaskT, AgentT]):
     """Type of run: everything above the members that depends on what they are.
 
     Attributes:
-        word: Name in journals and checkpoints; see `evogrpo.reporting.results`.
+        word: Name in journals and checkpoints; see `evogrpo.reporting.records`.
         tasks: Task sections of this type.
         agent: Agent section.
         model: Default base model; None if members have none.
