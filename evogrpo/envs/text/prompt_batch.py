@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results
+from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results, escaped_prints
 from evogrpo.envs.text.reward_functions import (
     OnRewardError,
     Reward,
@@ -397,14 +397,15 @@ def _run(
     """
     running = list(started)
     try:
-        for job in jobs:
-            running.append((job, runner.submit(job, stop)))
-            if stop_at_first and _has_failed(*running[-1]):
-                break
-        while wait([future for _, future in running], timeout=POLL_SECONDS).not_done:
-            stop.check()
-            if stop_at_first and any(_has_failed(job, future) for job, future in running):
-                break
+        with escaped_prints():
+            for job in jobs:
+                running.append((job, runner.submit(job, stop)))
+                if stop_at_first and _has_failed(*running[-1]):
+                    break
+            while wait([future for _, future in running], timeout=POLL_SECONDS).not_done:
+                stop.check()
+                if stop_at_first and any(_has_failed(job, future) for job, future in running):
+                    break
         return [(job, _results(job, future)) for job, future in running if future.done()]
     finally:
         runner.cancel([future for _, future in running])

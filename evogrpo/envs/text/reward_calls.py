@@ -167,8 +167,7 @@ class InProcessRunner:
         if not is_async(function):
             stop.check()
             done: Future[Results] = Future()
-            with escaped_prints():
-                done.set_result([call_sync(function, call) for call in job.calls])
+            done.set_result([call_sync(function, call) for call in job.calls])
             return done
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

@@ -113,10 +113,11 @@ class _Worker:
 def _exchange(process: "subprocess.Popen[bytes]", message: bytes, limit: float | None) -> Results:
     """Send a message and return the reply. A process that ends or exceeds the limit is killed: CallFailedError."""
     assert process.stdin is not None and process.stdout is not None
-    timer = threading.Timer(threading.TIMEOUT_MAX if limit is None else limit, _kill, [process])
-    timer.daemon = True
     began = time.monotonic()
-    timer.start()
+    timer = None if limit is None else threading.Timer(limit, _kill, [process])
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
     try:
         process.stdin.write(len(message).to_bytes(8, "big") + message)
         process.stdin.flush()
@@ -127,7 +128,8 @@ def _exchange(process: "subprocess.Popen[bytes]", message: bytes, limit: float |
             raise timeout_error(limit) from None
         raise CallFailedError(f"ended its worker process ({ending})") from None
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
     if isinstance(reply, CallFailedError):
         raise reply
     return list(reply)
