@@ -1,7 +1,7 @@
 """Conformance suite of `PolicyBank`, and bounds on rounding errors after optimizer steps."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -231,39 +231,24 @@ class PolicyBankTestCase(ABC):
 
     # ---- members do not affect each other
 
-    def spoil(self, bank: PolicyBank, slot: int, change: str) -> None:
-        """Make a member's weights NaN, or replace them by others of the same shapes."""
-        state = bank.state(slot)
-        if change == "NaN":
-            state = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
-        else:
-            weights = ("adapter", "weights", "reference")
-            state = {name: values.flip(0) if name in weights else values for name, values in state.items()}
-        bank.load_state(slot, state)
-
-    @pytest.mark.parametrize("change", ["NaN", "other weights"])
     @pytest.mark.parametrize("changed_slot", range(SIZE))
-    def test_weights_of_one_member_never_change_another(self, changed_slot: int, change: str) -> None:
+    def test_nan_of_one_member_never_reaches_another(self, changed_slot: int) -> None:
         clean, dirty = self.make_bank(SIZE), self.make_bank(SIZE)
-        self.spoil(dirty, changed_slot, change)
+        state = dirty.state(changed_slot)
+        nan = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
+        dirty.load_state(changed_slot, nan)
         rest = [slot for slot in range(SIZE) if slot != changed_slot]
-        acted = [self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty)]
-        own, same = (batch.select_members(rest) for batch in acted)
-        assert torch.equal(own.actions, same.actions)
-        assert own.sampler_log_probs is not None
-        assert same.sampler_log_probs is not None
-        assert torch.equal(own.sampler_log_probs, same.sampler_log_probs)
-        batch = acted[0]
+        batch, other = (self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty))
+        for name in ("actions", "sampler_log_probs"):
+            assert torch.equal(*(getattr(each.select_members(rest), name) for each in (batch, other)))
         mine = torch.isin(batch.member_ids, torch.tensor(rest))
         assert torch.equal(clean.log_probs(batch)[mine], dirty.log_probs(batch)[mine])
-        before = dirty.state(changed_slot)
         reports = [self.learn(bank, batch) for bank in (clean, dirty)]
         for slot in rest:
             assert reports[0][slot] == reports[1][slot]
             self.assert_same(clean.state(slot), dirty.state(slot))
-        if change == "NaN":
-            assert not reports[1][changed_slot].grad_norm < torch.inf
-            self.assert_same(dirty.state(changed_slot), before)
+        assert not reports[1][changed_slot].grad_norm < torch.inf
+        self.assert_same(dirty.state(changed_slot), nan)
 
     def test_rewards_and_hyperparameters_of_one_member_never_change_another(self) -> None:
         one, other = self.make_bank(SIZE), self.make_bank(SIZE)
@@ -303,41 +288,24 @@ class PolicyBankTestCase(ABC):
     # ---- members that take a step
 
     def test_a_member_without_hyperparameters_is_unchanged(self) -> None:
-        bank, control = self.make_bank(SIZE), self.make_bank(SIZE)
-        for learner in (bank, control):
-            self.learn(learner, self.act(learner, range(SIZE)))
-        before = bank.state(1)
-        batch = self.act(bank, range(SIZE), seed=1)
+        bank = self.make_bank(SIZE)
+        before, batch = bank.state(1), self.act(bank, range(SIZE))
         reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]}).reports
         assert sorted(reports) == [0, 2]
         self.assert_same(bank.state(1), before)
-        # Its next step is the same as if it had not been in that batch.
-        self.learn(control, batch)
-        control.load_state(1, before)
-        last = self.act(bank, range(SIZE), seed=2)
-        assert self.learn(bank, last)[1] == self.learn(control, last)[1]
-        self.assert_same(bank.state(1), control.state(1))
 
-    def test_a_member_without_rows_steps_with_a_zero_gradient(self) -> None:
+    def test_members_without_rows_step_with_a_zero_gradient(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
         self.learn(bank, batch)
-        before = bank.state(1)
-        others = batch.select_members([0, 2])
-        reports = self.learn(bank, others)
-        assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
-        # Its weights still change, because the first moment is not 0.
-        with pytest.raises(AssertionError):
-            self.assert_same(bank.state(1), before)
-        assert reports[0].grad_norm > 0
-
-    def test_an_empty_batch_gives_zero_gradients(self) -> None:
-        bank = self.make_bank(SIZE)
-        empty = self.act(bank, range(SIZE)).select(torch.zeros(0, dtype=torch.long))
-        steps = dict(enumerate(HYPERPARAMETERS))
-        reports = bank.update(empty, lambda rows, log_probs, entropies: log_probs.sum(1), steps).reports
-        assert [report.grad_norm for report in reports.values()] == [0.0] * SIZE
-        assert bank.log_probs(empty).shape == empty.action_mask.shape
+        for some in (batch.select_members([0, 2]), batch.select(torch.zeros(0, dtype=torch.long))):
+            before = bank.state(1)
+            reports = bank.update(some, self.loss(batch), dict(enumerate(HYPERPARAMETERS))).reports
+            assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
+            # Its weights still change, because the first moment is not 0.
+            with pytest.raises(AssertionError):
+                self.assert_same(bank.state(1), before)
+            assert (reports[0].grad_norm > 0) == (len(some) > 0)
 
     # ---- rows
 
@@ -414,22 +382,6 @@ class PolicyBankTestCase(ABC):
             assert (report.grad_norm > 0) is differentiable
             assert bool(after[mine].sum() > scored[mine].sum()) is differentiable
 
-    def test_scoring_and_acting_change_no_train_state(self) -> None:
-        bank = self.make_bank(SIZE)
-        before = self.states(bank)
-        batch = self.act(bank, range(SIZE))
-        bank.log_probs(batch)
-        bank.reference_log_probs(batch)
-        for slot in range(SIZE):
-            self.assert_same(bank.state(slot), before[slot])
-
-    def test_learning_does_not_change_the_reference(self) -> None:
-        bank = self.make_bank(SIZE)
-        batch = self.act(bank, range(SIZE))
-        before = bank.reference_log_probs(batch)
-        self.learn(bank, batch)
-        assert torch.equal(bank.reference_log_probs(batch), before)
-
     # ---- reference and base
 
     def test_the_base_is_the_same_for_all_members_and_never_changes(self) -> None:
@@ -438,49 +390,38 @@ class PolicyBankTestCase(ABC):
         scored = bank.log_probs(batch, base=True)
         assert batch.sampler_log_probs is not None
         torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(scored, bank.log_probs(batch), atol=1e-2), (
-            "the test needs members that differ from the base"
-        )
+        differ = not torch.allclose(scored, bank.log_probs(batch), atol=1e-2)
+        assert differ, "the test needs members that differ from the base"
         others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
         torch.testing.assert_close(bank.log_probs(others, base=True), scored, rtol=1e-5, atol=1e-5)
         self.learn(bank, batch)
-        if self.own_reference:
-            bank.keep_reference([0, 2])
-            bank.mix_reference(1, 0.5)
         bank.inherit([1, 1, None])
         assert torch.equal(bank.log_probs(batch, base=True), scored)
-        again = self.act(bank, range(SIZE), base=True)
-        assert torch.equal(again.actions, batch.actions)
-        assert again.sampler_log_probs is not None
-        assert torch.equal(again.sampler_log_probs, batch.sampler_log_probs)
+        assert torch.equal(self.act(bank, range(SIZE), base=True).actions, batch.actions)
 
     def test_the_reference_is_the_members_own_or_the_base(self) -> None:
         bank = self.make_bank(SIZE)
         batch = self.act(bank, range(SIZE))
-        base = bank.log_probs(batch, base=True)
+        base, before = bank.log_probs(batch, base=True), bank.reference_log_probs(batch)
         if not self.own_reference:
-            assert torch.equal(bank.reference_log_probs(batch), base)
             for change in (lambda: bank.keep_reference([0]), lambda: bank.mix_reference(0, 0.5)):
                 with pytest.raises(ValueError, match="reference"):
                     change()
             self.learn(bank, batch)
             assert torch.equal(bank.reference_log_probs(batch), base)
             return
-        before = bank.reference_log_probs(batch)
         bank.keep_reference([0, 1])
         kept, mine = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
         self.learn(bank, batch)
-        moved = [bank.reference_log_probs(batch)]
         bank.mix_reference(0, 0.5)
         bank.mix_reference(1, 1.0)
-        moved.append(bank.reference_log_probs(batch))
-        now = bank.log_probs(batch)
-        for slot, first, second in ((0, kept, None), (1, kept, now), (2, before, before)):
-            torch.testing.assert_close(moved[0][mine[slot]], first[mine[slot]], rtol=1e-5, atol=1e-5)
-            if second is not None:
-                torch.testing.assert_close(moved[1][mine[slot]], second[mine[slot]], rtol=1e-5, atol=1e-5)
+        moved, now = bank.reference_log_probs(batch), bank.log_probs(batch)
+        torch.testing.assert_close(moved[mine[1]], now[mine[1]], rtol=1e-5, atol=1e-5)
+        assert torch.equal(moved[mine[2]], before[mine[2]])
         for end in (kept, now):  # half-way between them
-            assert not torch.allclose(moved[1][mine[0]], end[mine[0]], atol=1e-6)
+            assert not torch.allclose(moved[mine[0]], end[mine[0]], atol=1e-6)
+        bank.mix_reference(0, 0.0)
+        assert torch.equal(bank.reference_log_probs(batch)[mine[0]], moved[mine[0]])
         assert torch.equal(bank.log_probs(batch, base=True), base)
 
     def test_a_small_step_lowers_the_loss(self) -> None:
@@ -501,11 +442,10 @@ class PolicyBankTestCase(ABC):
 
     # ---- inheritance
 
-    @pytest.mark.parametrize("parents", [(1, 0, 2), (1, 2, 0), (2, 2, 2), (0, 0, 1), (0, 1, 2)])
+    @pytest.mark.parametrize("parents", [(1, 2, 0), (2, 2, 2)])
     def test_inherit_copies_whole_train_states(self, parents: tuple[int, ...]) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
-        bank.update(batch := self.act(bank, range(SIZE)), self.loss(batch), {2: HYPERPARAMETERS[2]})
         before = self.states(bank)
         bank.inherit(parents)
         for slot, parent in enumerate(parents):
@@ -538,14 +478,10 @@ class PolicyBankTestCase(ABC):
         with pytest.raises(AssertionError):
             self.assert_same(bank.state(0), bank.state(1))
 
-    @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 2, 0), (0, 1, 3), (0, -1, 2), ()])
+    @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 3), (0, -1, 2)])
     def test_parents_that_do_not_exist_raise(self, parents: tuple[int, ...]) -> None:
-        bank = self.make_bank(SIZE)
-        before = self.states(bank)
         with pytest.raises(ValueError, match="parents"):
-            bank.inherit(parents)
-        for slot in range(SIZE):
-            self.assert_same(bank.state(slot), before[slot])
+            self.make_bank(SIZE).inherit(parents)
 
     def test_running_statistics_are_inherited_and_saved(self) -> None:
         bank = self.make_bank(SIZE)
@@ -569,58 +505,29 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), again.state(slot))
 
-    def test_state_tensors_are_copies(self) -> None:
-        bank = self.make_bank(SIZE)
-        self.learn(bank, self.act(bank, range(SIZE)))
-        for slot, state in enumerate(self.states(bank)):
-            assert tuple(state) == bank.state_keys
-            for values in (parts := {name: bank.state_tensor(slot, name) for name in bank.state_keys}).values():
-                values.zero_()
-            assert set(parts) == set(state)
-            self.assert_same({name: bank.state_tensor(slot, name) for name in bank.state_keys}, state)
-
     def test_train_states_are_copies(self) -> None:
         bank = self.make_bank(SIZE)
         state, before = bank.state(0), bank.state(0)
-        # Bytes are the description of an architecture.
-        numbers = [name for name, values in state.items() if values.dtype != torch.uint8]
-        for name in numbers:
+        assert tuple(state) == bank.state_keys
+        for name in bank.state_keys:
             state[name].zero_()
+            bank.state_tensor(0, name).zero_()
         self.assert_same(bank.state(0), before)
-        bank.load_state(1, state)
-        for values in state.values():
-            values.fill_(3)
-        for name, values in bank.state(1).items():
-            assert not values.any() if name in numbers else torch.equal(values, before[name])
+        bank.load_state(1, before)
+        for values in before.values():
+            values.zero_()
+        self.assert_same(bank.state(1), bank.state(0))
 
-    INVALID: tuple[tuple[str, Callable[[dict[str, Tensor]], object]], ...] = (
-        ("a missing name", lambda state: state.popitem()),
-        ("an unknown name", lambda state: state.update(extra=torch.zeros(1))),
-        ("longer vectors", lambda state: state.update({n: torch.cat([v.view(-1)] * 2) for n, v in state.items()})),
-        ("another type", lambda state: state.update({n: v.double() for n, v in state.items()})),
-    )
-
-    @pytest.mark.parametrize("change", [change for _, change in INVALID], ids=[name for name, _ in INVALID])
-    def test_an_invalid_train_state_raises_and_changes_nothing(
-        self, change: Callable[[dict[str, Tensor]], object]
-    ) -> None:
+    def test_an_invalid_train_state_raises_and_changes_nothing(self) -> None:
         bank = self.make_bank(SIZE)
         self.learn(bank, self.act(bank, range(SIZE)))
-        before = self.states(bank)
-        state = self.make_bank(SIZE).state(2)
-        change(state)
-        with pytest.raises(ValueError, match="state"):
-            bank.load_state(0, state)
+        before, state = self.states(bank), self.make_bank(SIZE).state(2)
+        invalid = [state | {"extra": torch.zeros(1)}]
+        for name, values in state.items():
+            invalid.append({other: own for other, own in state.items() if other != name})
+            invalid += [state | {name: torch.cat([values.view(-1)] * 3)}, state | {name: values.to(torch.complex64)}]
+        for each in invalid:
+            with pytest.raises(ValueError, match="state"):
+                bank.load_state(0, each)
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), before[slot])
-
-    def test_every_tensor_of_a_train_state_is_checked(self) -> None:
-        bank = self.make_bank(SIZE)
-        self.learn(bank, self.act(bank, range(SIZE)))
-        before = bank.state(0)
-        for name in before:
-            for invalid in (torch.cat([before[name].view(-1)] * 3), before[name].to(torch.complex64)):
-                state = self.make_bank(SIZE).state(2) | {name: invalid}
-                with pytest.raises(ValueError, match="state"):
-                    bank.load_state(0, state)
-                self.assert_same(bank.state(0), before)
