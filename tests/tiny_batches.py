@@ -1,6 +1,7 @@
 """Banks of different members, sampling rows with uniforms, batches and a GRPO loss for tiny language models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from evogrpo.data import Batch
+from evogrpo.data import Batch, Rollout, SamplingBatch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
@@ -16,7 +17,7 @@ from evogrpo.models.bank import LossFunction
 from evogrpo.models.fast_llama.decode import FastDecoding
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
-from evogrpo.testing.samplers import as_batch, make_rows
+from evogrpo.testing.samplers import PAD, as_batch, make_rows
 
 CLIPS = (0.2, 0.1, 0.3)
 
@@ -44,6 +45,23 @@ def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:
     """Sample a batch with ragged groups of all members."""
     rows = make_rows(range(bank.size), **choices)
     return as_batch(rows, bank.sample(rows))
+
+
+def join_turns(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
+    """Join turns (rollout, replies) into a batch in which only sampled tokens count."""
+    table: list[list[tuple[int, bool, float]]] = [[] for _ in range(len(rows))]  # token, counts, log-probability
+    for rollout, replies in turns:
+        for row, cells in enumerate(table):
+            own = rollout.present[row]
+            sampled = zip(rollout.actions[row][own].tolist(), rollout.log_probs[row][own].tolist(), strict=True)
+            cells += [(token, True, value) for token, value in sampled]
+            cells += [(token, False, 0.0) for token in replies[row]]
+    width = max(map(len, table))
+    whole = [[*cells, *[(PAD, False, 0.0)] * (width - len(cells))] for cells in table]
+    actions, mask, log_probs = (torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(3))
+    present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
+    rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
+    return replace(as_batch(rows, rollout), chosen=mask)
 
 
 def off_policy(log_probs: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ open a `StartBatch`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -128,13 +128,7 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
         return [tuple(prompt) for prompt in batch.prompts]
 
     def converse(
-        self,
-        env: Any,
-        batch: PromptBatch,
-        start_of_row: Sequence[int],
-        rows: Sequence[int],
-        *,
-        together: bool = True,
+        self, env: Any, batch: PromptBatch, start_of_row: Sequence[int], rows: Sequence[int]
     ) -> dict[int, Conversation]:
         """Return completed conversations by row; a completion depends on its row and turn only.
 
@@ -142,35 +136,24 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
             env: The environment.
             batch: An open batch.
             start_of_row: Position of each row's start in the batch.
-            rows: Rows to complete.
-            together: Ask for the replies to all rows in one call.
+            rows: Rows to complete together.
         """
-        found: dict[int, Conversation] = {}
-        for group in [list(rows)] if together else [[row] for row in rows]:
-            active = group
-            for turn in range(batch.max_turns):
-                for row in active:
-                    before = found.get(row)
-                    completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
-                    found[row] = Conversation(
-                        row=row,
-                        start=start_of_row[row],
-                        completions=(*(before.completions if before else ()), completion),
-                        replies=before.replies if before else (),
-                    )
-                if turn + 1 == batch.max_turns:
-                    break
-                replies = batch.respond([found[row] for row in active])
-                assert len(replies) == len(active)
-                replied = {row: tuple(reply) for row, reply in zip(active, replies, strict=True) if reply is not None}
-                for row, reply in replied.items():
-                    last = found[row]
-                    found[row] = Conversation(
-                        row=row, start=last.start, completions=last.completions, replies=(*last.replies, reply)
-                    )
-                active = list(replied)
-                if not active:
-                    break
+        found, active = dict[int, Conversation](), list(rows)
+        for turn in range(batch.max_turns):
+            for row in active:
+                completion = tuple(map(int, self.complete(env, generator(0, "say", row, turn))))
+                if turn == 0:
+                    found[row] = Conversation(row=row, start=start_of_row[row], completions=(completion,))
+                else:
+                    found[row] = replace(found[row], completions=(*found[row].completions, completion))
+            if turn + 1 == batch.max_turns or not active:
+                break
+            replies = batch.respond([found[row] for row in active])
+            assert len(replies) == len(active)
+            replied = [(row, tuple(reply)) for row, reply in zip(active, replies, strict=True) if reply is not None]
+            for row, reply in replied:
+                found[row] = replace(found[row], replies=(*found[row].replies, reply))
+            active = [row for row, _ in replied]
         return found
 
     def conversations(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
@@ -201,26 +184,21 @@ class PromptEnvironmentTestCase(GroupEnvironmentTestCase):
     def test_replies_depend_on_their_conversation_alone(self, env: Any) -> None:
         start_of_row = [0, 1, 2, 3, 0, 1]
         together = self.converse(env, env.open("train", range(4)), start_of_row, range(6))
-        separate = self.converse(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
-        assert separate == together
+        batch = env.open("train", range(4))
+        for row in (5, 3, 0, 4, 1, 2):
+            assert self.converse(env, batch, start_of_row, [row])[row] == together[row]
 
     def test_scores_have_one_entry_for_each_conversation(self, env: Any) -> None:
         batch, transcripts = self.conversations(env)
         self.check_scores(batch.score(transcripts), transcripts)
 
     def test_conversations_that_end_with_a_reply_are_scored(self, env: Any) -> None:
-        batch = env.open("train", range(4))
-        completion = tuple(map(int, self.complete(env, generator(0, "say", 0, 0))))
-        transcripts = [Conversation(row=row, start=row, completions=(completion,)) for row in range(4)]
-        if batch.max_turns > 1:
-            replies = batch.respond(transcripts)
-            transcripts = [
-                Conversation(
-                    row=row, start=row, completions=(completion,), replies=() if reply is None else (tuple(reply),)
-                )
-                for row, reply in enumerate(replies)
-            ]
-        self.check_scores(batch.score(transcripts), transcripts)
+        batch, transcripts = self.conversations(env)
+        ended = [
+            replace(each, completions=each.completions[: len(each.replies)]) if each.replies else each
+            for each in transcripts
+        ]
+        self.check_scores(batch.score(ended), ended)
 
     def test_scores_depend_on_their_conversation_alone(self, env: Any) -> None:
         batch, transcripts = self.conversations(env)

@@ -12,7 +12,6 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from evogrpo.models.language import loading as conversions
 from evogrpo.models.language import loading as models
 from evogrpo.models.language.loading import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
@@ -64,7 +63,7 @@ def test_dtype_by_name(name, folder):
     assert {each.dtype for each in weights if each.is_floating_point()} == {expected}
 
 
-@pytest.mark.parametrize("name", ["bfloat", "int4", "4bit", "float8_e4m3fn", "int64", "auto", ""])
+@pytest.mark.parametrize("name", ["bfloat", "int64", ""])
 def test_unknown_dtype_raises(name, folder):
     with pytest.raises(ValueError, match="dtype"):
         load_base(folder, dtype=name)
@@ -117,20 +116,12 @@ def halved(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def emptied(file):
-    file.write_bytes(b"")
-
-
 def garbled(file):
     file.write_bytes(b"\x00\xff" * 100)
 
 
-def a_list(file):
-    file.write_text("[]")
-
-
-@pytest.mark.parametrize("damage", [halved, emptied, garbled, a_list])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", [halved, garbled])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_damaged_file_raises_value_error(name, damage, folder):
     damage(folder / name)
     with pytest.raises(ValueError, match=r"base model .* cannot be loaded"):
@@ -239,58 +230,21 @@ def test_gguf_file_is_converted_once(gguf_file, cache):
     assert {file.name: file.stat().st_mtime_ns for file in converted.iterdir()} == stamps
 
 
-@pytest.mark.parametrize("damage", ["truncated", "tampered", "missing file", "missing sums"])
+@pytest.mark.parametrize("damage", ["tampered", "missing file"])
 def test_damaged_conversion_is_repeated(gguf_file, damage):
     path, model = gguf_file
     folder = convert_gguf(path)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
-    if damage == "truncated":
-        weights.write_bytes(whole[:-10])
-    elif damage == "tampered":
+    if damage == "tampered":
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    elif damage == "missing file":
-        weights.unlink()
     else:
-        (folder / "SHA256SUMS").unlink()
+        weights.unlink()
     with pytest.warns(UserWarning, match="is damaged"):
         assert convert_gguf(path) == folder
     assert weights.read_bytes() == whole
     torch.testing.assert_close(logits(load_base(path).model), logits(model), rtol=1e-4, atol=1e-4)
     assert [file.name for file in folder.parent.iterdir()] == [folder.name], "no drafts are left behind"
-
-
-def test_conversion_by_old_transformers_is_repeated(gguf_file, monkeypatch):
-    path, _ = gguf_file
-    folder = convert_gguf(path)
-    before = (folder / "config.json").stat().st_ino
-    messages = r"wrong end token, from transformers \d.*"
-    with monkeypatch.context() as patched:
-        patched.setattr(conversions, "MIN_TRANSFORMERS", Version("999"))
-        with pytest.warns(UserWarning, match=messages):
-            assert convert_gguf(path) == folder
-    assert (folder / "config.json").stat().st_ino != before
-    convert_gguf(path)  # relabels the file with the current version
-
-
-def test_drafts_of_killed_conversions_are_removed(gguf_file, cache, monkeypatch):
-    path, _ = gguf_file
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: os.kill(os.getpid(), 9))
-        convert_gguf(path)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == 9
-    (left,) = (cache / "models").iterdir()
-    assert left.name.startswith(".draft-")
-    (left / "model.safetensors").write_bytes(b"half")
-    with ThreadPoolExecutor() as pool, (cache / ".converting").open("r+b") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as a running conversion does
-        converted = pool.submit(convert_gguf, path)
-        assert wait([converted], timeout=0.5).not_done
-        assert left.exists()
-        fcntl.flock(other, fcntl.LOCK_UN)
-        folder = converted.result()
-    assert list((cache / "models").iterdir()) == [folder]
-    assert (folder / "SHA256SUMS").exists()
 
 
 def test_conversion_depends_on_content_not_name(gguf_file, tmp_path):

@@ -14,14 +14,13 @@ from evogrpo.testing.samplers import (
     PROMPTS,
     different_members,
     example_replies,
-    join_turns,
     make_rows,
     next_turn,
     with_robust_uniforms,
 )
 from tests.models.test_prefix_sharing import UNSHAREABLE
 from tests.oracles.peft_members import PeftMember
-from tests.tiny_batches import grpo_loss, lora, sampled_batch
+from tests.tiny_batches import grpo_loss, join_turns, lora, sampled_batch
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model
 
 MODEL = tiny_model("llama")

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import shutil
@@ -17,7 +16,6 @@ from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -33,16 +31,6 @@ from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import package_command
 from evogrpo.warnings import warn
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-DRAFT, LOCK = ".draft-", ".converting"
-MIN_TRANSFORMERS = Version("5.18")
-"""First version of transformers that reads the end token of a GGUF file."""
-
-
 def cache_folder() -> Path:
     """Return the folder of converted models: $EVOGRPO_CACHE, or evogrpo in the user's cache folder."""
     chosen = os.environ.get("EVOGRPO_CACHE")
@@ -52,7 +40,7 @@ def cache_folder() -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Convert a GGUF file to a folder of float32 safetensors, or verify the hashes of an earlier conversion.
+    """Convert a GGUF file to a folder of float32 safetensors, or return the folder of an earlier conversion.
 
     Args:
         path: An existing .gguf file.
@@ -66,54 +54,23 @@ def convert_gguf(path: Path) -> Path:
     digest = _sha256(path)
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
-        fault = _fault(folder)
-        if fault is None:
+        if _is_whole(folder):
             return folder
-        warn(f"The converted model in {folder} {fault}. {path.name} is converted again.")
+        warn(f"The converted model in {folder} is damaged. {path.name} is converted again.")
+        shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(cache_folder()) as alone:
-        if folder.is_dir() and _fault(folder) is None:  # converted by another process meanwhile
-            return folder
-        if alone:  # no other process is converting, so all drafts are left over
-            for draft in folder.parent.glob(f"{DRAFT}*"):
-                shutil.rmtree(draft, ignore_errors=True)
-        _convert(path, folder)
-    return folder
-
-
-def _convert(path: Path, folder: Path) -> None:
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=DRAFT))
-    try:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-", ignore_cleanup_errors=True) as name:
+        draft = Path(name) / "model"
+        draft.mkdir()
         _write_converted(path, draft)
         sums = [f"{_sha256(file)}  {file.name}\n" for file in sorted(draft.iterdir())]
         (draft / "SHA256SUMS").write_text("".join(sums))
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             draft.rename(folder)
-        except OSError:  # another process was faster, on a file system without locks
-            if _fault(folder) is not None:
+        except OSError:  # another process was faster
+            if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a cache folder; yield False if the system has no locks. It is freed when the process ends."""
-    if fcntl is None:
-        yield False
-        return
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / LOCK, flags, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+    return folder
 
 
 def _write_converted(path: Path, folder: Path) -> None:
@@ -151,16 +108,12 @@ def quietly() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _fault(folder: Path) -> str | None:
-    """Return the fault of a converted model, or None."""
+def _is_whole(folder: Path) -> bool:
+    """Return True if all files of a converted model have the hashes that were noted with it."""
     sums = folder / "SHA256SUMS"
     lines = sums.read_text().splitlines() if sums.is_file() else ["missing  SHA256SUMS"]
-    for digest, name in (line.split("  ", 1) for line in lines):
-        file = folder / Path(name).name
-        if not file.is_file() or _sha256(file) != digest:
-            return "is damaged"
-    version = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_version", "0"))
-    return None if Version(version) >= MIN_TRANSFORMERS else f"has the wrong end token, from transformers {version}"
+    files = [(digest, folder / Path(name).name) for digest, name in (line.split("  ", 1) for line in lines)]
+    return all(file.is_file() and _sha256(file) == digest for digest, file in files)
 
 
 def _sha256(path: Path) -> str:
