@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.models.devices import check_stored_size
+from evogrpo.models.language.compatibility import is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base
-from evogrpo.models.language.quantised import is_quantised
 from evogrpo.storage.checkpoint import CheckpointError
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"

@@ -41,8 +41,8 @@ from evogrpo.config.search_space import (
 from evogrpo.distributed import processes
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
-from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class
+from evogrpo.models.language.lora import read_adapter
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from evogrpo.models.language.fsdp import check_sharding, layers_of, parameters_per_rank, sharded_over
+from evogrpo.models.language.fsdp import check_sharding, layers_of, sharded_over
 from evogrpo.models.language.loading import load_base
+from evogrpo.models.language.sizing import parameters_per_rank
 from evogrpo.storage.journal import read_journal
 from tests.distributed.launching import launch
 from tests.distributed.parting import exhausted, failing, parted_and_whole, store

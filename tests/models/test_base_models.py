@@ -1,16 +1,11 @@
 """Loading of base models: folders, GGUF files, model objects, the demo model; errors; fingerprints."""
 
-import fcntl
 import importlib.metadata
-import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from evogrpo.models.language import loading as models
 from evogrpo.models.language.loading import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base

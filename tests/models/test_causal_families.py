@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.models.language.adapter_files import check_export
 from evogrpo.models.language.compatibility import find_decoder, find_head
+from evogrpo.models.language.lora import check_export
 from evogrpo.testing.samplers import different_members, make_rows
 from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import grpo_loss, lora, sampled_batch

@@ -7,9 +7,8 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from evogrpo.models.language.adapter_files import peft_files
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.lora import check_supported, find_targets, initial_weights, scaling
+from evogrpo.models.language.lora import check_supported, find_targets, initial_weights, peft_files, scaling
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, tiny_model

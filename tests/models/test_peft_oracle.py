@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.models.language.adapter_files import peft_files
+from evogrpo.models.language.lora import peft_files
 from evogrpo.testing.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members
 from tests.oracles.peft_members import PeftMember

@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from evogrpo import GRPO
 from evogrpo.algorithms.rollout.collect import collect
-from evogrpo.models.language import quantised
-from evogrpo.models.language.adapter_files import check_export
-from evogrpo.models.language.fsdp import base_bytes
-from evogrpo.models.language.loading import fingerprint, load_base, load_outline
-from evogrpo.models.language.quantised import (
+from evogrpo.models.language.compatibility import is_quantised
+from evogrpo.models.language.loading import (
     DEVICES,
     PACKAGES,
-    bytes_of,
     check_quantised,
-    is_quantised,
+    fingerprint,
+    load_base,
+    load_outline,
     quantised_options,
 )
+from evogrpo.models.language.lora import check_export
+from evogrpo.models.language.sizing import base_bytes, bytes_of
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import randomise_adapter, tiny_agent, tiny_env, tiny_population
@@ -140,7 +140,7 @@ def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.
             check_quantised(wanted, device)
     with pytest.raises(ValueError, match="base_parts=2"):
         check_quantised(wanted, "cuda", parts=2)
-    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=rf"A base in {wanted} needs {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
     ):

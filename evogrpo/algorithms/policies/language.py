@@ -49,13 +49,11 @@ from evogrpo.envs.text.prompt_batch import SingleTurnBatch
 from evogrpo.interruption import Stop
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, check_stored_size
-from evogrpo.models.language.adapter_files import StoredAdapter
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.compatibility import check_context, check_token_ids
+from evogrpo.models.language.compatibility import check_context, check_token_ids, is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import fingerprint, load_tokenizer
-from evogrpo.models.language.lora import choose_targets, lora_from_json, lora_to_json
-from evogrpo.models.language.quantised import is_quantised
+from evogrpo.models.language.lora import StoredAdapter, choose_targets, lora_from_json, lora_to_json
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError

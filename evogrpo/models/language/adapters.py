@@ -16,8 +16,7 @@ from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion
 from evogrpo.models.devices import check_allocation
-from evogrpo.models.language.adapter_files import StoredAdapter
-from evogrpo.models.language.lora import LoraTargets, Target, choose_targets, initial_weights, scaling
+from evogrpo.models.language.lora import LoraTargets, StoredAdapter, Target, choose_targets, initial_weights, scaling
 from evogrpo.warnings import warn
 
 Run = tuple[slice, slice, int]

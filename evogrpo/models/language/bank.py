@@ -15,13 +15,13 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
-from evogrpo.models.language.adapter_files import StoredAdapter, peft_files
 from evogrpo.models.language.adapters import AdapterStates
 from evogrpo.models.language.causal_model import CausalModel
 from evogrpo.models.language.compatibility import check_causal_class, check_token_ids
 from evogrpo.models.language.forward import ForwardPasses, share_prefixes
 from evogrpo.models.language.fsdp import run_on_all_ranks
 from evogrpo.models.language.loading import loadable_name
+from evogrpo.models.language.lora import StoredAdapter, peft_files
 from evogrpo.models.language.sampling import sample
 
 

@@ -17,6 +17,7 @@ from evogrpo.models.language.adapters import HookFactory, LoraHook
 from evogrpo.models.language.compatibility import (
     check_causal,
     check_differentiable,
+    check_gradients_pass,
     check_padding,
     check_token_ids,
     context_of,
@@ -37,7 +38,6 @@ from evogrpo.models.language.kv_cache import (
     Prompts,
     gather_rows,
 )
-from evogrpo.models.language.quantised import check_gradients_pass
 from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
 from evogrpo.warnings import warn
 

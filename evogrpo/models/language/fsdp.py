@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from evogrpo.distributed import processes
-from evogrpo.models.language.quantised import is_quantised, stored_bytes
 
 T = TypeVar("T")
 
@@ -180,35 +179,6 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         f"{type(model).__name__} has no list of layers and cannot be sharded. Set base_parts=1 or use another "
         "architecture."
     )
-
-
-def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
-    """Return the maximum number of parameters in a rank's memory.
-
-    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, the
-    next one, and a buffer to gather it).
-    """
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    if parts == 1:
-        return whole
-    layers = _sizes(model)
-    return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
-
-
-def base_bytes(model: PreTrainedModel) -> int:
-    """Return the maximum bytes of a loaded model's weights on this rank."""
-    if is_quantised(model):
-        return sum(stored_bytes(weights.data) for weights in model.parameters())
-    return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
-
-
-def gathered_parameters(model: PreTrainedModel, parts: int) -> int:
-    """Return the number of parameters that a rank receives from others in one forward pass."""
-    return 0 if parts == 1 else sum(_sizes(model)) * (parts - 1) // parts
-
-
-def _sizes(model: PreTrainedModel) -> list[int]:
-    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
 
 
 def check_sharding(model: PreTrainedModel, parts: int, device: str) -> None:

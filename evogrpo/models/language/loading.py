@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import shutil
@@ -26,10 +27,10 @@ from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
-from evogrpo.models.language.quantised import Quantisation, check_quantised, quantised_options
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.text import package_command
+from evogrpo.text import extra_command, package_command
 from evogrpo.warnings import warn
+
 
 def cache_folder() -> Path:
     """Return the folder of converted models: $EVOGRPO_CACHE, or evogrpo in the user's cache folder."""
@@ -187,6 +188,57 @@ LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of quantised and sharded models, taken from their files."""
+
+
+# Only weights are quantised, so a row's result does not depend on other rows. LLM.int8() would break this: it rounds
+# activations depending on the batch.
+Quantisation = Literal["int8", "nf4"]
+"""8 bits with a scale for each row of a weight (torchao); 4-bit normal floats in blocks, as in QLoRA (bitsandbytes)."""
+
+PACKAGES: dict[str, str] = {"int8": "torchao", "nf4": "bitsandbytes"}
+DEVICES: dict[str, tuple[str, ...]] = {"int8": ("cpu", "cuda"), "nf4": ("cuda",)}
+"""On many CPUs, bitsandbytes repacks weights in passes without gradient, after which gradients no longer flow."""
+
+
+def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
+    """Check that a quantised base can be loaded.
+
+    Args:
+        kind: "int8", "nf4", or a precision without quantisation, which always passes.
+        device: Device of the base.
+        parts: Number of FSDP shards.
+
+    Raises:
+        ValueError: If the package is missing, or the device or `parts` is not supported.
+    """
+    if kind is None or kind not in PACKAGES:
+        return
+    if torch.device(device).type not in DEVICES[kind]:
+        places = " or ".join(DEVICES[kind])
+        raise ValueError(f"A base in {kind} requires the device {places}, got {device!r}. Use another precision.")
+    if parts > 1:
+        raise ValueError(f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or base_parts=1.")
+    if importlib.util.find_spec(PACKAGES[kind]) is None:
+        raise ValueError(
+            f"A base in {kind} needs {PACKAGES[kind]}, which is not installed. Run: {extra_command('quantised')}"
+        )
+
+
+def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load a base in 8 or 4 bits with a compute dtype."""
+    check_quantised(kind, device)
+    device_map = {"": device}  # quantised modules cannot be moved later
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": device_map}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    return {"quantization_config": config, "device_map": device_map}
 
 
 @dataclass(frozen=True)

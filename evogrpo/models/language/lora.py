@@ -1,4 +1,4 @@
-"""LoRA: supported configurations, the modules that members adapt, and the names of these modules in PEFT's files."""
+"""LoRA: supported configurations, the modules that members adapt, and adapter files in PEFT's format."""
 
 import copy
 import dataclasses
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,15 @@ from peft import LoraConfig, PeftModelForCausalLM
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.save_and_load import set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from evogrpo.config.checks import refuse_unknown
-from evogrpo.models.language.compatibility import frozen_model, logits_of
+from evogrpo.models.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
 from evogrpo.models.language.fsdp import sharded_over
-from evogrpo.models.language.quantised import is_quantised, plain_outline
 from evogrpo.randomness import generator
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}
@@ -316,7 +318,7 @@ def _in_words(reasons: Mapping[str, str]) -> str:
 # ---- names in PEFT's files
 
 
-def peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
+def _peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
     """Return the values of adapter_config.json."""
     record: dict[str, Any] = config.to_dict()
     record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
@@ -339,7 +341,7 @@ def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: L
     their weight. It refuses others, such as Mamba's `out_proj`. They are left out.
     """
     structure = model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
-    key = structure, tuple(targets), json.dumps(peft_record(targets, config), sort_keys=True, default=str)
+    key = structure, tuple(targets), json.dumps(_peft_record(targets, config), sort_keys=True, default=str)
     if key in _NAMED:
         return _NAMED[key]
     outline, fitting = _outline(model), list(targets)
@@ -349,7 +351,7 @@ def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: L
         for target in some:
             a, b = target.peft_names
             shapes |= {a: (target.rank, target.width_in), b: (target.width_out, target.rank)}
-        lost, strays = not_loaded_by_peft(outline, shapes, peft_record(some, config))
+        lost, strays = _not_loaded_by_peft(outline, shapes, _peft_record(some, config))
         misplaced = {target.name for target in some if not lost.isdisjoint(target.peft_names)}
         return misplaced or {target.name for target in some if strays}
 
@@ -368,7 +370,7 @@ def _named_for_peft(model: PreTrainedModel, targets: Sequence[Target], config: L
     return fitting
 
 
-def not_loaded_by_peft(
+def _not_loaded_by_peft(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]
 ) -> tuple[set[str], bool]:
     """Load an adapter with PEFT onto a copy of the model without weights.
@@ -416,3 +418,139 @@ def _outline(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
     return copy.deepcopy(model, memo)
+
+
+# ---- adapter files
+
+
+def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
+    """Return one member in PEFT's format: tensors of adapter_model.safetensors and bytes of adapter_config.json.
+
+    Args:
+        targets: The adapted modules.
+        config: LoRA configuration of the targets.
+        flat: `[k]` adapters of the member.
+    """
+    tensors: dict[str, Tensor] = {}
+    for target in targets:
+        for name, matrix in zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True):
+            tensors[name] = matrix.detach().cpu().clone()
+    record = _peft_record(targets, config)
+    return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def check_export(folder: Path, model: nn.Module) -> int:
+    """Check that PEFT loads an exported adapter, by names and shapes.
+
+    Args:
+        folder: Folder with adapter_model.safetensors and adapter_config.json.
+        model: The base model, with or without weights.
+
+    Returns:
+        Number of tensors.
+
+    Raises:
+        ValueError: If PEFT does not load one of them.
+    """
+    record = json.loads((folder / "adapter_config.json").read_text())
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    missing, strays = _not_loaded_by_peft(model, shapes, record)
+    if missing or strays:
+        raise ValueError(
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}"
+            f"{f' (for example {min(missing)})' if missing else ' but adapts other modules'}. The adapter belongs to "
+            "another base model, or was written by another version of PEFT."
+        )
+    return len(shapes)
+
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# Fields of training and initialisation, reset when an adapter is read.
+TRAINING_FIELDS = {"lora_dropout": 0.0, "init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAdapter:
+    """LoRA adapter in PEFT's format.
+
+    Attributes:
+        lora_config: Its configuration.
+        tensors: Its matrices, by names in adapter_model.safetensors.
+    """
+
+    lora_config: LoraConfig
+    tensors: Mapping[str, Tensor]
+
+    def flat(self, targets: Sequence[Target]) -> Tensor:
+        """Return the adapter as a member's flat vector `[k]`, float32.
+
+        Args:
+            targets: The adapted modules of the members.
+
+        Raises:
+            ValueError: If modules or shapes differ, or values are not finite.
+        """
+        names = {name for target in targets for name in target.peft_names}
+        odd = sorted(names ^ self.tensors.keys())
+        if odd:
+            raise ValueError(
+                f"The adapter has {len(self.tensors)} matrices, members of this model have {len(names)}; for example, "
+                f"{odd[0]!r} is not in both. The adapter belongs to another base model."
+            )
+        flat = torch.zeros(targets[-1].end)
+        for target in targets:
+            for name, matrix in zip(target.peft_names, (target.a(flat), target.b(flat)), strict=True):
+                values = self.tensors[name]
+                if values.shape != matrix.shape:
+                    raise ValueError(
+                        f"The adapter's {name} must have the shape {tuple(matrix.shape)}, got {tuple(values.shape)}. "
+                        "The adapter belongs to another base model."
+                    )
+                matrix.copy_(values)
+        if not bool(torch.isfinite(flat).all()):
+            raise ValueError("The adapter contains values that are not finite.")
+        return flat
+
+
+def read_adapter(folder: str | Path) -> StoredAdapter:
+    """Read an adapter folder written by PEFT or `evogrpo export`.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the adapter is not a supported LoRA.
+    """
+    place = Path(folder).expanduser()
+    missing = [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"adapter must be a folder with {CONFIG} and {TENSORS}, but {str(folder)!r} has no {missing[0]}. Use a "
+            "folder written by PEFT or `evogrpo export`. Download one from the hub with "
+            "huggingface_hub.snapshot_download first."
+        )
+    try:
+        record = json.loads((place / CONFIG).read_text())
+        tensors = load_file(place / TENSORS)
+        config = _config(record)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        cause = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"The adapter in {folder} cannot be read ({type(error).__name__}: {cause}).") from error
+    check_supported(config)
+    return StoredAdapter(lora_config=config, tensors=tensors)
+
+
+def _config(record: dict[str, Any]) -> LoraConfig:
+    """Return the LoraConfig of adapter_config.json; targets named by weight become modules again."""
+    if record.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type must be 'LORA', got {record.get('peft_type')!r}")
+    values = {
+        name: value for name, value in record.items() if name not in ("peft_type", "auto_mapping")
+    } | TRAINING_FIELDS
+    by_weight = values.pop("target_parameters", None) or []
+    if by_weight and all(name.endswith(".weight") for name in by_weight):
+        values["target_modules"] = [*(values["target_modules"] or ()), *(n.removesuffix(".weight") for n in by_weight)]
+    elif by_weight:
+        values["target_parameters"] = by_weight
+    known = {name: value for name, value in values.items() if name in LoraConfig.__dataclass_fields__}
+    if newer := {name: value for name, value in values.items() if name not in known and value}:
+        raise ValueError(f"The installed peft does not support these settings of the adapter: {newer}. Update peft.")
+    return LoraConfig(**known)

@@ -1,13 +1,17 @@
 """Memory estimates of language models, and the size of a micro-batch that follows from them."""
 
+import math
 from typing import NamedTuple
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.distributed import processes
 from evogrpo.models.devices import device_memory
 from evogrpo.models.language.bank import AdapterBank
-from evogrpo.models.language.fsdp import base_bytes
+from evogrpo.models.language.compatibility import is_quantised
+from evogrpo.models.language.fsdp import layers_of, sharded_over
 
 MIN_TOKENS, MAX_TOKENS = 256, 1 << 15
 """Range of `size_for_memory`, in tokens."""
@@ -17,6 +21,10 @@ MEMORY_SHARE = 0.5
 
 FLOAT = 4
 """Bytes of a float32."""
+
+
+BITS: dict[str, float] = {"int8": 8.0, "nf4": 4.0 + 8 / 64 + 32 / (64 * 256)}
+"""Bits per weight. nf4 includes its scales: 8 bits per 64 weights, and 32 bits per 256 of these scales."""
 
 
 def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precision: int) -> int:
@@ -93,6 +101,58 @@ def widths_of(model: PreTrainedModel) -> Widths:
         states=width("state_size", 1),
         vocabulary=width("vocab_size", 1),
     )
+
+
+def parameters_per_rank(model: PreTrainedModel, parts: int) -> int:
+    """Return the maximum number of parameters in a rank's memory.
+
+    With several parts: its shard of every layer, everything outside the layers, and three full layers (one in use, the
+    next one, and a buffer to gather it).
+    """
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if parts == 1:
+        return whole
+    layers = _sizes(model)
+    return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
+
+
+def base_bytes(model: PreTrainedModel) -> int:
+    """Return the maximum bytes of a loaded model's weights on this rank."""
+    if is_quantised(model):
+        return sum(stored_bytes(weights.data) for weights in model.parameters())
+    return parameters_per_rank(model, sharded_over(model)) * next(model.parameters()).element_size()
+
+
+def gathered_parameters(model: PreTrainedModel, parts: int) -> int:
+    """Return the number of parameters that a rank receives from others in one forward pass."""
+    return 0 if parts == 1 else sum(_sizes(model)) * (parts - 1) // parts
+
+
+def _sizes(model: PreTrainedModel) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
+
+
+def stored_bytes(values: torch.Tensor) -> int:
+    """Return the bytes of a tensor; of a tensor subclass, those of its inner tensors."""
+    if hasattr(values, "__tensor_flatten__"):
+        return sum(stored_bytes(getattr(values, name)) for name in values.__tensor_flatten__()[0])
+    return values.numel() * values.element_size()
+
+
+def bytes_of(outline: PreTrainedModel, kind: str, compute: int) -> int:
+    """Return the bytes of a model's weights with quantised linear layers, the vocabulary head excepted.
+
+    Args:
+        outline: The model without weights.
+        kind: "int8" or "nf4".
+        compute: Bytes per number in the compute dtype.
+    """
+    head = outline.get_output_embeddings()
+    narrow = sum(
+        module.weight.numel() for module in outline.modules() if isinstance(module, nn.Linear) and module is not head
+    )
+    rest = sum(values.numel() for values in outline.parameters()) - narrow
+    return round(narrow * BITS[kind] / 8) + rest * compute
 
 
 def size_for_memory(bank: AdapterBank, model: PreTrainedModel) -> int:

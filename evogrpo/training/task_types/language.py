@@ -23,20 +23,27 @@ from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
-from evogrpo.models.language.adapter_files import read_adapter
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
-from evogrpo.models.language.fsdp import (
-    base_bytes,
-    check_sharding,
-    gathered_parameters,
-    parameters_per_rank,
-    shard_count,
+from evogrpo.models.language.fsdp import check_sharding, shard_count
+from evogrpo.models.language.loading import (
+    PACKAGES,
+    BaseModel,
+    check_quantised,
+    choose_precision,
+    load_base,
+    load_outline,
+    own_precision,
 )
-from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline, own_precision
-from evogrpo.models.language.lora import LoraTargets, check_supported, choose_targets, lora_from_json
-from evogrpo.models.language.quantised import PACKAGES, bytes_of, check_quantised
+from evogrpo.models.language.lora import LoraTargets, check_supported, choose_targets, lora_from_json, read_adapter
 from evogrpo.models.language.sampling import rows_at_once
-from evogrpo.models.language.sizing import learning_bytes, sampling_bytes
+from evogrpo.models.language.sizing import (
+    base_bytes,
+    bytes_of,
+    gathered_parameters,
+    learning_bytes,
+    parameters_per_rank,
+    sampling_bytes,
+)
 from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import count_text, number_text, pluralize, shorten
 from evogrpo.training.configuration.question_tasks import (
