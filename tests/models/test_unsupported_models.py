@@ -72,7 +72,7 @@ def test_model_without_causal_head_raises(name):
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_model_raises(name):
-    with pytest.raises(ValueError, match=f"actor_network.*{name}"):
+    with pytest.raises(ValueError, match="actor_network"):
         GRPO(actor_network=WRAPPED[name](), pad_token_id=0)
 
 
