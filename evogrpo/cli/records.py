@@ -393,8 +393,8 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
     """Raise ValueError if PEFT cannot load the adapter onto its base model; describe the check in words."""
     from evogrpo.algorithms.base_checkpoint import is_path
-    from evogrpo.models.language.lora import check_export
     from evogrpo.models.language.loading import load_outline
+    from evogrpo.models.language.lora import check_export
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code
