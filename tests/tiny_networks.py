@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.config.objective import Objective
 from evogrpo.data import DEFAULT_POLICY, Batch, ObservationInputs
 from evogrpo.models.networks.architecture import NetworkConfig

@@ -12,10 +12,9 @@ from torch import jit, nn
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.learning.advantages import check_hyperparameters
-from evogrpo.algorithms.policies.devices import autocast_context, choose_device
 from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
-from evogrpo.algorithms.policies.policy_set import PolicySet, Settings
+from evogrpo.algorithms.policies.policy_set import PolicySet, Settings, autocast_context, choose_device
 from evogrpo.algorithms.policies.settings import (
     NETWORK_DEFAULTS,
     STEPWISE,

@@ -21,8 +21,7 @@ from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate
-from evogrpo.algorithms.rollout.testing import open_test_environment
+from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate, open_test_environment
 from evogrpo.config.checks import lists_options, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig

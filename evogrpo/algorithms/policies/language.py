@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 
 from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.banks import Banks
-from evogrpo.algorithms.policies.devices import autocast_context, choose_device
 from evogrpo.algorithms.policies.language_batches import (
     Experiences,
     as_batch,
@@ -30,7 +28,7 @@ from evogrpo.algorithms.policies.language_batches import (
     rewarded_batch,
     text_rows,
 )
-from evogrpo.algorithms.policies.policy_set import CheckpointFiles
+from evogrpo.algorithms.policies.policy_set import Banks, CheckpointFiles, autocast_context, choose_device
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.rollout.multi_turn import sample_conversations
 from evogrpo.algorithms.rollout.requests import (

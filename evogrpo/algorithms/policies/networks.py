@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.algorithms.policies.banks import Banks, state_key
-from evogrpo.algorithms.policies.devices import choose_device
 from evogrpo.algorithms.policies.network_policy import (
     StackedPolicy,
     as_step_batch,
     check_observations,
     episode_batch,
 )
-from evogrpo.algorithms.policies.policy_set import CheckpointFiles
+from evogrpo.algorithms.policies.policy_set import Banks, CheckpointFiles, choose_device, state_key
 from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.algorithms.rollout.requests import (
     HELD_OUT,

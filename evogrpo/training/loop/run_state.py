@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor
 
-from evogrpo.algorithms.policies.banks import Banks
+from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.search_space import MAX_SAMPLES
