@@ -1,6 +1,6 @@
 """Observation and action spaces: their leaves and dimensions, and observations as batched tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,22 +78,10 @@ def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | Non
     Raises:
         ValueError: If the space is None or of another kind.
     """
-    match space:
-        case spaces.Dict():
-            return {str(key): observation_dim(part) for key, part in space.spaces.items()}
-        case spaces.Tuple() | list() | tuple():
-            return tuple(observation_dim(part) for part in space)
-        case spaces.Box():
-            return tuple(int(length) for length in space.shape)
-        case spaces.Discrete():
-            return (int(space.n),)
-        case spaces.MultiDiscrete():
-            return (int(space.nvec.sum()),)
-        case spaces.MultiBinary():
-            return (int(np.prod(space.shape)),)
-        case spaces.Sequence():
-            return observation_dim(space.feature_space)
-    raise _unsupported("observation", space)
+    if isinstance(space, spaces.Box):
+        return tuple(int(length) for length in space.shape)
+    size = _per_part(space, observation_dim, "observation")
+    return (size,) if isinstance(size, int) else size
 
 
 def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ActionDim:
@@ -106,20 +94,26 @@ def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) ->
     Raises:
         ValueError: If the space is None or of another kind.
     """
+    size: ActionDim = _per_part(space, action_dim, "action")
+    return size
+
+
+def _per_part(space: Any, dimension: Callable[[Any], Any], kind: str) -> Any:
+    """Return the dimensions of the parts of a composite space, or the number of entries of any other."""
     match space:
         case spaces.Dict():
-            return {str(key): action_dim(part) for key, part in space.spaces.items()}
+            return {str(key): dimension(part) for key, part in space.spaces.items()}
         case spaces.Tuple() | list() | tuple():
-            return tuple(action_dim(part) for part in space)
+            return tuple(dimension(part) for part in space)
+        case spaces.Sequence():
+            return dimension(space.feature_space)
         case spaces.Box() | spaces.MultiBinary():
             return int(np.prod(space.shape))
         case spaces.Discrete():
             return int(space.n)
         case spaces.MultiDiscrete():
             return int(space.nvec.sum())
-        case spaces.Sequence():
-            return action_dim(space.feature_space)
-    raise _unsupported("action", space)
+    raise _unsupported(kind, space)
 
 
 def preprocess_observation(
