@@ -255,11 +255,11 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
     low, high = (None, None) if test is None else interval(test.after)
     best_text = "–" if member is None else f"#{member.index} {_fitness_score(member)}"
     return {
-        "generations": count_text(cost["generations"]),
-        "learning steps": count_text(cost["steps"]),
+        "generations": count_text(cost["generation"]),
+        "learning steps": count_text(cost["step"]),
         "environment steps": count_text(cost["timesteps"]),
         "processed": f"{count_text(cost['tokens'])} {tokens}",
-        "evaluations": count_text(cost["evaluation_tokens"]),
+        "evaluations": count_text(cost["evaluation"]),
         "time": duration_text(cost["seconds"]),
         "ended": printable(summary.stopped or "still active, or killed"),
         "best fitness": best_text,

@@ -34,29 +34,16 @@ class WinnerReport:
     stages: Sequence[ScheduleStage]
     stored: Path | None
 
-    @property
-    def fitness(self) -> Estimate | None:
-        """Fitness estimate of the best member."""
-        return fitness_estimate(self.member)
-
-    @property
-    def test(self) -> TestReport | None:
-        """The test; None if the run has not reached it."""
-        return self.summary.test
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        member, facts = self.member, self.summary.facts
+        member, facts, test = self.member, self.summary.facts, self.summary.test
         return {
             **{name: facts[name] for name in ("run_id", "task", "model", "seed") if name in facts},
-            "member": member.index,
-            "generation": member.generation,
-            "fitness": None if self.fitness is None else self.fitness.mean,
-            "standard_error": None if self.fitness is None else self.fitness.standard_error,
+            **_best_json(member),
             "measured": {name: estimate.to_json() for name, estimate in member.measured.items()},
             "hyperparameters": member.hyperparameters.to_json(),
             "schedule": [dump(stage) for stage in self.stages],
-            "test": None if self.test is None else test_json(self.test),
+            "test": None if test is None else test_json(test),
             "stopped": self.summary.stopped,
             "stored": None if self.stored is None else str(self.stored),
         }
@@ -119,17 +106,10 @@ class ComparedRun:
     @property
     def cost(self) -> dict[str, float | None]:
         """Work and time so far; the time is that of learning and evaluation."""
-        if not self.summary.generations:
-            return dict.fromkeys(("generations", "steps", "timesteps", "tokens", "evaluation_tokens", "seconds"))
-        last = self.summary.generations[-1]
-        return {
-            "generations": last.generation,
-            "steps": last.step,
-            "timesteps": last.timesteps,
-            "tokens": last.tokens,
-            "evaluation_tokens": last.evaluation.tokens,
-            "seconds": last.seconds,
-        }
+        names = ("generation", "step", "timesteps", "tokens", "evaluation", "seconds")
+        last = self.summary.generations[-1] if self.summary.generations else None
+        values = {name: getattr(last, name, None) for name in names}
+        return values if last is None else {**values, "evaluation": last.evaluation.tokens}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +138,7 @@ class TestDifference:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         gain = None if self.gain is None else {**self.gain.to_json(), "interval": list(interval(self.gain))}
-        return {
-            "gain": gain,
-            "paired": self.paired,
-            "questions": self.questions,
-            "beyond_noise": self.beyond_noise,
-            "why": self.why,
-        }
+        return {**vars(self), "gain": gain, "beyond_noise": self.beyond_noise}
 
 
 @dataclass(frozen=True, kw_only=True)

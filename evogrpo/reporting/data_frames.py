@@ -1,11 +1,12 @@
 """`read_run`: a run's journal as pandas data frames with typed, documented columns."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
+from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
 from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, reports_by_member
 from evogrpo.reporting.records import Estimate
@@ -134,14 +135,14 @@ def read_run(run_dir: str | Path) -> RunFrames:
     except ImportError as error:
         raise ImportError(f"read_run needs pandas: {extra_command('pandas')}") from error
     summary = summarise(read_journal(Path(run_dir) / "journal.jsonl"))
-    rows: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
-        "members": (list(_members(summary)), set(HYPERPARAMETER_NAMES)),
-        "steps": (list(_steps(summary)), set()),
-        "births": (list(_births(summary)), set(HYPERPARAMETER_NAMES)),
-        "changes": (list(_changes(summary.births)), set()),
-        "evaluations": (list(_evaluations(summary)), set()),
+    rows = {
+        "members": _members(summary),
+        "steps": _steps(summary),
+        "births": _births(summary),
+        "changes": _changes(summary.births),
+        "evaluations": _evaluations(summary),
     }
-    frames = {name: _frame(pd, name, *arguments) for name, arguments in rows.items()}
+    frames = {name: _frame(pd, name, list(each)) for name, each in rows.items()}
     best = best_member(summary.generations)
     return RunFrames(
         facts=summary.facts,
@@ -218,55 +219,37 @@ def _changes(births: Sequence[MemberRecord]) -> Iterator[dict[str, Any]]:
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Yield one row per measured mean: baseline, members and test."""
+
+    def row(who: str, measure: str, estimate: Estimate, questions: int | None, **others: Any) -> dict[str, Any]:
+        split = "train" if measure == ROLLOUTS else "validation"
+        values = {"split": split, "who": who, "measure": measure, "questions": questions, **others}
+        return {**values, "fitness": estimate.mean, "standard_error": estimate.standard_error}
+
     baseline, test = summary.baseline, summary.test
     if baseline is not None:
-        baseline_measure = baseline.measure
-        split = "train" if baseline_measure == "rollouts" else "validation"
-        row = {
-            "split": split,
-            "measure": baseline_measure,
-            "who": "untrained",
-            "generation": 0,
-            "questions": baseline.questions,
-        }
-        yield {**row, **_estimate_values(baseline.fitness)}
+        yield row("untrained", baseline.measure, baseline.fitness, baseline.questions, generation=0)
     for generation in summary.generations:
         for member in generation.members:
-            questions = member.questions
-            row = {"who": "member", "member": member.index, "generation": generation.generation, "questions": questions}
             for measure, estimate in member.measured.items():
-                split = "train" if measure == "rollouts" else "validation"
-                counted_questions = None if measure == "rollouts" else questions  # training starts are not counted
-                yield {
-                    "split": split,
-                    "measure": measure,
-                    **row,
-                    "questions": counted_questions,
-                    **_estimate_values(estimate),
-                }
+                questions = None if measure == ROLLOUTS else member.questions  # training starts are not counted
+                place = {"member": member.index, "generation": generation.generation}
+                yield row("member", measure, estimate, questions, **place)
     if test is not None:
-        row = {"split": "test", "measure": test.measure, "questions": test.questions}
-        yield {**row, "who": "untrained", **_estimate_values(test.before)}
-        yield {**row, "who": "member", "member": test.index, **_estimate_values(test.after)}
-        yield {**row, "who": "gain", "member": test.index, **_estimate_values(test.gain)}
+        for who, estimate in {"untrained": test.before, "member": test.after, "gain": test.gain}.items():
+            index = None if who == "untrained" else test.index
+            yield row(who, test.measure, estimate, test.questions, split="test", member=index)
 
 
-def _estimate_values(estimate: Estimate) -> dict[str, float]:
-    return {"fitness": estimate.mean, "standard_error": estimate.standard_error}
-
-
-def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], hyperparameters: Iterable[str]) -> "DataFrame":
+def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
     """Return a typed frame of the documented columns, hyperparameters and metrics."""
     types = {column: kind for column, (kind, _) in COLUMNS[name].items()}
-    types |= {
-        hyperparameter: _type_of(hyperparameter)
-        for hyperparameter in HYPERPARAMETER_NAMES
-        if hyperparameter in hyperparameters
-    }
+    if name in ("members", "births"):
+        types |= {hyperparameter: _type_of(hyperparameter) for hyperparameter in HYPERPARAMETER_NAMES}
     types |= {column: REAL for row in rows for column in row if column not in types}
-    columns = {}
-    for column, kind in types.items():
-        columns[column] = pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
+    columns = {
+        column: pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
+        for column, kind in types.items()
+    }
     frame: DataFrame = pd.DataFrame(columns)
     return frame
 

@@ -1,7 +1,6 @@
 """Export of a run as an Optuna study with one trial per member."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, TrialState
-
-_LATEST = 1e11
-"""Latest valid unix time, in seconds."""
 
 
 def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[str, int]:
@@ -47,13 +43,11 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
         import optuna
     except ImportError as error:
         raise ImportError(f"The export needs Optuna: {extra_command('optuna')}") from error
-    events = read_journal(run_dir / "journal.jsonl")
-    summary = summarise(events)
+    summary = summarise(read_journal(run_dir / "journal.jsonl"))
     tree = lineage_tree(summary)
     name = name or _default_name(run_dir, summary)
-    times = _times(events)
     distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}
-    trials = [_trial(birth, tree, distributions, times) for birth in tree.births]
+    trials = [_trial(birth, tree, distributions) for birth in tree.births]
     opened_storage, verbosity = _storage(storage), optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # suppress "A new study created"
     try:
@@ -98,7 +92,6 @@ def _trial(
     birth: MemberRecord,
     tree: LineageTree,
     distributions: "Mapping[str, BaseDistribution]",
-    times: Mapping[int, datetime],
 ) -> "FrozenTrial":
     """Return the trial of a member."""
     from optuna.trial import create_trial
@@ -108,7 +101,7 @@ def _trial(
     state = _state(birth, tree)
     values = birth.hyperparameters.to_json()
     params = {name: values[name] for name in distributions if values[name] is not None}
-    trial = create_trial(
+    return create_trial(
         state=state,
         value=max(fitness) if state.name in ("COMPLETE", "PRUNED") else None,
         params=params,
@@ -116,12 +109,6 @@ def _trial(
         intermediate_values={report.generation: report.fitness for report in reports if report.fitness is not None},
         user_attrs=_attributes(birth, reports),
     )
-    if reports:
-        first, last = reports[0].generation, reports[-1].generation
-        trial.datetime_start = times.get(first - 1, trial.datetime_start)
-        if state.is_finished():
-            trial.datetime_complete = times.get(last, trial.datetime_complete)
-    return trial
 
 
 def _state(birth: MemberRecord, tree: LineageTree) -> "TrialState":
@@ -151,16 +138,6 @@ def _distribution(name: str, fields: Mapping[str, Any], tree: LineageTree) -> "B
     if is_integer(name):
         return IntDistribution(int(min(numbers)), int(max(numbers)), log=log)
     return FloatDistribution(min(numbers), max(numbers), log=log)
-
-
-def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
-    """Return the end of every generation by number, with the start of the run as 0; invalid times are left out."""
-    times = {}
-    for event in events:
-        clock = event.get("time")
-        if event["event"] in ("run", "generation") and isinstance(clock, int | float) and 0 <= clock < _LATEST:
-            times[int(event.get("generation", 0))] = datetime.fromtimestamp(clock)  # naive, like Optuna's
-    return times
 
 
 def _attributes(birth: MemberRecord, reports: Sequence[MemberReport]) -> dict[str, Any]:

@@ -495,35 +495,25 @@ def _generations(summary: RunSummary) -> str:
     shown = summary.generations[-max(count, 1) :]
     tables = [_generation_table(summary, each) for each in shown]
     lead = f"Members are listed for the last {len(shown)} generations." if len(shown) < len(summary.generations) else ""
-    heads = ["", "best", "fitness ± SE", "mean", "born", "retired, failed", "new budgets", "time so far"]
+    heads = ["", "best", "fitness ± SE", "mean", "retired", "new budgets", "time so far"]
     rows = [("", cells) for cells in _overview(summary)]
     return _section("Generations", lead, _folded("All generations", _table(heads, rows), opened=True), *tables)
 
 
 def _overview(summary: RunSummary) -> Iterator[list[Any]]:
     """Yield the cells of each row of the table of generations."""
-    seen: set[int] = set()
     for generation in summary.generations:
         best = generation.best
         scores = [member.fitness for member in generation.members if member.fitness is not None]
-        born = [f"#{member.index}" for member in generation.members if member.index not in seen]
-        seen.update(member.index for member in generation.members)
-        gone = [f"#{index}" for index in retired_members(generation).values()]
-        gone += [f"#{member.index} failed" for member in generation.members if member.failed is not None]
         yield [
             generation.generation,
             f"#{best.index}",
             score_text(best.fitness, best.standard_error),
             score_text(sum(scores) / len(scores), None) if scores else "–",
-            _join_names(born),
-            _join_names(gone),
+            ", ".join(f"#{index}" for index in retired_members(generation).values()),
             ", ".join(changed_budgets(generation.plan)),
             duration_text(generation.seconds),
         ]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _generation_table(summary: RunSummary, generation: GenerationReport) -> str:

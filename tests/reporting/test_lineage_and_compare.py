@@ -230,4 +230,4 @@ def test_the_winner_is_the_tested_member(tmp_path):
     assert (ended.member.index, ended.member.generation, ended.member.fitness) == (0, 2, 0.6)
     assert ended.to_json()["test"]["member"]["interval"] == pytest.approx([0.55 - 0.196, 0.55 + 0.196])
     resumed = read_winner(written(tmp_path / "resumed", RUN, *events))
-    assert (resumed.member.index, resumed.test, resumed.stored) == (2, None, None)
+    assert (resumed.member.index, resumed.summary.test, resumed.stored) == (2, None, None)

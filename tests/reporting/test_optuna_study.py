@@ -108,10 +108,3 @@ def test_an_invalid_storage_is_refused(tmp_path, capsys, words):
     folder = write_fake_run(tmp_path / "run", size=2, generations=1)
     assert main(["export", str(folder), *words]) == 2
     assert "error:" in capsys.readouterr().err
-
-
-def test_invalid_times_are_ignored(tmp_path):
-    from evogrpo.reporting.optuna_study import export_study
-
-    folder = written(tmp_path / "run", RUN | {"time": 1e200}, generation(1, member(0, 0)) | {"time": -5})
-    assert export_study(folder, storages(tmp_path)["journal"])[1] == 1
