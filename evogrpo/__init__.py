@@ -40,7 +40,7 @@ _MODULES = {
     "evolution.strategies.multi_frequency": ("MultiFrequency",),
     "evolution.strategies.narrowing": ("Narrowing",),
     "evolution.strategies.replay": ("Replay",),
-    "evolution.strategies.strategy": ("Strategy",),
+    "evolution.plan": ("Strategy",),
     "evolution.strategies.successive_halving": ("SuccessiveHalving",),
     "evolution.strategies.tournament": ("Tournament",),
     "evolution.strategies.truncation_pbt": ("TruncationPBT",),
@@ -72,12 +72,12 @@ if TYPE_CHECKING:
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
     from evogrpo.envs.text.reward_functions import StepRewards
     from evogrpo.evolution.fitness import FitnessConfig
+    from evogrpo.evolution.plan import Strategy
     from evogrpo.evolution.shared_experience import SharedExperience
     from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
     from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
     from evogrpo.evolution.strategies.narrowing import Narrowing
     from evogrpo.evolution.strategies.replay import Replay
-    from evogrpo.evolution.strategies.strategy import Strategy
     from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
     from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT

@@ -67,7 +67,7 @@ def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> 
         hyperparameters=replace(population[0].hyperparameters, **{name: value}),
         changes={name: (getattr(population[0], name), value)},
     )
-    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
+    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", "")))
     return population[2]
 
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,10 +189,6 @@ class FitnessConfig:
     def selection_measure(self) -> str:
         """Measure used by selection: one of `MEASURES`."""
         return self.validation_measure if self.by == "validation" else ROLLOUTS
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 GREEDY_EVALUATION = FitnessConfig(racing=False)

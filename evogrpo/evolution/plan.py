@@ -1,18 +1,18 @@
-"""Plan: the next member of every slot and the budget of the next generations, as plain data."""
+"""Strategy protocol, and its plan: the next member of every slot and the budget of the next generations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.history import History, MemberRecord, changes_between
-from evogrpo.evolution.mutation import Perturbation, Proposal, proposals
+from evogrpo.evolution.mutation import Perturbation, Proposal, perturbation_to_json, proposals
 from evogrpo.randomness import streams
-from evogrpo.validation import Whole
+from evogrpo.validation import Whole, plain
 
 MAX_PROPOSALS = 100
 """Proposals for one child before it may equal another member."""
@@ -51,7 +51,6 @@ class Plan:
             an empty slot. The argument of `bank.inherit`.
         children: One birth for every slot that gets another member.
         reasons: Reason for each slot, as text.
-        elite: Slot of the best member at this evaluation.
         samples_per_step: Samples each member collects per learning step from now on; None = unchanged.
         steps_per_generation: Learning steps per generation from now on; None = unchanged.
         samples: Samples of each slot per learning step until the next plan, in whole groups. Their sum is at most
@@ -65,7 +64,6 @@ class Plan:
     parents: tuple[Whole | None, ...]
     children: tuple[MemberRecord, ...]
     reasons: tuple[str, ...]
-    elite: Whole
     samples_per_step: Whole | None = None
     steps_per_generation: Whole | None = None
     samples: tuple[Whole, ...] | None = None
@@ -75,10 +73,9 @@ class Plan:
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
             raise ValueError(f"reasons must have one entry per slot, got {len(self.reasons)} for {len(slots)} slots")
-        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born)):
+        if any(slot is not None and slot not in slots for slot in (*self.parents, *born)):
             raise ValueError(
-                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite} and "
-                f"children in {list(born)}"
+                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents} and children in {list(born)}"
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
@@ -177,7 +174,6 @@ class Plan:
             parents=tuple(choice.parent for choice in choices),
             children=tuple(children),
             reasons=tuple(reasons),
-            elite=last.ranked[0],
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
             samples=samples,
@@ -205,10 +201,10 @@ class Plan:
                 f"{len(self.parents)} slots after generation {self.generation}"
             )
         healthy = sorted(last.ranked)
-        if not {self.elite, *self.parents} <= {None, *healthy}:
+        if not {None, *healthy}.issuperset(self.parents):
             raise ValueError(
-                f"parents and elite must be slots of healthy members, {healthy}, got parents {self.parents} and elite "
-                f"{self.elite}. Give failed members another parent, or retire them."
+                f"parents must be slots of healthy members, {healthy}, got {self.parents}. Give failed members another "
+                "parent, or retire them."
             )
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
@@ -284,3 +280,68 @@ def draw_distinct(
             taken.add(key)
             return proposal, True
     return first, False
+
+
+class Strategy(Protocol):
+    """A rule of selection and mutation, with settings and optionally a state that plans change.
+
+    Strategies without state inherit from `Stateless`.
+    """
+
+    @property
+    def mutates(self) -> bool:
+        """True if children may differ from their parents; read only where network architectures evolve."""
+        ...
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Decide the member of every slot and the budget of the next generation.
+
+        A failed member is never kept: it is replaced by a child of a healthy member, or retired.
+
+        Args:
+            history: All generations up to the one just evaluated.
+            rng: Random generator of this plan, named by the run's seed and the generation.
+
+        Returns:
+            The plan, usually made by `Plan.from_choices`. It depends on the arguments, settings and state alone.
+
+        Raises:
+            ValueError: If all members failed.
+        """
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values: keyword arguments that build an equal strategy."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return everything later plans depend on as plain JSON values."""
+        ...
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Restore the value of `state`; later plans equal those of an uninterrupted run."""
+        ...
+
+
+class Stateless:
+    """Base class of strategies without state, usually frozen dataclasses whose fields are the settings."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values; a perturbation is one under the name `mutation`."""
+        settings = {name: plain(value) for name, value in vars(self).items()}
+        return settings | ({"mutation": perturbation_to_json(self.mutation)} if hasattr(self, "mutation") else {})
+
+    def state(self) -> dict[str, Any]:
+        """Return the empty state."""
+        return {}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Accept the empty state.
+
+        Raises:
+            ValueError: If it is not empty.
+        """
+        if values:
+            raise ValueError(
+                f"{type(self).__name__} has no state, got {', '.join(values)}. The state is of another strategy."
+            )

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -87,10 +87,6 @@ class SharedExperience:
                 others = {slot for slot, reward in finite_rewards.items() if reward >= own_reward} or {leader}
             sources[member] = tuple(sorted(others | ({member} & set(rewards))))
         return sources
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return asdict(self)
 
 
 def shared_experience(value: object) -> SharedExperience | None:

@@ -169,7 +169,7 @@ def _configured(
     if "experience" in settings:
         values["experience"] = settings["experience"]
     if settings.get("fitness") is not None:
-        values["fitness"] = FitnessConfig.of(settings["fitness"]).to_json()
+        values["fitness"] = plain(FitnessConfig.of(settings["fitness"]))
     config = parse_config(values)
     strategy = settings.get("strategy")
     return config if strategy is None else replace(config, strategy=chosen_strategy(strategy))

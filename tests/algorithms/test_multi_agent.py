@@ -296,7 +296,6 @@ def test_inheriting_copies_every_policy():
             parents=(0, 2, 2),
             children=(MemberRecord(slot=1, index=3, parent=2, born=1, hyperparameters=population[2].hyperparameters),),
             reasons=("", "", ""),
-            elite=0,
         )
     )
     after = states(population)

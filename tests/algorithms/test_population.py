@@ -43,13 +43,12 @@ def child(population, slot, index, parent, **changes):
     )
 
 
-def make_plan(parents, children, generation=3, elite=0):
+def make_plan(parents, children, generation=3):
     return Plan(
         generation=generation,
         parents=tuple(parents),
         children=tuple(children),
         reasons=("",) * len(parents),
-        elite=elite,
     )
 
 

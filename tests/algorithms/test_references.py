@@ -90,7 +90,7 @@ def test_the_interval_counts_a_members_and_its_ancestors_optimizer_steps():
     batch = sampled(population[0], REWARDS)
     learn(population.members, [population[0].learner()], {"default": batch})  # steps 1 to 3
     child = MemberRecord(slot=1, index=2, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
-    population.apply(Plan(generation=1, parents=(0, 0), children=(child,), reasons=("", ""), elite=0))
+    population.apply(Plan(generation=1, parents=(0, 0), children=(child,), reasons=("", "")))
     assert equal_states(state_of(population[1]), state_of(population[0]))
     population[1].update_epochs = 1
     before = state_of(population[1])

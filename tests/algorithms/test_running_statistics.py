@@ -127,7 +127,7 @@ def test_running_statistics_are_inherited():
     before = [carried(agent) for agent in population]
     assert len({tuple(values.tolist()) for values in before}) == 3
     child = MemberRecord(slot=2, index=3, parent=0, born=1, hyperparameters=population[0].hyperparameters, changes={})
-    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
+    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", "")))
     assert torch.equal(carried(population[2]), before[0])
     assert torch.equal(carried(population[1]), before[1])
     population.members.banks.inherit([0, 1, None])

@@ -103,7 +103,7 @@ class TestTournament(BuiltInTestCase):
         stuck = 0
         for history, plan in self.simulated():
             explored = {slot for slot, reason in enumerate(plan.reasons) if reason.startswith("mutated in place")}
-            kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {plan.elite}
+            kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {history.last.ranked[0]}
             if got_better(history):
                 assert not explored
             elif len(history.generations) > 1:
@@ -133,7 +133,7 @@ class TestTournamentOfEveryone(BuiltInTestCase):
 
     def test_all_members_become_children_of_the_elite(self):
         for history, plan in self.simulated():
-            assert set(plan.parents) - {None} == {plan.elite}
+            assert set(plan.parents) - {None} == {history.last.ranked[0]}
             assert len(plan.children) == history.capacity - len(plan.vacant) - 1
 
 
@@ -143,8 +143,8 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
 
     def test_without_elitism_the_best_is_mutated_as_well(self):
         for history, plan in self.simulated():
-            (child,) = [child for child in plan.children if child.slot == plan.elite]
-            assert child.parent == history.last.member(plan.elite).index
+            (child,) = [child for child in plan.children if child.slot == history.last.ranked[0]]
+            assert child.parent == history.last.member(history.last.ranked[0]).index
             assert child.changes
 
 
@@ -204,7 +204,8 @@ class TestMutationOnly(BuiltInTestCase):
         for history, plan in self.simulated():
             healthy = set(history.last.ranked)
             assert all(plan.parents[slot] == slot for slot in healthy)
-            assert {child.slot for child in plan.children} == (healthy | set(history.last.failed)) - {plan.elite}
+            living = healthy | set(history.last.failed)
+            assert {child.slot for child in plan.children} == living - {history.last.ranked[0]}
             assert all(child.changes for child in plan.children)
 
 
@@ -346,7 +347,6 @@ def born(slot, index, parent, group_size=8):
     [
         ({"reasons": ("a",)}, "reasons must"),
         ({"parents": (0, 2)}, "must lie in 0..1"),
-        ({"elite": 2}, "must lie in 0..1"),
         ({"parents": (0, 0)}, r"child, missing in \[1\]"),
         ({"children": (born(0, 4, 0), born(1, 4, 0))}, "distinct slots and indices"),
         ({"children": (born(1, 4, 0), born(1, 5, 0))}, "distinct slots and indices"),
@@ -356,14 +356,14 @@ def born(slot, index, parent, group_size=8):
     ],
 )
 def test_contradictory_plans_are_refused(fields, message):
-    valid = {"generation": 0, "parents": (0, 1), "children": (), "reasons": ("a", "b"), "elite": 0}
+    valid = {"generation": 0, "parents": (0, 1), "children": (), "reasons": ("a", "b")}
     assert Plan(**valid).vacant == ()
     with pytest.raises(ValueError, match=message):
         Plan(**{**valid, **fields})
 
 
 def test_a_slot_without_parent_is_empty_or_gets_a_founder():
-    plan = Plan(generation=0, parents=(0, None, None), children=(born(2, 4, None),), reasons=("a", "b", "c"), elite=0)
+    plan = Plan(generation=0, parents=(0, None, None), children=(born(2, 4, None),), reasons=("a", "b", "c"))
     assert plan.vacant == (1,)
 
 
@@ -404,7 +404,6 @@ def test_choices_become_births_retirements_and_founders():
             r"healthy members, \[0, 2\]",
         ),
         ({"parents": (0, None, 2, 3)}, "healthy members"),
-        ({"elite": 1}, "healthy members"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100, got \[101\]"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "state it takes, 10, got 16 in slot 1"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
@@ -428,7 +427,7 @@ def test_invalid_plans_are_refused(fields, message):
     slots[1] = dataclasses.replace(slots[1], fitness=None)
     last = dataclasses.replace(history.last, slots=tuple(slots))
     history = dataclasses.replace(history, generations=(last,))
-    valid = {"generation": 1, "parents": (0, None, 2, None), "children": (), "reasons": ("",) * 4, "elite": 0}
+    valid = {"generation": 1, "parents": (0, None, 2, None), "children": (), "reasons": ("",) * 4}
     Plan(**valid).check(history)
     with pytest.raises(ValueError, match=message):
         Plan(**{**valid, **fields}).check(history)

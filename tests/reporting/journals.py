@@ -58,7 +58,7 @@ def plan(number, parents, *children, **others):
         for slot, index, parent, *values in children
     ]
     reasons = [f"why {slot}" for slot in range(len(parents))]
-    return {"generation": number, "parents": parents, "children": births, "reasons": reasons, "elite": 0, **others}
+    return {"generation": number, "parents": parents, "children": births, "reasons": reasons, **others}
 
 
 def baseline(fitness=0.0, standard_error=0.1, questions=8):

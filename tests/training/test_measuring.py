@@ -275,8 +275,6 @@ def test_fitness_by_both_plans_by_rollouts_and_selects_the_best_on_validation(tm
         assert all(member.fitness == member.measured["rollouts"].mean for member in report.members)
         assert report.best.measured["greedy"].mean == max(member.measured["greedy"].mean for member in asked)
         crowned.append(report.best.measured["greedy"].mean)
-        if report.plan is not None:
-            assert {member.slot: member.fitness for member in ranked}[report.plan.elite] == ranked[0].fitness
     assert run.result.best.fitness.mean == max(crowned)
     agent = run.population.agents[0].clone()
     agent.load_state(run.run_state.best.state)

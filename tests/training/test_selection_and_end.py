@@ -48,9 +48,9 @@ def test_the_elite_is_unchanged_and_children_copy_their_parents():
         if not isinstance(report, GenerationReport) or report.plan is None:
             continue
         plan, before = report.plan, watched.states[-1]
-        assert plan.parents[plan.elite] == plan.elite == report.best.slot
-        assert plan.elite not in [child.slot for child in plan.children]
-        elite = run.population[plan.elite]
+        assert plan.parents[report.best.slot] == report.best.slot
+        assert report.best.slot not in [child.slot for child in plan.children]
+        elite = run.population[report.best.slot]
         assert (elite.index, elite.hyperparameters) == (report.best.index, report.best.hyperparameters)
         for slot, parent in enumerate(plan.parents):
             assert equal_states(state_of(run.population[slot]), before[parent])

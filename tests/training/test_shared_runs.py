@@ -11,6 +11,7 @@ from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
 from evogrpo.training.run_dir import open_run
+from evogrpo.validation import dump
 from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
 from tests.tiny_models import tiny_model
@@ -53,7 +54,7 @@ def test_members_learn_from_shared_samples_and_costs_count_once(whole):
     assert max(each.samples for each in learned) > 16  # more than its own largest number of samples
     assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in learned[:3])
     events = read_journal(folder / "journal.jsonl")
-    assert events[0]["experience"] == RANKED.to_json()
+    assert events[0]["experience"] == dump(RANKED)
     plans = [event["plan"] for event in events if event["event"] == "generation" and event["plan"]]
     assert all(sum(plan["samples"]) <= 24 for plan in plans)
     assert any(len(set(plan["samples"])) > 1 for plan in plans)
@@ -115,12 +116,12 @@ def test_one_member_is_refused_before_a_model_is_loaded(given):
         parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
 
 
-@pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, RANKED.to_json()])
+@pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, dump(RANKED)])
 def test_configurations_round_trip(given):
     config = parse_config(CONFIG | {"experience": given})
     again = parse_config(config.to_json())
     assert again.experience == config.experience
-    assert config.to_json()["experience"] == ("own" if given == "own" else config.experience.to_json())
+    assert config.to_json()["experience"] == ("own" if given == "own" else dump(config.experience))
     row = samples_row(config, "completions")
     assert ("each learns from" in row) == (given != "own")
 

@@ -98,8 +98,8 @@ def test_the_elite_keeps_network_and_weights():
     states = None
     for report in run.reports():
         if isinstance(report, GenerationReport) and report.plan is not None:
-            elite = run.population[report.plan.elite]
-            assert elite.index == report.members[report.plan.elite].index
+            elite = run.population[report.best.slot]
+            assert elite.index == report.best.index
             assert report.plan.parents[elite.slot] == elite.slot
             states = state_of(elite)
             assert equal_states(states, state_of(run.population[elite.slot]))

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evogrpo.evolution.mutation import build_from_settings, perturbation_from_json
+from evogrpo.evolution.plan import Stateless, Strategy
 from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
-from evogrpo.evolution.strategies.strategy import Stateless, Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT

@@ -10,9 +10,8 @@ from pydantic import Field
 from evogrpo.evolution.founders import random_founder
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
-from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.evolution.selection import no_selection
-from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.validation import WHOLE, NonNegativeFloat, settings
 

@@ -15,9 +15,8 @@ from evogrpo.evolution.mutation import (
     Proposal,
     proposals,
 )
-from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.evolution.selection import truncation_selection
-from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.validation import WHOLE, settings
 
 QUARTER = 0.25

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
-from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.evolution.selection import has_stagnated, truncation_selection
-from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.validation import REAL, WHOLE, NonNegativeFloat, settings
 
 

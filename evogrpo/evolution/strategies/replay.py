@@ -8,8 +8,7 @@ from pydantic import Field
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plan import Choice, Plan
-from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.validation import WHOLE, PositiveInt, dump, settings
 
 
@@ -78,11 +77,11 @@ class Replay(Stateless):
         """
         last = history.last
         stage, steps = self.stage_of(last.number + 1)
-        choices = []
-        for slot, record in enumerate(last.slots):
-            if record.member is None or record.fitness is None:
-                choices.append(Choice(parent=None, reason="empty" if record.member is None else "retired: failed"))
-            elif record.member.hyperparameters == stage.hyperparameters:
+        choices, healthy = [], last.ranked
+        for slot in range(history.capacity):
+            if slot not in healthy:
+                choices.append(Choice(parent=None, reason="empty" if slot in last.empty else "retired: failed"))
+            elif last.member(slot).hyperparameters == stage.hyperparameters:
                 choices.append(Choice(parent=slot, reason=f"kept: stage of {stage.steps} learning steps"))
             else:
                 choices.append(Choice(parent=slot, reason="next stage", hyperparameters=stage.hyperparameters))

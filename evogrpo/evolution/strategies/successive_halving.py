@@ -7,8 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plan import Choice, Plan
-from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.validation import WHOLE, settings
 
 Grow = Literal["steps_per_generation", "samples_per_step"]

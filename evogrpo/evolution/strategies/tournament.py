@@ -8,9 +8,8 @@ from pydantic import Field
 
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import CheckedPerturbation, Mutation
-from evogrpo.evolution.plan import Choice, Plan
+from evogrpo.evolution.plan import Choice, Plan, Stateless
 from evogrpo.evolution.selection import has_stagnated, tournament
-from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.validation import WHOLE, Flag, NonNegativeFloat, settings
 
 

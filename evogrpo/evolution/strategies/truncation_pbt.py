@@ -15,9 +15,8 @@ from evogrpo.evolution.mutation import (
     other_choice,
     uniform_value,
 )
-from evogrpo.evolution.plan import Plan
+from evogrpo.evolution.plan import Plan, Stateless
 from evogrpo.evolution.selection import truncation_selection
-from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.validation import REAL, PositiveFloat, Share, settings
 
 

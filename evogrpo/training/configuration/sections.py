@@ -236,7 +236,7 @@ class Config(Generic[TaskT, AgentT]):
             "hyperparameters": self.hyperparameters.to_json(),
             "search_space": self.search_space.to_json(),
             "strategy": strategy_record(self.strategy),
-            "experience": "own" if self.experience is None else self.experience.to_json(),
+            "experience": "own" if self.experience is None else plain(self.experience),
         }
 
 

@@ -103,7 +103,7 @@ class RunLogger:
             samples_per_step=schedule.samples_per_step,
             steps_per_generation=schedule.steps_per_generation,
             schedule=dump(schedule),
-            fitness=fitness.to_json(),
+            fitness=dump(fitness),
             evolvable=population.space.to_json(),
             algorithm=population.algorithm.__qualname__,
             members=[
@@ -111,7 +111,7 @@ class RunLogger:
                 for a in population.agents
             ],
             strategy=strategy_record(self._strategy),
-            experience="own" if experience is None else experience.to_json(),
+            experience="own" if experience is None else dump(experience),
             data=data,
             lineage=[dump(member) for member in population.lineage],
             **provenance(population),
