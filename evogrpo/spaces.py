@@ -68,6 +68,18 @@ def _rebuilt(space: spaces.Space[Any], leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
+def check_action_space(space: spaces.Space[Any] | None) -> None:
+    """Raise ValueError unless policies can act in this space."""
+    supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
+        isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+    )
+    if not supported:
+        raise ValueError(
+            f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space!s:.200}. "
+            "Use a wrapper that converts it, or MultiAgentGRPO for several agents."
+        )
+
+
 def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ObservationDim:
     """Return the shape of one preprocessed observation, without its batch dimension.
 

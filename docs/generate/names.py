@@ -21,7 +21,6 @@ PACKAGES = (
     "evogrpo.evolution",
     "evogrpo.evolution.strategies",
     "evogrpo.envs",
-    "evogrpo.envs.control.classic",
     "evogrpo.data",
     "evogrpo.storage.checkpoint",
     "evogrpo.cli",
@@ -44,7 +43,7 @@ INTERFACES = {
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     "evogrpo.algorithms.policies.policy_set": ("PolicySet",),
-    "evogrpo.training.task_types.task_type": ("TaskType",),
+    "evogrpo.training.task_types": ("TaskType",),
 }  # fmt: skip
 """What is reached through public names, or plugged in by users, and has a home of its own."""
 

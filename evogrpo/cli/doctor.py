@@ -106,12 +106,12 @@ def check_torch() -> Iterator[Finding]:
 
 def check_processes() -> Iterator[Finding]:
     """Report host, device and memory of every process, if a launcher started several."""
-    from evogrpo.training.task_types.task_type import choose_device
+    from evogrpo.models.devices import available_device
 
     group = processes()
     if group.size > 1:
         torch, memory = importlib.import_module("torch"), process_memory()
-        facts = [f"device {choose_device(None)}", pluralize(torch.get_num_threads(), "thread")]
+        facts = [f"device {available_device(None)}", pluralize(torch.get_num_threads(), "thread")]
         if memory is not None:
             facts.append(f"{memory / 1e9:.1f} GB shared by the processes of this host")
         for rank, description in enumerate(group.all_gather(", ".join([socket.gethostname(), *facts]))):

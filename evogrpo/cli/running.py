@@ -59,8 +59,7 @@ from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.loop.trainer import AllFailedError, StrategyError, Trainer
 from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types import TASK_TYPES, task_type_of
-from evogrpo.training.task_types.task_type import PreparedRun
+from evogrpo.training.task_types import TASK_TYPES, PreparedRun, task_type_of
 
 
 def start_run(config: AnyConfig, args: argparse.Namespace, name: str) -> int:

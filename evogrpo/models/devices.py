@@ -42,6 +42,20 @@ def local_gpu() -> str:
     return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank.isdigit() and rank != "0" else "cuda"
 
 
+def available_device(device: str | None) -> str:
+    """Return the given device, or by default a GPU if there is one.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
+    import torch
+
+    if device is None:
+        return local_gpu() if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    return local_gpu() if device == "cuda" else device
+
+
 @contextmanager
 def single_threaded(*, enabled: bool) -> Iterator[None]:
     """Run torch on one thread inside the block, unless OMP_NUM_THREADS is set.

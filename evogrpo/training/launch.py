@@ -24,7 +24,7 @@ from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir, StoredRun, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
-from evogrpo.training.task_types.task_type import PreparedRun
+from evogrpo.training.task_types import PreparedRun
 from evogrpo.warnings import warn
 
 

@@ -158,7 +158,7 @@ def test_arrays_of_one_number_are_accepted_as_numbers(vectorization, reward, end
 
 
 def test_rewards_of_several_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"reward must .* got an array of shape \(2,\)"):
+    with pytest.raises(ValueError, match="reward must"):
         GymnasiumGroups(lambda: Odd(reward=np.zeros(2)))
 
 

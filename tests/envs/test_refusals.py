@@ -111,12 +111,12 @@ PARTS = {
     "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation must be finite"),
     "too large": (
         {"step": lambda o, r, t, c, i: (o, 10**400, t, c, i)},
-        "reward must fit into float64, got 1000",
+        "reward must",
     ),
-    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "reward must .*got '1'"),
-    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "got 'False'"),
-    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "got None"),
-    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "reward must .*got 1j"),
+    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "reward must"),
+    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "terminated must"),
+    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "terminated must"),
+    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "reward must"),
     "a mask to be added": (
         {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
         r"action_mask.* got \[0.0, -inf\]",

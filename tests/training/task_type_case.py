@@ -17,8 +17,7 @@ from evogrpo.training.configuration.reading import load_config, parse_config, wr
 from evogrpo.training.configuration.sections import CONFIG_FILE
 from evogrpo.training.launch import read_resumable, resume, start
 from evogrpo.training.run_dir import open_run
-from evogrpo.training.task_types import TASK_TYPES, task_type_of
-from evogrpo.training.task_types.task_type import AnyTaskType, PreparedRun
+from evogrpo.training.task_types import TASK_TYPES, AnyTaskType, PreparedRun, task_type_of
 
 
 class TaskTypeTestCase(ABC):

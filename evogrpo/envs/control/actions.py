@@ -74,18 +74,6 @@ class ActionNoise:
         return result
 
 
-def check_action_space(space: spaces.Space[Any]) -> None:
-    """Raise ValueError unless policies can act in this space."""
-    supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
-        isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-    )
-    if not supported:
-        raise ValueError(
-            f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space}. "
-            "Use a wrapper that converts it."
-        )
-
-
 def policy_action_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
     """Return the shape of one action: () for Discrete, one entry per component otherwise."""
     return tuple(space.shape or ())

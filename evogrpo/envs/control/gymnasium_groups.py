@@ -9,7 +9,6 @@ import gymnasium
 
 from evogrpo.config.checks import names_unknown
 from evogrpo.distributed import cores_per_rank
-from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.making import (
     EnvFactory,
@@ -27,7 +26,7 @@ from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, Seeded
 from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv, VectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.spaces import leaf_spaces
+from evogrpo.spaces import check_action_space, leaf_spaces
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 

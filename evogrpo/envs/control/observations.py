@@ -44,24 +44,15 @@ def scalars(values: Sequence[Any], dtype: type[np.generic], name: str) -> Array:
     """Convert one value per environment to an array `[m]`; arrays with a single entry are accepted.
 
     Raises:
-        ValueError: If a value is missing or has several entries.
+        ValueError: If a value is missing, is no number or has several entries.
     """
-    for value in values:
-        if value is None or isinstance(value, str | bytes | complex):
-            raise ValueError(f"{name} must be one number per step, got {value!r:.80}")
     try:
-        array: Array | None = np.asarray(values, dtype=dtype)
-    except OverflowError:
-        raise ValueError(f"{name} must fit into float64, got {max(values)}") from None
-    except (TypeError, ValueError):
-        array = None  # numbers beside arrays
-    if array is not None and array.ndim == 1:
-        return array
-    parts = [np.asarray(value) for value in values]
-    for part in parts:
-        if part.size != 1:
-            raise ValueError(f"{name} must be one number per step, got an array of shape {part.shape}")
-    return np.array([part.item() for part in parts], dtype=dtype)
+        array = np.asarray(values)
+    except ValueError:  # numbers beside arrays
+        array = np.array([np.asarray(value).item() for value in values])
+    if array.dtype.kind not in "biuf" or array.size != len(values):
+        raise ValueError(f"{name} must be one number per step, got {values!r:.80}")
+    return array.reshape(-1).astype(dtype)
 
 
 _CLIP = 10.0

@@ -10,9 +10,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.observations import Leaves, stack
-from evogrpo.spaces import flatten, leaf_spaces
+from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -323,23 +323,16 @@ class EpisodeRequest:
     stop: Stop
 
 
-class PlaysEpisodes(Protocol):
-    """An environment that plays whole episodes."""
-
-    def play_request(self, actors: Mapping[str, Actor], mapping: PolicyMapping, request: EpisodeRequest) -> Episodes:
-        """Play one episode per row of the request."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StartBatch:
     """Opened starts, from each of which any number of episodes can be played.
 
     Attributes:
-        env: The environment.
+        env: The environment, whose method `play_request` plays the rows.
         seeds: Reset seed of each opened start.
     """
 
-    env: PlaysEpisodes
+    env: Any
     seeds: tuple[int, ...]
 
     def play(
@@ -395,7 +388,8 @@ class StartBatch:
             base=base,
             stop=stop,
         )
-        return self.env.play_request(actors, mapping, request)
+        played: Episodes = self.env.play_request(actors, mapping, request)
+        return played
 
 
 def play_episodes(

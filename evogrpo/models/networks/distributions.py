@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from evogrpo.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl
+from evogrpo.spaces import check_action_space
 
 Floats = NDArray[np.float32]
 Legal = NDArray[np.bool_] | None
@@ -83,6 +84,7 @@ def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
     Raises:
         ValueError: If the space is not supported.
     """
+    check_action_space(space)
     match space:
         case spaces.Discrete():
             return Categorical((int(space.n),), (), space.dtype)
@@ -91,13 +93,8 @@ def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
             return Categorical(counts, space.shape, space.dtype)
         case spaces.MultiBinary():
             return Bernoulli(space.shape, space.dtype)
-        case spaces.Box() if np.issubdtype(space.dtype, np.floating):
-            return DiagonalGaussian(space)
-    several = " For several agents use MultiAgentGRPO." if isinstance(space, spaces.Dict) else ""
-    raise ValueError(
-        f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space!s:.200}. Wrap "
-        f"the environment so that its actions are one of these.{several}"
-    )
+    assert isinstance(space, spaces.Box)
+    return DiagonalGaussian(space)
 
 
 class Categorical(Distribution):

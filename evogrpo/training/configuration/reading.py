@@ -39,7 +39,7 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.validation import build, dotted, json_schema, plain
 
 if TYPE_CHECKING:
-    from evogrpo.training.task_types.task_type import AnyTaskType
+    from evogrpo.training.task_types import AnyTaskType
 
 DEFAULT_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """Schedule of a configuration without the section `schedule`."""

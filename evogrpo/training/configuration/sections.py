@@ -229,6 +229,17 @@ class Config(Generic[TaskT, AgentT]):
         """Seed of the splits and of the order of questions or reset seeds."""
         return self.seed if self.task.seed is None else self.task.seed
 
+    def founder_options(self) -> dict[str, Any]:
+        """Return the arguments of `GRPO.population` that every configuration has."""
+        return {
+            "samples_per_step": self.schedule.samples_per_step,
+            "spread": self.population.spread,
+            "founders": self.founders,
+            "hp_config": self.search_space,
+            "seed": self.seed,
+            **self.hyperparameters.to_json(),
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return every field as plain values; `parse_config` reads them back."""
         return {

@@ -22,7 +22,7 @@ from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym, Preflight
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
-from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS
+from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import check_sharding, shard_count
 from evogrpo.models.language.loading import (
@@ -70,7 +70,6 @@ from evogrpo.training.forecast import (
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import RecordedEpisode
 from evogrpo.validation import plain
 
@@ -231,7 +230,7 @@ class PreparedLanguage:
             **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
             source=self.model,
             **options,
-            **founder_options(self.config),
+            **self.config.founder_options(),
         )
 
     def restore(self, saved: StoredRun) -> tuple[Population, RunState]:
@@ -341,7 +340,7 @@ def _millions_text(count: int) -> str:
 
 
 class LanguageTask:
-    """See `evogrpo.training.task_types.task_type.TaskType`."""
+    """See `evogrpo.training.task_types.TaskType`."""
 
     word = "language"
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
@@ -361,7 +360,7 @@ class LanguageTask:
     def prepare(self, config: LanguageConfig) -> PreparedLanguage:
         """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
         assert config.model is not None  # it has a default
-        device = choose_device(config.device)
+        device = available_device(config.device)
         start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
         lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))
         check_supported(lora)

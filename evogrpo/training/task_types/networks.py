@@ -26,7 +26,7 @@ from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.evolution.shared_experience import SharedExperience, max_sources
 from evogrpo.interruption import Interrupted, ProgressUpdate, Stop
-from evogrpo.models.devices import device_memory
+from evogrpo.models.devices import available_device, device_memory
 from evogrpo.models.networks.networks import ObservationEncoder
 from evogrpo.spaces import leaf_spaces
 from evogrpo.text import count_text, duration_text, pluralize
@@ -46,7 +46,6 @@ from evogrpo.training.forecast import (
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.task_type import choose_device, founder_options
 from evogrpo.training.video import RecordedEpisode, record_video
 
 COPIES = 3.5
@@ -255,7 +254,7 @@ def prepare_in(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups) -> Pr
     Raises:
         ValueError: If something does not fit.
     """
-    device = "cpu" if config.device is None else choose_device(config.device)
+    device = "cpu" if config.device is None else available_device(config.device)
     example: Any = _population(config, env, 1, "cpu").members
     parameters, mapping = _parameters(example.banks.state(0)), example.mapping
     sized, sizes = _choose_sizes(config, env, mapping, parameters, device)
@@ -298,7 +297,7 @@ def _need(
 
 
 def _population(config: AnyConfig, env: GymnasiumGroups | PettingZooGroups, size: int, device: str) -> Population:
-    options = {"device": device, **config.agent.settings(), **founder_options(config)}
+    options = {"device": device, **config.agent.settings(), **config.founder_options()}
     if isinstance(env, GymnasiumGroups):
         return GRPO.population(size, env.observation_space, env.action_space, **options)
     own = {name: getattr(config.task, name) for name in ("policies", "credit", "agent_ids")}
