@@ -160,6 +160,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
     )
     results = [result for history in histories for result in history.results]
     limits, hidden = _fitness_limits(results, summary)
+    edge = limits[0] + 0.03 * (limits[1] - limits[0])
     marked = numbers[-1] - numbers[0] < _MAX_MARKED
     failures = [(result.index, result.slot, result.generation) for result in results if result.fitness is None]
     spaces = {
@@ -186,7 +187,7 @@ def run_charts(summary: RunSummary) -> RunCharts:
             errors=True,
         ),
         failures=tuple(
-            Line(index=index, colour=painter.colour(slot), points=(Point(number, limits[0], number),))
+            Line(index=index, colour=painter.colour(slot), points=(Point(number, edge, number),))
             for index, slot, number in failures
         ),
         hidden=hidden,

@@ -124,7 +124,7 @@ def draw_chart(axes: "Axes", chart: Chart, run: RunCharts) -> None:
     if chart.ticks:
         axes.yaxis.set_major_locator(FixedLocator(list(chart.ticks)))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(8 if chart is run.fitness else 5, steps=[1, 2, 2.5, 5, 10]))
     names = chart.names
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: names[round(value)] if names else number_text(float(value)))

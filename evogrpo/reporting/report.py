@@ -166,14 +166,14 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     figures = {name: figure for group in (whole, *small.values()) for name, figure in group.items()}
     data = _embedded({name: figure.to_plotly_json() for name, figure in figures.items()})
     parts.append(f'<script type="application/json" id="charts">{data}</script>')
-    return "\n".join(parts), [get_plotlyjs(), _DRAW]
+    without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
+    return "\n".join([without, *parts]), [get_plotlyjs(), _DRAW]
 
 
 def _chart_section(title: str, lead: str, names: Iterable[str]) -> str:
     """Return a section with places for charts, which a script draws."""
-    without = "<noscript><p>Charts need JavaScript. The tables contain the same values.</p></noscript>"
     places = "".join(f'<div class="chart{"" if "-" in name else " whole"}" id="{name}"></div>' for name in names)
-    return _section(title, lead, f'{without}<div class="charts">{places}</div>')
+    return _section(title, lead, f'<div class="charts">{places}</div>')
 
 
 def _hover_text(result: MemberReport, summary: RunSummary) -> str:
@@ -248,7 +248,7 @@ def _chart_figure(chart: Chart, run: RunCharts, details: Mapping[tuple[int, int]
             **_points(lines, chart, details),
             mode="lines+markers" if chart.marked else "lines",
             line={"color": colour, "width": width},
-            marker={"size": 8 if best else 5},
+            marker={"size": 8 if best else 3 if run.crowded else 5},
             opacity=opacity,
             name=run.label(colour),
             showlegend=best or colour == chart.lines[0].colour,

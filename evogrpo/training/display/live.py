@@ -151,11 +151,8 @@ class RunDisplay(Callback):
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
         self._entered = False
-        self._outcome: TestOutcome | None = None
         self._baseline_shown = trainer.run_state.baseline is not None
-        self._live = (
-            console.is_jupyter or console.is_terminal
-        )  # not in files, pipes and terminals without cursor control
+        self._live = console.is_jupyter or console.is_terminal  # not in files and pipes
         self._refresh: Callable[[], None] = lambda: None
         self._region = ExitStack()
 
@@ -188,50 +185,20 @@ class RunDisplay(Callback):
         """Show a learning step."""
         self._show_baseline()
         self._step = report
-        if not self._live:
-            self._log_step(report)
-
-    def on_generation(self, report: GenerationReport) -> None:
-        """Show a generation."""
-        self._show_generation(report)
-
-    def on_test(self, report: TestOutcome) -> None:
-        """Keep the test for the end."""
-        self._outcome = report
-
-    def on_run_end(self, result: Result) -> None:
-        """Print the result."""
-        console = self._console
-        if not result.complete:
-            kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
-            console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
+        if self._live:
             return
-        lines: list[RenderableType] = [*outcome_lines(self._outcome, self.terms), ""] if self._outcome else []
-        console.print(
-            Group(
-                *lines,
-                *second_set_lines(result, self.terms),
-                *evaluated(result, self.terms),
-                f"Finished: {result.reason}.",
-            )
-        )
-
-    def _log_step(self, report: StepReport) -> None:
-        """Print a step in a log: at most one line a second, and always the last step of a generation."""
-        last = self._trainer.run_state.step_in_generation == self._trainer.run_state.steps_per_generation
+        # A log gets at most one line a second, and always the last step of a generation.
+        state, schedule = self._trainer.run_state, self._trainer.schedule
+        last = state.step_in_generation == state.steps_per_generation
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
+            total = "" if schedule.generations is None else f"/{state.step + self._estimate.steps_left()}"
             left = self._estimate.left()
-            line = step_text(report, self._position(report.step + 1))
+            line = step_text(report, f"{report.step + 1}{total}")
             self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
             self._logged = time.monotonic()
 
-    def _show_baseline(self) -> None:
-        baseline = self._trainer.run_state.baseline
-        if not self._baseline_shown and baseline is not None:
-            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.terms)}\n")
-            self._baseline_shown = True
-
-    def _show_generation(self, report: GenerationReport) -> None:
+    def on_generation(self, report: GenerationReport) -> None:
+        """Show a generation."""
         width = self._console.width
         total = self._trainer.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
@@ -253,11 +220,22 @@ class RunDisplay(Callback):
             shown += ["", table]
         self._console.print(Group(*shown, ""))  # in one call, as notebooks frame every print
 
-    def _position(self, step: int) -> str:
-        schedule = self._trainer.schedule
-        if schedule.generations is None:
-            return str(step)
-        return f"{step}/{self._trainer.run_state.step + self._estimate.steps_left()}"
+    def on_run_end(self, result: Result) -> None:
+        """Print the result."""
+        console = self._console
+        if not result.complete:
+            kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
+            console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
+            return
+        lines: list[RenderableType] = [*outcome_lines(result.test, self.terms), ""] if result.test else []
+        lines += [*second_set_lines(result, self.terms), *evaluated(result, self.terms)]
+        console.print(Group(*lines, f"Finished: {result.reason}."))
+
+    def _show_baseline(self) -> None:
+        baseline = self._trainer.run_state.baseline
+        if not self._baseline_shown and baseline is not None:
+            self._console.print(f"{baseline_text(baseline, self._trainer.fitness, self.terms)}\n")
+            self._baseline_shown = True
 
     # ---- the live region
 

@@ -6,7 +6,6 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.config.hyperparameters import Value
-from evogrpo.evolution.fitness import MEASURES
 from evogrpo.reporting.records import Example, GenerationReport, MemberReport, StepReport, Terms
 from evogrpo.reporting.summary import changed_budgets, retired_members
 from evogrpo.text import (
@@ -47,14 +46,11 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     members = [f"#{each.index}" for each in shown]
     head = f"step {shown[0].step + 1}"
     columns = {head: members, **numbers}
-    # Question and completion share the width that the numbers leave. The question gets half of it, or more if no
-    # completion needs its half, but never more than the longest question.
+    # Question and completion share the width that the numbers leave; the question gets half of it at most.
     number_width = sum(max(map(len, (name, *values))) + _GAP for name, values in columns.items())
     text_width = max(width - number_width - 2 * _GAP, 2 * _NARROWEST)
     questions = [one_line(each.prompt) for each in shown]
-    longest_question = max(map(len, questions))
-    longest_completion = max(len(one_line(each.completion)) for each in shown)
-    question_width = min(longest_question, max(text_width // 2, text_width - longest_completion))
+    question_width = max(min(max(map(len, questions)), text_width // 2), _NARROWEST)
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(head, style="dim", no_wrap=True)
     table.add_column("question", style="dim", no_wrap=True)
@@ -62,9 +58,8 @@ def completions_table(examples: Sequence[Example], best: int, width: int) -> Tab
     for name in numbers:
         table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     for row, each in enumerate(shown):
-        question = Text(shortened(questions[row], max(question_width, _NARROWEST)))
-        completion_width = max(text_width - question_width, _NARROWEST)
-        completion = Text(shortened(one_line(each.completion), completion_width) or "(nothing)")
+        question = Text(shortened(questions[row], question_width))
+        completion = Text(shortened(one_line(each.completion), text_width - question_width) or "(nothing)")
         table.add_row(members[row], question, completion, *(values[row] for values in numbers.values()))
     return table
 
@@ -135,12 +130,7 @@ def generation_table(
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
-    others = _measured_otherwise(report) if wide else []
-    heads |= (
-        {"fitness ± SE": "left", **dict.fromkeys(others, "left"), terms.tokens: "right"}
-        | ({"time": "right"} if wide else {})
-        | {"": "left"}
-    )
+    heads |= {"fitness ± SE": "left", terms.tokens: "right", **({"time": "right"} if wide else {}), "": "left"}
     # Names are never split; if the table is too wide, its last column is abbreviated.
     gap = 2 if wide else 1
     short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
@@ -156,28 +146,11 @@ def generation_table(
             *(_value(member, name) for name in evolving),
             Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
         ]
-        row += [_estimate(member, name) for name in others]
         costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
         table.add_row(
             *row, *costs, member_note(member, report, short=short, kept=kept), style="bold green" if best else ""
         )
     return table
-
-
-def _measured_otherwise(report: GenerationReport) -> list[str]:
-    """Return the measures of fitness besides the one of selection, in the order of `MEASURES`."""
-    found = {
-        name
-        for member in report.members
-        for name, each in member.measured.items()
-        if (each.mean, each.standard_error) != (member.fitness, member.standard_error)
-    }
-    return [name for name in MEASURES if name in found]
-
-
-def _estimate(member: MemberReport, name: str) -> str:
-    measured = member.measured.get(name)
-    return "–" if measured is None else score_text(measured.mean, measured.standard_error)
 
 
 def _value(member: MemberReport, name: str) -> Text:
