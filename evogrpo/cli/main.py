@@ -166,7 +166,7 @@ def _add_training_commands(commands: Commands) -> None:
     )
     demo.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _add_start_options(demo)
-    demo.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
+    _add_overrides(demo, _OVERRIDES)
 
     train = _add_command(
         commands,
@@ -203,9 +203,7 @@ def _add_training_commands(commands: Commands) -> None:
     train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _add_start_options(train)
     # A positional CONFIG of its own would take the first KEY=VALUE after --env, so `train` splits the words itself.
-    train.add_argument(
-        "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
-    )
+    _add_overrides(train, f"a YAML file; {_OVERRIDES}", metavar="CONFIG KEY=VALUE")
 
 
 def _add_resume_and_replay(commands: Commands) -> None:
@@ -229,12 +227,9 @@ def _add_resume_and_replay(commands: Commands) -> None:
         action="store_true",
         help="resume even if questions, rewards or the environment have changed",
     )
-    resume.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="KEY=VALUE",
-        help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model, device or "
+    _add_overrides(
+        resume,
+        "generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model, device or "
         "base_parts",
     )
 
@@ -251,7 +246,7 @@ def _add_resume_and_replay(commands: Commands) -> None:
         "source", type=Path, metavar="RUN|SCHEDULE", help="a run directory, or a file of `evogrpo export --schedule`"
     )
     _add_start_options(replay)
-    replay.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as seed=1")
+    _add_overrides(replay, "such as seed=1")
 
 
 def _add_start_options(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +260,10 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost without training")
     _add_run_options(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser, about: str, metavar: str = "KEY=VALUE") -> None:
+    parser.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=about)
 
 
 def _add_run_dir(parser: argparse.ArgumentParser, about: str = "run directory") -> None:

@@ -210,10 +210,12 @@ def show_plan(console: Console, prepared: PreparedRun, run_dir: Path, *, preset:
     """Print the plan of a run; with `preset`, say that it starts from the preset of its environment."""
     config = prepared.config
     start = ", ".join(f"{name} {number_text(value)}" for name, value in _starting_values(config).items())
+    if config.search_space and config.population.spread and config.population.size > 1:
+        start += "; the other members sample what evolves"
     rows = {
         **prepared.facts(),
         **({"preset": f"tuned values for {config.task.label}; KEY=VALUE overrides them"} if preset else {}),
-        "start": f"{start}{'' if _founders_are_equal(config) else '; the other members sample what evolves'}",
+        "start": start,
         "evolving": _evolution_text(prepared),
         "objective": _objective_text(config.agent.objective),
         "schedule": _schedule_text(config),
@@ -270,10 +272,6 @@ def _objective_text(objective: Objective) -> str:
         if name not in ("loss_type", "advantage") and value != defaults[name]
     ]
     return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
-
-
-def _founders_are_equal(config: AnyConfig) -> bool:
-    return not config.search_space or not config.population.spread or config.population.size == 1
 
 
 def _evolution_text(prepared: PreparedRun) -> str:
