@@ -182,12 +182,10 @@ def deal_starts(seed: int, size: int, step: int, count: int, block: int) -> tupl
     Raises:
         ValueError: If an argument is out of range.
     """
-    if size < 1 or step < 0:
-        raise ValueError(f"size must be at least 1 and step at least 0, got size {size} and step {step}")
-    if not 1 <= count <= block:
+    if size < 1 or step < 0 or not 1 <= count <= block:
         raise ValueError(
-            f"count must be in [1, block], got count {count} and block {block}. "
-            "Set block to the largest count of all members."
+            f"size must be at least 1, step at least 0 and count in [1, block], got size {size}, step {step}, "
+            f"count {count} and block {block}. Set block to the largest count of all members."
         )
     # Positions in the endless order; `size` of them are one pass.
     positions = range(step * block, step * block + count)

@@ -29,13 +29,7 @@ def test_orders_differ_between_passes_and_seeds():
     assert len(passes) == 9
 
 
-@pytest.mark.parametrize(("count", "block"), [(0, 4), (5, 4)])
-def test_counts_outside_the_block_are_refused(count, block):
-    with pytest.raises(ValueError, match=rf"\[1, block\], got count {count}"):
-        deal_starts(0, 10, 0, count, block)
-
-
-@pytest.mark.parametrize(("size", "step"), [(0, 0), (3, -1)])
-def test_invalid_sizes_and_steps_are_refused(size, step):
-    with pytest.raises(ValueError, match=f"size {size} and step {step}"):
-        deal_starts(0, size, step, 1, 1)
+@pytest.mark.parametrize(("size", "step", "count", "block"), [(9, 0, 0, 4), (9, 0, 5, 4), (0, 0, 1, 1), (3, -1, 1, 1)])
+def test_arguments_out_of_range_are_refused(size, step, count, block):
+    with pytest.raises(ValueError, match=f"size {size}, step {step}, count {count} and block {block}"):
+        deal_starts(0, size, step, count, block)

@@ -56,12 +56,9 @@ def loaded(tmp_path, text, name="my_rewards"):
     [
         ("# counts", "# counts numbers", True),
         ("Return what it is worth.", "What it is worth.", True),
-        ("return min(len(", "return min( len(", True),
-        ("Rewards.", "My rewards.", True),
         ("import re\n", "import re\nimport os\nUNUSED = 7\n", True),
         ("BONUS = 1", "BONUS = 2", False),
         ("[0-9]+", "[1-9]+", False),
-        ("limit = 3", "limit = 4", False),
         ("Grader().grade(text) + BONUS", "Grader().grade(text) - BONUS", False),
     ],
 )

@@ -88,15 +88,6 @@ def test_trl_functions_with_unknown_parameters_are_refused(plain_tokenizer, para
         HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[defined(parameters)])
 
 
-def test_columns_are_required_in_every_dataset(plain_tokenizer):
-    def reward(completions, level):
-        return [0.0 for _ in completions]
-
-    HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
-    with pytest.raises(ValueError, match=r"level.*test_dataset"):
-        HuggingFaceGym(PROMPTS, [{"prompt": "x"}], plain_tokenizer, reward_funcs=reward)
-
-
 def test_trainer_arguments_are_passed_by_name(plain_tokenizer):
     seen = []
 

@@ -85,21 +85,6 @@ def test_left_out_rows_are_counted_by_reason():
     }
 
 
-def test_validation_is_drawn_from_train():
-    tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
-    parts, _ = split(tables)
-    places = [content.position(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
-    drawn = sum(place > 1 - HELD_OUT_FRACTION for place in places)  # about a fifth
-    assert 5 <= drawn <= 15
-    assert {name: len(part.rows) for name, part in parts.items()} == {
-        "train": 50 - drawn,
-        "validation": drawn,
-        "test": 2,
-    }
-    assert questions(parts["test"]) == ["x", "y"]
-    assert sorted(questions(parts["train"]) + questions(parts["validation"])) == sorted(map(str, range(50)))
-
-
 def test_the_draw_depends_only_on_the_seed():
     tables = {"train": rows(*map(str, range(50)))}
     drawn = [questions(split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]) for seed in (0, 0, 1)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.config.checks import names_unknown, whole_number
+from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
@@ -192,8 +192,7 @@ class MultiTurnGym(PromptEnvironment):
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        if whole_number("max_turns", max_turns) < 2:
-            raise ValueError(f"max_turns must be at least 2, got {max_turns}. Use HuggingFaceGym for a single turn.")
+        max_turns = whole_between("max_turns", max_turns, 2)
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}.")
         super().__init__(

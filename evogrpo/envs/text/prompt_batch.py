@@ -33,36 +33,6 @@ RESERVED_NAMES = ("slot", "index")
 """Keys beside the metrics in a journal."""
 
 
-@dataclass(kw_only=True)
-class RewardLog:
-    """Values that reward functions log about a batch of completions.
-
-    Attributes:
-        columns: Value of each row, by column of the completions table.
-        metrics: Values with their numbers of rows, by metric.
-    """
-
-    columns: dict[str, dict[int, Any]] = field(default_factory=dict)
-    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-
-    def functions(self, rows: Sequence[int]) -> dict[str, Callable[[str, Any], None]]:
-        """Return TRL's `log_extra` and `log_metric` for a call with these rows."""
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) == len(rows):
-                self.columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
-
-        def log_metric(name: str, value: Any) -> None:
-            value = value.tolist() if hasattr(value, "tolist") else value
-            if str(name) in RESERVED_NAMES:
-                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
-            if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
-            self.metrics.setdefault(str(name), []).append((len(rows), float(value)))
-
-        return {"log_extra": log_extra, "log_metric": log_metric}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RewardResult:
     """Rewards of `n` completions.
@@ -107,7 +77,9 @@ class SingleTurnBatch:
     max_turns: int = 1
     held_out: bool = False
     _started: list[StartedJob] = field(default_factory=list, init=False, repr=False)
-    _log: RewardLog = field(default_factory=RewardLog, init=False, repr=False)
+    # Values that reward functions log: by column and row of the completions table; by metric, with the number of rows.
+    _columns: dict[str, dict[int, Any]] = field(default_factory=dict, init=False, repr=False)
+    _metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -169,15 +141,15 @@ class SingleTurnBatch:
         count = len(transcripts)
         columns = {
             name: tuple(values[row] for row in range(count))
-            for name, values in self._log.columns.items()
+            for name, values in self._columns.items()
             if len(values) == count  # a value for each row
         }
         metrics = {
             name: float(np.average([value for _, value in values], weights=[size for size, _ in values]))
-            for name, values in self._log.metrics.items()
+            for name, values in self._metrics.items()
         }
-        self._log.columns.clear()
-        self._log.metrics.clear()
+        self._columns.clear()
+        self._metrics.clear()
         return Scores(
             rewards=result.rewards,
             components=result.components,
@@ -210,7 +182,20 @@ class SingleTurnBatch:
         state = TrainerState(global_step=self.progress[0], max_steps=self.progress[1])
         if not self.runner.in_process:
             return {"trainer_state": SimpleNamespace(**vars(state))}  # pickled without transformers
-        return {"trainer_state": state, **self._log.functions(rows)}
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) == len(rows):
+                self._columns.setdefault(str(column), {}).update(zip(rows, values, strict=True))
+
+        def log_metric(name: str, value: Any) -> None:
+            value = value.tolist() if hasattr(value, "tolist") else value
+            if str(name) in RESERVED_NAMES:
+                raise ValueError(f"The log_metric name {name!r} is reserved. Choose another one.")
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"log_metric values must be finite numbers, got {value!r:.80} for {name!r:.80}.")
+            self._metrics.setdefault(str(name), []).append((len(rows), float(value)))
+
+        return {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
 
     def _step_rewards(
         self, result: RewardResult, inputs: RewardInputs, transcripts: Sequence[Conversation]

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from evogrpo.envs.protocol import SPLITS, Split
@@ -160,16 +159,14 @@ class Task:
     build: Callable[..., HuggingFaceGym]
 
 
-TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        "two_digit_sums": Task(
-            description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
-            build=two_digit_sums,
-        ),
-        "number_sequences": Task(
-            description="next number after four with equal differences; reward 1 if the last number is right",
-            build=number_sequences,
-        ),
-    }
-)
+TASKS: Mapping[str, Task] = {
+    "two_digit_sums": Task(
+        description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
+        build=two_digit_sums,
+    ),
+    "number_sequences": Task(
+        description="next number after four with equal differences; reward 1 if the last number is right",
+        build=number_sequences,
+    ),
+}
 """Built-in tasks by name."""

@@ -16,7 +16,6 @@ Options = Mapping[str, Any]
 """Keyword arguments of a chat template."""
 
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-_FIELDS = ("question", "answer")
 _CHUNK = 1024  # prompts per call of the tokenizer
 
 
@@ -32,12 +31,7 @@ def check_template(template: Sequence[Mapping[str, str]]) -> tuple[Message, ...]
     """
     messages = tuple(check_messages(template, where="conversation_template"))
     fields = [field for message in messages for field in _FIELD.findall(message["content"]) if field]
-    for field in fields:
-        if field not in _FIELDS:
-            raise ValueError(
-                f"Fields of conversation_template must be {{question}} or {{answer}}, got {{{field}}}. "
-                f"Write {{{{{field}}}}} for literal braces."
-            )
+    refuse_unknown("field of conversation_template", fields, ("question", "answer"))
     if "question" not in fields:
         raise ValueError(f"conversation_template must contain {{question}}, got {list(messages)}.")
     return messages
