@@ -29,6 +29,8 @@ from evogrpo.storage.atomic_files import (
 )
 from evogrpo.validation import dump, validate
 
+__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
+
 FORMAT = "evogrpo-checkpoint"
 VERSION = 4
 """Format of checkpoints; only this one is read."""
