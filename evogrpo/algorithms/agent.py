@@ -59,7 +59,7 @@ class Agent(HyperparameterAttributes):
     kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of policy sets that agents of this class use."""
 
-    unused_options: ClassVar[tuple[str, ...]] = ("objective",)
+    unused_options: ClassVar[tuple[str, ...]] = ("objective", "target_kl")
     """Constructor arguments and hyperparameters that the algorithm does not use; passing them is an error."""
 
     def __init__(self, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> None:

@@ -202,7 +202,8 @@ def build_policy_set(
             "torch module for the given observation_space and action_space, got "
             f"{type(actor_network).__name__}: {actor_network!r:.80}"
         )
-    options = {name: value for name, value in options.items() if value is not None}
+    # None means that an option is not given, but for target_kl, where it turns calibration off.
+    options = {name: value for name, value in options.items() if value is not None or name == "target_kl"}
     _refuse_other_kind(LANGUAGE_ONLY, options, "language models")
     if pad_token_id is not None:
         raise ValueError("pad_token_id is for language models. Leave it out, or pass a transformers model.")
@@ -329,7 +330,7 @@ def create_population(
     if options.get("hp_config") == "auto":
         space = _default_space(options, samples_per_step, words=words, unused=algorithm.unused_options)
         options = {**options, "hp_config": space}
-    algorithm.check_class(options)
+    options = algorithm.options_of_class(options)
     # 2. Samples that group sizes must divide.
     if samples_per_step is not None:
         samples = whole_between("samples_per_step", samples_per_step, 2, MAX_SAMPLES)
@@ -377,10 +378,11 @@ def _default_space(
     objective = options.get("objective")
     if not isinstance(objective, Objective):  # None, or invalid and rejected later
         objective = Objective() if words else STEPWISE
+    unset = {"target_kl": None} if "target_kl" in unused else {}
     return default_space(
         LANGUAGE_RANGES if words else NETWORK_RANGES,
         objective,
-        Hyperparameters.from_json({**({} if words else NETWORK_DEFAULTS), **chosen}),
+        HyperparameterConfig().first({} if words else NETWORK_DEFAULTS, {**unset, **chosen}),
         fixed={*chosen, *unused},
         samples_per_step=samples_per_step,
         rows_are_samples=words,

@@ -158,14 +158,14 @@ class EvolvableAlgorithm(AgileRLAgent):
         pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.check_class(options)
+        used = self.options_of_class(options)
         accelerator = options.get("accelerator")
         if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
             raise ValueError(
                 f"A single agent is trained by one process, got an accelerator with {accelerator.num_processes} "
                 "processes. Use GRPO.population(...), or start the program without a multi-process launcher."
             )
-        members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, options)
+        members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, used)
         super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
@@ -225,14 +225,16 @@ class EvolvableAlgorithm(AgileRLAgent):
         )
 
     @classmethod
-    def check_class(cls, options: Mapping[str, Any]) -> None:
-        """Raise an error if `learn_together` is not defined, or an option is not used."""
+    def options_of_class(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options; raise an error if `learn_together` is not defined, or an option is not used."""
         if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
             raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
         for name in cls.unused_options:
             space = options.get("hp_config")  # not validated yet
             if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
+        # Without target_kl, a learning rate that is not given is the default one.
+        return {**options, "target_kl": None} if "target_kl" in cls.unused_options else {**options}
 
     # ---- acting and learning
 

@@ -260,7 +260,8 @@ def _starting_values(config: AnyConfig) -> dict[str, Value]:
     defaults = Hyperparameters(**task_type_of(config.task).hyperparameters).to_json()
     # Resolve loss types and advantages that are None, which means the objective's.
     start = config.agent.objective.resolved(config.hyperparameters, config.search_space).to_json()
-    return {name: start[name] for name in values if name in names or values[name] != defaults[name]}
+    calibrated = {"lr": "calibrated on the first batch"} if start["target_kl"] is not None else {}
+    return {name: start[name] for name in values if name in names or values[name] != defaults[name]} | calibrated
 
 
 def _objective_text(objective: Objective) -> str:

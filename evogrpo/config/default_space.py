@@ -32,7 +32,10 @@ def default_space(
         rows_are_samples: See `without_effect`.
         shared: See `without_effect`.
     """
-    space = HyperparameterConfig(**{name: ranges[name] for name in DEFAULT_SEARCHED if name not in fixed})
+    names = [name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None]
+    if first.target_kl is None:
+        names.insert(0, "lr")
+    space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
     space = drop_single_group_size(space, samples_per_step)
     samples = samples_per_step or 2
     idle = without_effect(

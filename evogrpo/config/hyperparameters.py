@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypedDict
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from evogrpo.validation import (
 
 __all__ = [
     "CATEGORIES",
+    "DEFAULT_TARGET_KL",
     "HYPERPARAMETER_NAMES",
     "HyperparameterOptions",
     "Hyperparameters",
@@ -32,6 +33,8 @@ __all__ = [
 
 Value = int | float | str | None
 """Value of a hyperparameter: a number, a name, or None where that has a meaning."""
+DEFAULT_TARGET_KL = 0.01
+"""KL of a learning step, in nats per action, of agents without a learning rate."""
 
 
 @settings
@@ -39,7 +42,7 @@ class Hyperparameters:
     """Hyperparameters that evolution may change between generations: one frozen record per member.
 
     Attributes:
-        lr: AdamW learning rate, greater than 0.
+        lr: AdamW learning rate, greater than 0; with `target_kl` the first guess.
         clip_coef: Half-width of the clipping interval of the probability ratio, in (0, 1).
         group_size: Completions (episodes) per initial state, from 2 to 1,000,000.
         beta: Weight of the KL to the reference policy, at least 0; with 0 there is no reference pass.
@@ -124,9 +127,12 @@ _INTEGER_NAMES = frozenset(
 
 
 class HyperparameterOptions(TypedDict, total=False):
-    """Keyword arguments of agents that set hyperparameters; `Hyperparameters` describes them."""
+    """Keyword arguments of agents that set hyperparameters; `Hyperparameters` describes them.
 
-    lr: float
+    `lr="auto"`, the default, calibrates the learning rate: `target_kl` is then 0.01 unless it is given.
+    """
+
+    lr: float | Literal["auto"]
     clip_coef: float
     group_size: int
     beta: float

@@ -10,7 +10,14 @@ from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from evogrpo.config.checks import refuse_unknown, whole_between
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
+from evogrpo.config.hyperparameters import (
+    DEFAULT_TARGET_KL,
+    HYPERPARAMETER_NAMES,
+    Hyperparameters,
+    Value,
+    checked_value,
+    is_categorical,
+)
 from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, settings
 
 __all__ = [
@@ -159,8 +166,11 @@ def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
     return condition
 
 
-DEFAULT_SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
-"""Hyperparameters that evolve by default: those with the largest effect and no value that is good for all tasks."""
+DEFAULT_SEARCHED = ("target_kl", "clip_coef", "group_size", "update_epochs")
+"""Hyperparameters that evolve by default: those with the largest effect and no value that is good for all tasks.
+
+`lr` evolves in place of `target_kl` if the algorithm does not use that.
+"""
 
 _COMMON = {
     "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),  # RL Zoo: 0.1 to 0.4; PPO's paper 0.1 to 0.3
@@ -170,7 +180,8 @@ _COMMON = {
     "beta": RLParameter(choices=[0.0, 0.001, 0.004, 0.01, 0.04]),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
     "temperature": RLParameter(min=0.6, max=1.4, scale="log"),  # TRL: 1; DeepSeek-R1: 0.6 to 1
     "advantage_clip": RLParameter(min=1.0, max=10.0, scale="log"),  # ROLL: 2 to 10
-    "target_kl": RLParameter(min=0.001, max=0.02, scale="log"),
+    # KL grows with the square of the learning rate, so this is half to twice the learning rate found by calibration.
+    "target_kl": RLParameter(min=DEFAULT_TARGET_KL / 4, max=DEFAULT_TARGET_KL * 4, scale="log"),
 }
 
 LANGUAGE_RANGES: Mapping[str, RLParameter] = {
@@ -343,6 +354,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def first(self, defaults: Mapping[str, Any], chosen: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; defaults outside the space are moved to the closest value.
 
+        Without a learning rate, which is the same as `lr="auto"`, `target_kl` has a default and calibrates it.
+
         Args:
             defaults: Defaults by name; those of `Hyperparameters` for the rest.
             chosen: Values that the caller has set, by name.
@@ -351,6 +364,13 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             ValueError: If a value is invalid, a chosen value lies outside the space, or a condition can never be met
                 because the hyperparameter that it needs is fixed.
         """
+        if chosen.get("lr") == "auto":
+            if "lr" in self:
+                raise ValueError("lr must not evolve if it is auto. Let target_kl evolve, or give lr a number.")
+            chosen = {name: value for name, value in chosen.items() if name != "lr"}
+        unset = "target_kl" not in chosen
+        if unset and ("target_kl" in self or not ("lr" in chosen or "lr" in self)):
+            defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
         record = Hyperparameters.from_json({**defaults, **chosen})
         for name, parameter in self.items():
             for other, required in parameter.condition.items():

@@ -63,7 +63,8 @@ def test_effective_sample_size_equals_that_of_the_two_policies(make):
 @pytest.mark.parametrize("make", [prompts, episodes])
 @pytest.mark.parametrize("batch_size", [3, 8, 64])
 def test_shared_samples_do_not_add_optimizer_steps(make, batch_size):
-    (one, env), (other, _) = (make(update_epochs=2, batch_size=batch_size) for _ in range(2))
+    options = {"update_epochs": 2, "batch_size": batch_size, "target_kl": None}
+    (one, env), (other, _) = (make(**options) for _ in range(2))
     experience = collected(one, env)
     alone = other.learn(experience, step=0)
     reports = one.learn(experience, step=0, sources={slot: [0, 1, 2] for slot in range(3)}, shared=EVERY)

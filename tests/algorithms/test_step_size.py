@@ -2,14 +2,18 @@
 
 import math
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 
-from evogrpo import MultiAgentGRPO, Objective, PettingZooGroups
+from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.models.networks.architecture import NetworkConfig
 from tests.envs import joint_probes
+from tests.tiny_models import tiny_model
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import final_states, finish, resumed_run, tiny_env, tiny_population, tiny_run
 
@@ -72,8 +76,8 @@ def test_the_factor_never_exceeds_the_ceiling():
 def test_target_follows_the_effective_number_of_actions():
     advantages = torch.zeros(1000)
     advantages[:100] = torch.tensor([1.0, -1.0]).repeat(50)
-    assert step_target(TARGET, advantages, transitions=True) == pytest.approx(TARGET * 100 / 500)
-    assert step_target(TARGET, torch.ones(800), transitions=True) == TARGET
+    assert step_target(TARGET, advantages, transitions=True) == pytest.approx(TARGET * 100 / 1000)
+    assert step_target(TARGET, torch.ones(1000), transitions=True) == TARGET
     assert step_target(TARGET, advantages, transitions=False) == TARGET
 
 
@@ -234,3 +238,43 @@ def test_stopping_and_resuming_equals_never_stopping(tmp_path):
     assert_equal(whole, parts)
     stats = [values for name, values in whole.items() if name.endswith("running_stats")]
     assert all(float(values[-1]) > 0 for values in stats)
+
+
+class TestLearningRates:
+    """When agents calibrate their learning rate; see docs/objective.md."""
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, DEFAULT_TARGET_KL),
+            ({"lr": "auto"}, DEFAULT_TARGET_KL),
+            ({"target_kl": 0.02}, 0.02),
+            ({"lr": 1e-3, "target_kl": 0.02}, 0.02),
+            ({"lr": 1e-3}, None),
+            ({"target_kl": None}, None),
+            ({"hp_config": HyperparameterConfig(lr=(1e-4, 1e-2))}, None),
+            ({"hp_config": HyperparameterConfig(target_kl=(0.005, 0.05))}, DEFAULT_TARGET_KL),
+        ],
+    )
+    def test_a_learning_rate_that_is_not_given_is_calibrated(self, options, expected):
+        spaces = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2)
+        team = {"left": spaces[0], "right": spaces[0]}, {"left": spaces[1], "right": spaces[1]}
+        agents = (
+            GRPO(*spaces, **options),
+            GRPO.population(2, *spaces, **options)[0],
+            GRPO(actor_network=tiny_model(), pad_token_id=0, **options),
+            MultiAgentGRPO(*team, **options),
+        )
+        assert [agent.target_kl for agent in agents] == [expected] * 4
+
+    def test_own_algorithms_use_their_learning_rate(self):
+        class Own(EvolvableAlgorithm):
+            @classmethod
+            def learn_together(cls, members, learners, experience):
+                raise NotImplementedError
+
+        spaces = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2)
+        assert Own(*spaces).target_kl is None
+        population = Own.population(2, *spaces, hp_config="auto", samples_per_step=16)
+        assert "lr" in population.space
+        assert "target_kl" not in population.space

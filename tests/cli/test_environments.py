@@ -148,6 +148,8 @@ def test_command_and_python_api_train_the_same_members(finished, one_thread, tmp
         population,
         env,
         strategy=config.strategy,
+        experience=config.experience,
+        fitness=config.fitness,
         run_dir=tmp_path / "run",
         generations=2,
         steps_per_generation=2,
@@ -245,7 +247,7 @@ def test_the_forecast_is_an_upper_bound():
     run = Trainer(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     for report in run.reports():
         for learned in getattr(report, "learned", {}).values():
-            assert 0 < learned.metrics["optimizer_steps"] <= 15
+            assert learned.metrics["optimizer_steps"] <= 15
 
 
 def test_the_forecast_uses_the_default_time_limit(workdir, capsys):

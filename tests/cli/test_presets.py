@@ -44,7 +44,7 @@ def test_the_plan_names_the_preset_and_explicit_settings_win(capsys):
     assert "preset tuned values for CartPole-v1" in chosen
     members = preset("CartPole-v1")["population"]["size"]
     assert f"population {members} members" in chosen
-    assert "population 8 members" in usual
+    assert "population 1 member" in usual
     assert "population 7 members" in preset_values
 
 

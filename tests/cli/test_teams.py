@@ -27,7 +27,7 @@ SHORT = [
     "population.size=3",
     "hyperparameters.lr=0.02",
     "hyperparameters.batch_size=32",
-    "search_space.lr.max=0.05",
+    "search_space.lr={min: 0.001, max: 0.05, scale: log}",
     "agent.network.hidden=[16]",
 ]
 
@@ -143,10 +143,10 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
         (
             ["task.score=min"],
             [
-                "at most 6,400 joint steps a learning step, all members, for episodes of 25",  # 4 members × 64 × 25
-                "19,200 actions of single agents",
-                "at most 30 steps of shared per member and learning step",  # 6 ceil(64·25·3 / 1024)
-                "5,696 joint episodes from held-out starts",  # 64 (1 + 4 × 20) + 2 × 256
+                "at most 1,600 joint steps a learning step, all members, for episodes of 25",  # 64 × 25
+                "4,800 actions of single agents",
+                "at most 20 steps of shared per member and learning step",  # 4 ceil(64·25·3 / 1024)
+                "1,856 joint episodes from held-out starts",  # 64 (1 + 20) + 2 × 256
                 "fitness lowest return of an agent",
             ],
         ),
@@ -162,7 +162,7 @@ def test_videos_show_the_return_of_each_agent(workdir, capsys):
             ["task.score=tests.envs.joint_probes:first_earns", "task.policies=independent", "task.credit=agent"],
             [
                 "tests.envs.joint_probes:first_earns, fitness",
-                "4 members, each 3 networks",
+                "1 member, each 3 networks",
                 "3, each learning from what it earns itself",
             ],
         ),

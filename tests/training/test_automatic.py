@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import DEFAULT_SEARCHED, LANGUAGE_RANGES, NETWORK_RANGES
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_founders
 from evogrpo.evolution.strategies import BUILT_IN
@@ -20,8 +20,11 @@ from evogrpo.training.task_types.networks import with_sizes
 from tests.tiny_models import tiny_model
 
 EVOLUTION = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")
-QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"}}
-PLAY = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
+QUESTIONS = {
+    "task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"},
+    "population": {"size": 4},
+}
+PLAY = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}, "population": {"size": 4}}
 SPACES = (gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2))
 
 
@@ -36,24 +39,61 @@ class TestRanges:
         assert high / low == pytest.approx(1000)
 
 
+def test_one_agent_with_a_calibrated_learning_rate_is_the_default():
+    config = parse_config({"task": QUESTIONS["task"]})
+    assert config.population.size == 1
+    assert not config.search_space
+    assert config.hyperparameters.target_kl == DEFAULT_TARGET_KL
+
+
+@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+class TestLearningRates:
+    def test_a_missing_learning_rate_is_calibrated(self, values):
+        assert parse_config(values) == parse_config({**values, "hyperparameters": {"lr": "auto"}})
+        assert parse_config(values).hyperparameters.target_kl == DEFAULT_TARGET_KL
+
+    def test_a_number_is_used_as_it_is(self, values):
+        config = parse_config({**values, "hyperparameters": {"lr": 3e-4}})
+        assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, None)
+        assert not {"lr", "target_kl"} & set(config.search_space)
+
+    def test_a_first_guess_may_be_given(self, values):
+        config = parse_config({**values, "hyperparameters": {"lr": 3e-4, "target_kl": 0.02}})
+        assert (config.hyperparameters.lr, config.hyperparameters.target_kl) == (3e-4, 0.02)
+
+    def test_learning_rates_that_evolve_are_not_calibrated(self, values):
+        config = parse_config({**values, "search_space": {"lr": "auto"}})
+        assert config.hyperparameters.target_kl is None
+        with pytest.raises(ValueError, match="lr"):
+            parse_config({**values, "search_space": {"lr": "auto"}, "hyperparameters": {"lr": "auto"}})
+
+    def test_members_differ_by_at_most_a_factor_of_four(self, values):
+        config = parse_config(values)
+        founders = spread_founders(
+            config.hyperparameters, config.search_space, 8, np.random.default_rng(0), config.schedule.samples_per_step
+        )
+        targets = [founder.target_kl for founder in founders]
+        assert len(set(targets)) == 8
+        assert max(targets) / min(targets) <= 4**2  # KL grows with the square of the learning rate
+
+
 def test_a_dataset_and_a_reward_suffice():
     config = parse_config(QUESTIONS)
-    assert list(config.search_space) == list(DEFAULT_SEARCHED)
-    assert config.search_space["lr"] == LANGUAGE_RANGES["lr"]
+    assert set(config.search_space) == set(DEFAULT_SEARCHED)
+    assert config.search_space["target_kl"] == LANGUAGE_RANGES["target_kl"]
     assert config.model == "smollm2-135m"
     assert config.schedule.generations == 10
     founders = spread_founders(
         config.hyperparameters, config.search_space, 4, np.random.default_rng(0), config.schedule.samples_per_step
     )
-    rates = sorted(founder.lr for founder in founders)
-    assert rates[-1] / rates[0] > 30
+    assert len({founder.target_kl for founder in founders}) == 4
 
 
 @pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
 def test_the_search_space_defaults_to_auto_and_explicit_values_are_fixed(values):
     assert parse_config({**values, "search_space": "auto"}) == parse_config(values)
     given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
-    assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"lr", "group_size"}
+    assert set(given.search_space) == set(DEFAULT_SEARCHED) - {"target_kl", "group_size"}
     assert not parse_config({**values, "search_space": {}}).search_space
     own = parse_config({**values, "search_space": {"beta": {"choices": [0, 0.1]}}})
     assert list(own.search_space) == ["beta"]
@@ -119,7 +159,8 @@ def test_clips_are_searched_if_shared_samples_make_them_effective():
 def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, section):
     config = parse_config({**values, "search_space": {}, section: {name: "auto"}})
     chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # measured before the run
-    assert dict(config.search_space) == ({} if chosen else {name: ranges[name]})
+    calibrated = (section, name) == ("hyperparameters", "lr")
+    assert dict(config.search_space) == ({} if chosen or calibrated else {name: ranges[name]})
 
 
 def test_a_first_value_is_kept_beside_an_automatic_range():
@@ -152,7 +193,7 @@ def test_group_sizes_evolve_only_if_several_divide_the_samples():
 class TestInPython:
     def test_populations_search_missing_hyperparameters(self):
         members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
-        assert set(members.space) == set(DEFAULT_SEARCHED) - {"lr"}
+        assert set(members.space) == set(DEFAULT_SEARCHED) - {"target_kl"}
         assert {agent.hyperparameters.lr for agent in members} == {1e-3}
         assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
 
@@ -161,7 +202,7 @@ class TestInPython:
 
     def test_language_models_have_different_ranges(self):
         members = GRPO.population(2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", samples_per_step=16)
-        assert members.space["lr"] == LANGUAGE_RANGES["lr"]
+        assert members.space["update_epochs"] == LANGUAGE_RANGES["update_epochs"]
 
     def test_the_objective_is_respected(self):
         soft = GRPO.population(

@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.safe_parsing import load_yaml, read_yaml_file
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, read_hub, read_rows
@@ -321,7 +321,7 @@ def test_an_imported_configuration_is_valid():
     config = parse_config(_merged(imported.to_config(), MINIMAL))
     assert config.agent.objective == imported.objective
     assert config.agent.optimizer == imported.optimizer
-    assert config.hyperparameters == Hyperparameters(**imported.hyperparameters)
+    assert config.hyperparameters == Hyperparameters(target_kl=DEFAULT_TARGET_KL, **imported.hyperparameters)
     assert (config.agent.max_output_tokens, config.seed) == (64, 3)
     assert (config.schedule.samples_per_step, config.task.max_prompt_length) == (32, 32)
 

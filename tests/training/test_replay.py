@@ -140,6 +140,7 @@ SECTIONS = {
     "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 16, "test_questions": 0,
                  "total_timesteps": 100_000, "count_evaluations": True},
     "population": {"size": 3},
+    "hyperparameters": {"group_size": 8},
     "task": {"validation_size": 4, "max_episode_steps": 20},
 }  # fmt: skip
 

@@ -118,7 +118,7 @@ def test_one_member_is_refused_before_a_model_is_loaded(given):
 
 @pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, dump(RANKED)])
 def test_configurations_round_trip(given):
-    config = parse_config(CONFIG | {"experience": given})
+    config = parse_config(CONFIG | {"experience": given, "population": {"size": 2}})
     again = parse_config(config.to_json())
     assert again.experience == config.experience
     assert config.to_json()["experience"] == ("own" if given == "own" else dump(config.experience))

@@ -163,6 +163,7 @@ SMALL = {
 def test_a_configuration_names_the_earlier_run_and_stores_the_founders(earlier, tmp_path):
     folder = tmp_path / "run"
     settings = {name: value for part in SMALL.values() for name, value in part.items()}
+    settings["hp_config"] = HyperparameterConfig(lr=(1e-3, 2e-2), clip_coef=(0.1, 0.4))
     run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)
     found = best_hyperparameters(earlier)
     stored = yaml.safe_load((folder / "config.yaml").read_text())
@@ -198,4 +199,4 @@ def test_founders_in_a_configuration_override_the_defaults():
         {"population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]}, "schedule": {"samples_per_step": 8}},
     )
     config = parse_config(json.loads(json.dumps(values)))
-    assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, 0.2), (2e-3, 0.3)]
+    assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, 0.2), (5e-3, 0.3)]

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.data import UpdateReport
 from evogrpo.models.bank import RUNNING_STATS, PolicyBank
 
-DEFAULT_TARGET_KL = 0.005
-"""KL of a learning step in nats per action that suits language models and small networks."""
 MAX_SEARCH_PASSES = 7
 """Maximum number of passes that search the learning rate on the first batch."""
 MAX_REPEATS = 3
 """Maximum number of times that a later step is repeated before it is left out."""
 MAX_CLIP_FRACTION = 0.1
 """Maximum fraction of actions outside the clip range in the search. A clipped ratio saturates the KL."""
-FULL_SIGNAL_ACTIONS = 500
+FULL_SIGNAL_ACTIONS = 1000
 """Effective number of actions from which on a small network may take a step of the whole target."""
 MEASURED_STEPS = 4
 """Interval in learning steps at which the KL of language models is measured, once they are calibrated."""
@@ -70,10 +68,11 @@ class StepControl:
         factor: Factor on the learning rate for the next pass.
         passes: Number of passes measured so far.
         undone: True if the last pass exceeded the limit and must not be kept.
+        calibrated: True if a learning rate was found in an earlier step.
     """
 
     def __init__(self, start: StepSize, *, target: float, target_kl: float) -> None:
-        self.factor, self.passes, self.undone = start.factor, 0, False
+        self.factor, self.passes, self.undone, self.calibrated = start.factor, 0, False, start.calibrated
         self._start, self._target, self._target_kl = start, target, target_kl
         self._low: float | None = None  # largest factor found too small
         self._high: float | None = None  # smallest factor found too large
@@ -87,13 +86,13 @@ class StepControl:
         """
         self.passes += 1
         kl = kl if math.isfinite(kl) else math.inf
-        if not self._start.calibrated and self.passes <= MAX_SEARCH_PASSES:
+        if not self.calibrated and self.passes <= MAX_SEARCH_PASSES:
             return self._search(kl, clip_fraction)
         return self._limit(kl)
 
     def result(self) -> StepSize:
         """Return the step size after the learning step."""
-        if self._start.calibrated:
+        if self.calibrated:
             return StepSize(factor=self.factor, ceiling=self._start.ceiling)
         # A weak signal allows a part of the target only. KL grows with the square of the learning rate.
         return StepSize(factor=self.factor, ceiling=self.factor / math.sqrt(self._target / self._target_kl))
@@ -126,12 +125,12 @@ class StepControl:
         ratio = limit / kl if kl > 0 else math.inf
         if kl > 2.0 * limit:
             self.factor *= max(0.8 * math.sqrt(ratio), 0.1)
-            searched = 0 if self._start.calibrated else MAX_SEARCH_PASSES
+            searched = 0 if self.calibrated else MAX_SEARCH_PASSES
             self.undone = self.passes - searched > MAX_REPEATS
             return not self.undone
         if kl > limit:
             self.factor *= max(math.sqrt(ratio), 0.5)
-        elif kl < 0.5 * limit and self._start.calibrated:
+        elif kl < 0.5 * limit and self.calibrated:
             self.factor = min(1.2 * self.factor, self._start.ceiling)
         return False
 
@@ -143,7 +142,7 @@ def _bounded(value: float, low: float, high: float) -> float:
 def step_target(target_kl: float, advantages: Tensor, *, transitions: bool) -> float:
     r"""Return the KL per action that a learning step aims for, in nats.
 
-    Small networks aim for less where few actions carry the signal: min(1, ESS / 500) of `target_kl`, with
+    Small networks aim for less where few actions carry the signal: min(1, ESS / 1000) of `target_kl`, with
     ESS = (sum |A|)^2 / sum A^2 over actions.
 
     Args:
@@ -257,6 +256,7 @@ class StepSizes:
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(map(_is_finite, updates[slot])):
                 kl = math.inf
+            lr = self.hyperparameters(slot).lr
             repeated = control.update(kl, clipped)
             if repeated or control.undone:
                 self._bank.load_state(slot, self._states[slot])
@@ -267,6 +267,8 @@ class StepSizes:
                 stored = torch.tensor([size.factor, size.ceiling], dtype=torch.float64) / scale
                 self._bank.running_stats[slot, STEP_SIZE] = stored
                 self.metrics[slot] = {"step_kl": 0.0 if control.undone else kl, "step_passes": float(control.passes)}
+                if not control.calibrated and not control.undone:
+                    self.metrics[slot]["calibrated_lr"] = lr
         return again
 
     def _log_probs(self, rows: Tensor) -> Tensor:

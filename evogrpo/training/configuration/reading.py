@@ -65,9 +65,10 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     set_values = values.get("hyperparameters", {})
     space = parsed.setdefault("search_space", HyperparameterConfig())
     with_path("hyperparameters", lambda: space.first({}, set_values))
-    if parsed.get("population", PopulationConfig()).like is not None and not parsed["population"].founders:
-        founders = with_path("population.like", lambda: best_hyperparameters(parsed["population"].like))
-        parsed["population"] = replace(parsed["population"], founders=tuple(each.to_json() for each in founders))
+    population = parsed.setdefault("population", PopulationConfig())
+    if population.like is not None and not population.founders:
+        founders = with_path("population.like", lambda: best_hyperparameters(population.like))
+        parsed["population"] = replace(population, founders=tuple(each.to_json() for each in founders))
     # 2. Task and agent; their task type has the defaults of the other sections.
     from evogrpo.training.task_types import select_task
 
@@ -203,6 +204,7 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
     """Return the values without those that are `auto`, and the dotted names of these.
 
     Any hyperparameter may be `auto`, in `hyperparameters` or in `search_space`. A missing `search_space` is `auto`.
+    An `lr` that is `auto` in `hyperparameters` is calibrated and does not evolve.
     """
     result, names = dict(values), set()
     if result.get("search_space", AUTO) == AUTO:
@@ -220,6 +222,9 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[
             }
             names |= {f"{section}.{key}" for key in auto_keys}
             result[section] = {key: value for key, value in section_values.items() if key not in auto_keys}
+    space = values.get("search_space")
+    if "hyperparameters.lr" in names and isinstance(space, Mapping) and space.get("lr") is not None:
+        raise ValueError("hyperparameters.lr must be a number if it evolves, got 'auto'. Or let target_kl evolve.")
     return result, frozenset(names)
 
 
@@ -235,8 +240,8 @@ def _is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
     agent, population = (values.get(name) for name in ("agent", "population"))
     # Members with their own observation statistics cannot learn from each other's samples.
     own_statistics = isinstance(agent, Mapping) and agent.get("normalise_observations")
-    # One member has no others to learn from. An automatic size is not known here, and may be 1.
-    single_member = isinstance(population, Mapping) and population.get("size") == 1
+    # One member, the default, has no others to learn from. An automatic size is not known here, and may be 1.
+    single_member = not isinstance(population, Mapping) or population.get("size", 1) == 1
     strategy_set = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
     return (
         AUTO_SEARCH_SPACE in auto
@@ -280,14 +285,14 @@ def _complete_space(
         set_values: Hyperparameters that the configuration sets.
         search: The configuration sets neither search space nor strategy; see `_is_search`.
     """
-    auto, space = parsed["auto"], parsed["search_space"]
+    auto, space = parsed["auto"] - {"hyperparameters.lr"}, parsed["search_space"]
     # An `auto` group size is searched unless it is chosen before the run.
     open_names = (name.partition(".") for name in auto - (AUTO_SIZES if kind.chooses_sizes else frozenset()))
     names = {key for section, _, key in open_names if section in ("hyperparameters", "search_space") and key} - set(
         space
     )
     ranges = {name: kind.ranges[name] for name in names}
-    if AUTO_SEARCH_SPACE in auto:
+    if AUTO_SEARCH_SPACE in auto and (parsed["population"].size > 1 or "population.size" in auto):
         ranges |= default_space(
             kind.ranges,
             parsed["agent"].objective,

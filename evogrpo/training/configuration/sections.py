@@ -127,7 +127,7 @@ class PopulationConfig:
             are stored here.
     """
 
-    size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 4
+    size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), WHOLE] = 1
     spread: Flag = True
     like: Text | None = None
     founders: tuple[Mapping[str, Any], ...] = ()

@@ -30,7 +30,14 @@ from evogrpo.reporting.records import (
 from evogrpo.reporting.records import TestReport as TestOutcome
 from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.console import HangingIndent, VisibleConsole
-from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text
+from evogrpo.training.display.tables import (
+    calibration_lines,
+    completions_table,
+    generation_table,
+    plan_lines,
+    rewards_text,
+    step_text,
+)
 from evogrpo.training.loop.trainer import Callback, Trainer
 
 
@@ -185,6 +192,8 @@ class RunDisplay(Callback):
         """Show a learning step."""
         self._show_baseline()
         self._step = report
+        for line in calibration_lines(report):
+            self._console.print(line)
         if self._live:
             return
         # A log gets at most one line a second, and always the last step of a generation.

@@ -14,6 +14,7 @@ from evogrpo.text import (
     duration_text,
     number_text,
     origin_text,
+    pluralize,
     printable,
     score_text,
 )
@@ -100,6 +101,16 @@ def step_text(report: StepReport, position: str) -> Text:
     text = Text.assemble(("step ", "dim"), position, ("  mean reward ", "dim"))
     text.append_text(rewards_text(report))
     return text.append(f"  {report.seconds:.1f} s", "dim")
+
+
+def calibration_lines(report: StepReport) -> list[str]:
+    """Return a line for each member that has found its learning rate in this step."""
+    return [
+        f"#{member.index}: lr calibrated to {number_text(member.metrics['calibrated_lr'])} "
+        f"in {pluralize(int(member.metrics['step_passes'] or 0), 'pass', 'es')}"
+        for member in report.learned.values()
+        if "calibrated_lr" in member.metrics
+    ]
 
 
 def rewards_text(report: StepReport) -> Text:
@@ -191,6 +202,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         return []
     members = {member.slot: member.index for member in report.members}
     retired, budgets = retired_members(report), changed_budgets(plan)
+    if len(members) == 1 and not plan.children:
+        return []
     if not (plan.children or retired or budgets):
         close = any("within noise" in reason for reason in plan.reasons)
         why = "no difference is beyond the noise" if close else "no member was replaced"

@@ -333,6 +333,10 @@ class Trainer:
             if baseline is not None:
                 self._logger.report(baseline)
         self._logger.step(report, completions)
+        for slot, member in report.learned.items():
+            if "calibrated_lr" in member.metrics:
+                lr, passes = member.metrics["calibrated_lr"], member.metrics["step_passes"]
+                self._logger.event("calibrated", step=report.step, slot=slot, index=member.index, lr=lr, passes=passes)
         self._learning_signal.update(learned)
         return report
 
