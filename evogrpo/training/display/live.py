@@ -192,8 +192,8 @@ class RunDisplay(Callback):
         """Show a learning step."""
         self._show_baseline()
         self._step = report
-        for line in calibration_lines(report):
-            self._console.print(line)
+        for text in calibration_lines(report):
+            self._console.print(text)
         if self._live:
             return
         # A log gets at most one line a second, and always the last step of a generation.
