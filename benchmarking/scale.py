@@ -1,12 +1,14 @@
 """Cost of dividing the work of a population: one process with two threads and two with one, at equal work.
 
-    python benchmarking/scale.py                  # SmolLM2, small networks, and the collectives alone
+    python benchmarking/scale.py                     # SmolLM2, small networks, and the collectives alone
     python benchmarking/scale.py --kinds networks --rounds 5 --processes 4
+    python benchmarking/scale.py --processor-time    # on a busy machine
 
 Both settings train the same population without selection and write the same journal. They alternate in both orders. The
 figure of a round is the median learning step of its journal without the first one. The ratio is that of their
-throughputs: the median over rounds, and the range. Collectives are timed between processes that do nothing else: for
-records, and for sums of gradients of several sizes.
+throughputs: the median over rounds, and the range. `--processor-time` prints the processor seconds of a step, of all
+processes together, from the difference between a long and a short run. Collectives are timed between processes that do
+nothing else: for records, and for sums of gradients of several sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -69,8 +72,8 @@ def networks(members: int, folder: str, samples: int = 32, steps: int = 25, expe
     ).finish()  # fmt: skip
 
 
-def exchange(_: int, folder: str) -> None:
-    """Time the collectives; rank 0 writes the result."""
+def exchange(_: int, folder: str, steps: int) -> None:
+    """Time the collectives; rank 0 writes the result. `steps` is not used."""
     import torch
 
     from evogrpo.distributed import processes
@@ -84,7 +87,9 @@ def exchange(_: int, folder: str) -> None:
         Path(folder, "exchange.json").write_text(json.dumps(found))
 
 
-KINDS: dict[str, Callable[[int, str], None]] = {"words": words, "networks": networks}
+KINDS: dict[str, Callable[..., None]] = {"words": words, "networks": networks}
+STEPS = {"words": 5, "networks": 25}
+"""Learning steps of a run."""
 
 
 def _ends_with(completion: str, answer: str, question: str) -> float:
@@ -101,9 +106,22 @@ def _seconds(work: Callable[[], object], now: Callable[[], float], times: int = 
     return statistics.median(took)
 
 
-def launch(kind: str, processes: int, threads: int, members: int, folder: Path) -> None:
+def launch(kind: str, processes: int, threads: int, members: int, folder: Path, steps: int = 0) -> None:
     """Do some work in several processes with several threads each."""
-    launch_program([sys.executable, __file__, "work", kind, str(members), str(folder)], processes, threads)
+    command = [sys.executable, __file__, "work", kind, str(members), str(folder), str(steps)]
+    launch_program(command, processes, threads)
+
+
+def processor_seconds(kind: str, processes: int, threads: int, members: int) -> float:
+    """Return the processor seconds of a learning step, of all processes together."""
+    used = []
+    for steps in (STEPS[kind], 3 * STEPS[kind]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        with tempfile.TemporaryDirectory() as folder:
+            launch(kind, processes, threads, members, Path(folder, "run"), steps)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return (used[1] - used[0]) / (2 * STEPS[kind])
 
 
 def launch_program(command: Sequence[str], processes: int, threads: int) -> None:
@@ -124,6 +142,16 @@ def step_seconds(folder: Path) -> float:
     return statistics.median(seconds[1:])
 
 
+def compare_processor_time(chosen: argparse.Namespace) -> None:
+    """Print the processor seconds of a step of both settings in every round."""
+    for kind in chosen.kinds:
+        for number in range(chosen.rounds):
+            arms = ((1, chosen.processes), (chosen.processes, 1))
+            for count, threads in reversed(arms) if number % 2 else arms:
+                seconds = processor_seconds(kind, count, threads, chosen.members)
+                print(f"{kind}, round {number + 1}: {seconds:.3g} processor seconds a step in {count}", flush=True)
+
+
 def compare(chosen: argparse.Namespace) -> None:
     """Print the ratios and the times of the collectives."""
     for kind in chosen.kinds:
@@ -134,7 +162,7 @@ def compare(chosen: argparse.Namespace) -> None:
                 arms = ((1, chosen.processes), (chosen.processes, 1))
                 for count, threads in reversed(arms) if number % 2 else arms:
                     folder = Path(place, str(count))
-                    launch(kind, count, threads, chosen.members, folder)
+                    launch(kind, count, threads, chosen.members, folder, STEPS[kind])
                     took[count] = step_seconds(folder)
             ratios.append(took[1] / took[chosen.processes])
             print(
@@ -156,15 +184,17 @@ def compare(chosen: argparse.Namespace) -> None:
 def main(given: Sequence[str]) -> None:
     """Compare, or do the work of one process."""
     if given[:1] == ["work"]:
-        _, kind, members, folder = given
-        {**KINDS, "exchange": exchange}[kind](int(members), folder)
+        _, kind, members, folder, steps = given
+        {**KINDS, "exchange": exchange}[kind](int(members), folder, steps=int(steps))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    compare(parser.parse_args(given))
+    parser.add_argument("--processor-time", action="store_true")
+    chosen = parser.parse_args(given)
+    (compare_processor_time if chosen.processor_time else compare)(chosen)
 
 
 if __name__ == "__main__":
