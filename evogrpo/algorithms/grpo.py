@@ -423,7 +423,7 @@ class EvolvableAlgorithm(AgileRLAgent):
 
         Does nothing for a model that is not compiled.
         """
-        self.members.recompile()
+        torch.compiler.reset()
 
     def unwrap_models(self) -> None:
         """Stop using the accelerator's precision, for all members of the bank."""

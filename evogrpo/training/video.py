@@ -1,6 +1,5 @@
 """Videos of a member's episodes."""
 
-import gc
 import math
 import os
 import re
@@ -12,7 +11,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from traceback import clear_frames
 from typing import Any
 
 import gymnasium
@@ -58,20 +56,9 @@ def _rendering_errors(name: str) -> Iterator[None]:
         message = f"Rendering {name} needs a package that is not installed ({error}): {extra_command('video')}"
         raise ImportError(message) from error
     except Exception as error:
-        _free_failed_env(error)
         text = f"{type(error).__name__}: {error}"
         remedy = _OPENGL if _LIKE_OPENGL.search(text) else "the environment or its renderer raised this error"
         raise ValueError(f"{name} cannot be rendered here, {shorten(text, 200)}: {remedy}") from error
-
-
-def _free_failed_env(error: Exception) -> None:
-    """Free a partly built environment now, and ignore the errors of its destructors."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        clear_frames(error.__traceback__)
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
 
 
 class CheckedRendering(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -132,7 +119,11 @@ def make_rendered_env(
     rendered_env = _make_env(factory, name)
     checked = CheckedRendering(rendered_env, name)
     try:
-        _check_mode(rendered_env, name)
+        if rendered_env.render_mode != MODE:
+            raise ValueError(
+                f'{name} cannot be recorded: its render_mode must be "{MODE}", got {rendered_env.render_mode!r}. '
+                f"Supported modes: {list(rendered_env.metadata.get('render_modes', ()))}."
+            )
         rendered_env.reset(seed=seed)
         checked.render()
     except BaseException:
@@ -159,15 +150,6 @@ def _make_env(maker: EnvFactory, name: str) -> "gymnasium.Env[Any, Any]":
                 f'image from render() if it is "{MODE}".'
             ) from cause
         raise
-
-
-def _check_mode(env: "gymnasium.Env[Any, Any]", name: str) -> None:
-    if env.render_mode != MODE:
-        modes = list(env.metadata.get("render_modes", ()))
-        raise ValueError(
-            f'{name} cannot be recorded: its render_mode must be "{MODE}", got {env.render_mode!r}. Supported modes: '
-            f"{modes}."
-        )
 
 
 _MAX_EPISODE_STEPS = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
@@ -249,11 +231,13 @@ def record_video(
         targets[0].parent.mkdir(parents=True, exist_ok=True)
         # Write next to the target, so that a complete video is moved into place.
         with TemporaryDirectory(prefix=".video-", dir=targets[0].parent) as folder:
-            with closing(_recorder(rendered_env, Path(folder) / "new", fps)) as recorder:
+            new = str(Path(folder) / "new")
+            recording = RecordVideo(rendered_env, new, lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
+            with closing(recording) as recorder:
                 records = [_play(player, recorder, seed, deterministic) for seed in seeds]
             for number, target in enumerate(targets):
                 _refuse_existing(target)
-                (Path(folder) / "new" / f"video-episode-{number}.mp4").rename(target)
+                (Path(new) / f"video-episode-{number}.mp4").rename(target)
     return tuple(RecordedEpisode(path=target, **record) for target, record in zip(targets, records, strict=True))
 
 
@@ -305,10 +289,6 @@ def _targets(path: Path, count: int) -> list[Path]:
 def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"{target} exists already. Remove it, or choose another path.")
-
-
-def _recorder(env: "gymnasium.Env[Any, Any]", folder: Path, fps: int | None) -> "RecordVideo[Any, Any]":
-    return RecordVideo(env, str(folder), episode_trigger=lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
 
 
 def _play(agent: GRPO, recorder: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:

@@ -384,10 +384,6 @@ class LanguagePolicySet:
         """Return a module `policy(input_ids, attention_mask)` that returns logits `[n, t, v]`."""
         return self.bank.policy(slot, base=base)
 
-    def recompile(self) -> None:
-        """Reset torch.compile."""
-        torch.compiler.reset()
-
     def unwrap(self) -> None:
         """Stop using the accelerator's precision."""
         self.bank.base.autocast = nullcontext

@@ -344,10 +344,6 @@ class NetworkPolicySet:
         modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
         return modules[DEFAULT_POLICY] if self._single else _Modules(modules)
 
-    def recompile(self) -> None:
-        """Reset torch.compile."""
-        torch.compiler.reset()
-
     def unwrap(self) -> None:
         """Do nothing: small networks compute in float32."""
 

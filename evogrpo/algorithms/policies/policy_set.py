@@ -275,10 +275,6 @@ class PolicySet(Protocol):
         """Return a member's policy, or the untrained base, as a module."""
         ...
 
-    def recompile(self) -> None:
-        """Discard the compiled forms of the model."""
-        ...
-
     def unwrap(self) -> None:
         """Stop using the accelerator's precision."""
         ...
