@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.validation import Real, Whole, validate
+from evogrpo.validation import Real, Whole
 
 NETWORK = "network"
 """Name of an architecture change among the changes of a birth; old and new values are text."""
@@ -165,23 +165,6 @@ class Generation:
         if member is None:
             raise ValueError(f"Slot {slot} was empty in generation {self.number}.")
         return member
-
-    @classmethod
-    def from_event(cls, event: Mapping[str, Any], *, slots: int, measure: str) -> Self:
-        """Build from a generation event of the journal.
-
-        Args:
-            event: The event; every member has its scores by measure.
-            slots: Number of slots of the bank.
-            measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
-        """
-        records: list[dict[str, Any]] = [{}] * slots
-        for member in event["members"]:
-            costs = {"tokens": member["tokens"], "seconds": member["seconds"]}
-            records[member["slot"]] = {"member": member, "fitness": member["scores"].get(measure), **costs}
-        budgets = {name: event[name] for name in ("samples_per_step", "steps_per_generation")}
-        values = {"number": event["generation"], **budgets, "slots": records}
-        return validate(cls, values, "journal", extra="ignore")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,15 +145,17 @@ class Plan:
                 else:  # a child of a member that stays, or of its parent, must differ from that member
                     taken.add((parent.parent, point))
         # 2. Draw distinct hyperparameters.
-        if draws and rng is None:
-            raise ValueError("rng must be given with mutations. Pass rng=rng, the argument of Strategy.plan.")
-        reasons, stream = [choice.reason for choice in choices], streams(rng or np.random.default_rng())
-        for slot in sorted(draws, key=lambda slot: last.indices[slot]):
-            identity = last.indices[slot]
-            attempts = partial(stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity))
-            values[slot], is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
-            if not is_free:
-                reasons[slot] += "; the same as another member, because no other point was found"
+        reasons = [choice.reason for choice in choices]
+        if draws:
+            if rng is None:
+                raise ValueError("rng must be given with mutations. Pass rng=rng, the argument of Strategy.plan.")
+            stream = streams(rng)
+            for slot in sorted(draws, key=lambda slot: last.indices[slot]):
+                identity = last.indices[slot]
+                attempts = partial(stream, "birth in an empty slot" if identity < 0 else "birth", abs(identity))
+                values[slot], is_free = draw_distinct(draws[slot], space, indices[slot], taken, attempts)
+                if not is_free:
+                    reasons[slot] += "; the same as another member, because no other point was found"
         # 3. Number the children.
         children: list[MemberRecord] = []
         for slot in sorted(values):

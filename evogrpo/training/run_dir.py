@@ -37,6 +37,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files, remove_temporary_files
 from evogrpo.storage.checkpoint import (
     CHECKPOINTS,
@@ -57,7 +58,7 @@ from evogrpo.synonyms import unknown_name_error
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
-from evogrpo.training.loop.run_state import Best, RunState, best_agent
+from evogrpo.training.loop.run_state import Best, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.tensorboard import layout
 from evogrpo.validation import dump, validate
@@ -457,15 +458,17 @@ def _load(
 
 def _replay(events: Sequence[Mapping[str, Any]], record: RunRecord) -> tuple[list[Generation], list[MemberRecord]]:
     """Return the history and the lineage that a journal holds."""
-    births = list(next(event for event in events if event["event"] == "run")["lineage"])
+    run = next(event for event in events if event["event"] == "run")
+    lineage = list(validate(tuple[MemberRecord, ...], run["lineage"], "journal", extra="ignore"))
     history, slots = [], record.run_state.members
     for event in latest_generations(events):
-        history.append(Generation.from_event(event, slots=slots, measure=record.fitness.selection_measure))
-        if event["plan"] is not None:
-            births += event["plan"]["children"]
+        report = GenerationReport.from_json(event)
+        history.append(as_generation(report, slots=slots, measure=record.fitness.selection_measure))
+        if report.plan is not None:
+            lineage += report.plan.children
     numbers, last = [each.number for each in history], record.run_state.generation
     if numbers != list(range(1, last + 1)):
         raise ValueError(
             f"{JOURNAL} must hold generations 1 to {last}, got {numbers}. Restore the run directory from a copy."
         )
-    return history, list(validate(tuple[MemberRecord, ...], births, "journal", extra="ignore"))
+    return history, lineage

@@ -233,12 +233,6 @@ def test_later_events_complete_a_generation():
     assert second["best_ever"] == [4, 1]
 
 
-@pytest.mark.parametrize("number", [None, "2", 2.0, True])
-def test_a_generation_has_a_whole_number(number):
-    with pytest.raises(JournalError, match="whole number"):
-        latest_generations([{"event": "generation", "generation": number}])
-
-
 def test_reading_a_journal_does_not_load_torch(path):
     with Journal(path) as journal:
         journal.append("run")

@@ -1,7 +1,7 @@
 """State of a run: everything that a checkpoint holds besides the members themselves."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,8 +12,8 @@ from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.history import Generation, MemberRecord
-from evogrpo.reporting.records import EvaluationCost, Example, TestReport
+from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
+from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
 from evogrpo.validation import Real, Whole
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -230,3 +230,29 @@ class RunState:
         yield from ((f"finalist {place}: ", each) for place, each in enumerate(self.finalists))
         if self.best is not None:
             yield "best: ", self.best
+
+
+def as_generation(report: GenerationReport, *, slots: int, measure: str) -> Generation:
+    """Return what strategies see of a generation.
+
+    Args:
+        report: Its report.
+        slots: Number of slots of the bank.
+        measure: Measure that selection uses; see `evogrpo.evolution.fitness.MEASURES`.
+    """
+    names = [each.name for each in fields(MemberRecord) if each.name != "architecture"]
+    records = [SlotRecord()] * slots
+    for member in report.members:
+        records[member.slot] = SlotRecord(
+            member=MemberRecord(**{name: getattr(member, name) for name in names}),
+            fitness=member.scores.get(measure),
+            tokens=member.tokens,
+            seconds=member.seconds,
+        )
+    assert report.samples_per_step is not None and report.steps_per_generation is not None
+    return Generation(
+        number=report.generation,
+        samples_per_step=report.samples_per_step,
+        steps_per_generation=report.steps_per_generation,
+        slots=tuple(records),
+    )

@@ -12,7 +12,6 @@ from evogrpo.data import LearnReport
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.envs.protocol import GroupEnvironment, SupportsProgress
 from evogrpo.evolution.fitness import FitnessConfig
-from evogrpo.evolution.history import Generation
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, samples_by_rank
 from evogrpo.evolution.strategies import Strategy
@@ -38,7 +37,7 @@ from evogrpo.training.loop.run_logger import (
     provenance,
     step_report,
 )
-from evogrpo.training.loop.run_state import RunState
+from evogrpo.training.loop.run_state import RunState, as_generation
 from evogrpo.training.loop.stopping import STOPPED, RunStop
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule, check_run
@@ -368,9 +367,8 @@ class Trainer:
         report = generation_report(population, state, measured, best=best)
         state.step_in_generation = 0
         state.unplanned = True
-        state.history.append(
-            Generation.from_event(report.to_json(), slots=len(population), measure=self.fitness.selection_measure)
-        )
+        seen = as_generation(report, slots=len(population), measure=self.fitness.selection_measure)
+        state.history.append(seen)
         # 2. Plan the next generation.
         try:
             plan = None if self.limits.finished() else self._plan()
