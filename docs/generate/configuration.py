@@ -1,36 +1,30 @@
 """Reference of the configuration keys: type, default, range and description of each.
 
-Names, types and defaults are those of the configuration records. Descriptions come from their docstrings. Ranges are
-found by trying values.
+Names, types, ranges and defaults are those of the configuration records. Descriptions come from their docstrings.
 """
 
 import dataclasses
 import re
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from docs.generate.docstrings import attributes, summary
-from docs.generate.tried import real_range, whole_range
 from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.algorithms.policies.settings import MOST_TOKENS
-from evogrpo.config.checks import MAX_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import RLParameter
-from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.models.language.lora import check_supported, lora_from_json
-from evogrpo.models.networks.architecture import MAX_LAYERS, MAX_UNITS, ArchitectureLimits, NetworkConfig
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask, NetworkAgent, WrapperSection
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.training.configuration.environment_tasks import NetworkAgent, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles, LanguageAgent, LoraSettings
-from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES
+from evogrpo.training.configuration.reading import DEFAULT_SCHEDULE, SEARCH_SAMPLES, configuration_schema
 from evogrpo.training.configuration.sections import Config, LoggingConfig, PopulationConfig
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types import TASK_TYPES
+from evogrpo.validation import json_schema
 
 _SEPARATE = {
     "task", "hyperparameters", "search_space", "population", "schedule", "strategy", "experience", "fitness", "agent",
@@ -48,9 +42,6 @@ class Section:
         title: Title on the page.
         record: Record that the section is parsed into.
         lead: Text before its keys.
-        beside: By key, further keys that must be set to try it; under "" those that must be set for any key.
-        opens: Function of the record that validates it, if the record does not validate itself.
-        ranges: By key, ranges of numbers that depend on a run's model or questions.
         others: Records whose docstrings describe keys that the record's own docstring does not.
     """
 
@@ -58,9 +49,6 @@ class Section:
     title: str
     record: type[Any]
     lead: str = ""
-    beside: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    opens: Callable[[Any], object] | None = None
-    ranges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     others: Sequence[type[Any]] = ()
 
 
@@ -89,69 +77,44 @@ SEARCH = (
 
 def sections() -> list[Section]:
     """Return all sections, in the order of the page."""
-    schedules = {"schedule": "linear", "total_steps": 10**12 + 1}
     return [
-        Section(path="", title="The top", record=Config,
-                beside={"": {"task": EnvironmentTask(env="CartPole-v1"), "schedule": Schedule(generations=1),
-                             "agent": NetworkAgent()}}),
+        Section(path="", title="The top", record=Config),
         *_tasks(),
-        Section(path="task.dataset", title="Where questions come from", record=DatasetFiles,
-                beside={"": {"train": "x"}}),
-        Section(path="task.wrappers[]", title="A wrapper with options", record=WrapperSection,
-                beside={"": {"name": "x"}}),
+        Section(path="task.dataset", title="Where questions come from", record=DatasetFiles),
+        Section(path="task.wrappers[]", title="A wrapper with options", record=WrapperSection),
         Section(path="hyperparameters", title="What the first member learns with", record=Hyperparameters,
                 lead="Any of these may be `auto`, which lets evolution find it. " + _other_defaults()),
         Section(path="search_space.NAME", title="What evolves", record=RLParameter,
-                beside={"": {"min": 0.0, "max": 1.0}}, ranges={"min": "", "max": ""},
                 lead="One mapping for each hyperparameter that evolves, `auto` for the package's own range, or `null` "
                 "to keep it as it is."),
         Section(path="population", title="The population", record=PopulationConfig),
         Section(path="schedule", title="How long, and at what cost", record=Schedule,
-                beside={"": {"generations": 1}, "count_evaluations": {"max_tokens": 1}},
                 lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in DEFAULT_SCHEDULE.items()) + ". "
                 f"`samples_per_step` is {SEARCH_SAMPLES} where a search shares them. " + SEARCH),
         Section(path="fitness", title="How fitness is measured", record=FitnessConfig,
-                lead="Or one of the names of `by`. " + SEARCH, beside={"answers": {"sampled": True}}),
+                lead="Or one of the names of `by`. " + SEARCH),
         Section(path="experience", title="Who learns from whose samples", record=SharedExperience,
                 lead="Or `own` (the default), or `shared` for the defaults below. " + SEARCH),
         *_strategies(),
         Section(path="agent", title="What language models share", record=LanguageAgent,
-                others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MOST_TOKENS}}),
-        Section(path="agent.lora", title="The adapters of language models", record=LoraSettings,
-                opens=lambda record: check_supported(lora_from_json(dataclasses.asdict(record)))),
+                others=(CommonOptions, Options)),
+        Section(path="agent.lora", title="The adapters of language models", record=LoraSettings),
         Section(path="agent", title="What small networks share", record=NetworkAgent, others=(CommonOptions,)),
         Section(path="agent.network", title="The network that members start with", record=NetworkConfig),
-        Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits,
-                beside={"min_layers": {"max_layers": MAX_LAYERS}, "min_units": {"max_units": MAX_UNITS},
-                        "max_units": {"min_units": 1}}),
+        Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits),
         Section(path="agent.objective", title="The loss", record=Objective,
-                lead="Switches that exclude each other are in [objective.md](/docs/objective.md).",
-                beside={"kl_horizon": {"kl_target": 0.1}, "importance_cap": {"importance_correction": "token_truncate"},
-                        "reference_sync_steps": {"reference": "snapshot"},
-                        "reference_mixing": {"reference": "snapshot", "reference_sync_steps": 1},
-                        "sapo_tau_positive": {"loss_type": "sapo"}, "sapo_tau_negative": {"loss_type": "sapo"}}),
-        Section(path="agent.optimizer", title="The optimizer", record=Optimizer,
-                beside={"floor": schedules, "cycles": {**schedules, "schedule": "cosine"},
-                        "total_steps": {"schedule": "linear"}, "warmup_steps": {}}),
+                lead="Switches that exclude each other are in [objective.md](/docs/objective.md)."),
+        Section(path="agent.optimizer", title="The optimizer", record=Optimizer),
         Section(path="logging", title="What a run leaves behind", record=LoggingConfig),
     ]  # fmt: skip
 
 
 def _tasks() -> Iterator[Section]:
-    needed = {
-        "name": {"name": next(iter(TASKS))}, "reasoning_gym": {"reasoning_gym": "chain_sum"},
-        "env": {"env": "CartPole-v1"},
-        "dataset": {"dataset": DatasetFiles(train="x"), "reward": "x.py:f", "form": "agilerl"},
-        "parallel_env": {"parallel_env": "x"},
-    }  # fmt: skip
-    least_one = ("max_prompt_length", "validation_size", "test_size", "train_size", "max_episode_steps", "lanes")
-    ranges = {**dict.fromkeys(least_one, "at least 1"), "seed": f"from 0 to {MAX_SEED:,}"}
     for kind in TASK_TYPES.values():
         for task in kind.tasks:
             yield Section(
-                path="task", title=f"The task: {task.description}", record=task, lead=f"Named by `{task.key}`.",
-                beside={"": needed[task.key]}, ranges=ranges,
-            )  # fmt: skip
+                path="task", title=f"The task: {task.description}", record=task, lead=f"Named by `{task.key}`."
+            )
 
 
 def _strategies() -> Iterator[Section]:
@@ -174,7 +137,7 @@ def _other_defaults() -> str:
 def keys(section: Section) -> list[Key]:
     """Return the keys of a section."""
     told = {name: text for each in (*section.others, section.record) for name, text in attributes(each).items()}
-    hints = get_type_hints(section.record)
+    schema = configuration_schema() if section.record is Config else json_schema(section.record)
     left_out = _SEPARATE if section.record is Config else ()
     found = []
     for field in dataclasses.fields(section.record):
@@ -184,7 +147,7 @@ def keys(section: Section) -> list[Key]:
         found.append(
             Key(
                 path=f"{section.path}.{field.name}".removeprefix("."),
-                kind=_kind(section, field.name, hints[field.name], default),
+                kind=_kind(schema["properties"][field.name]),
                 default=None if default is dataclasses.MISSING else _shown(default),
                 description=told.get(field.name, ""),
             )
@@ -223,47 +186,35 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def _kind(section: Section, name: str, hint: Any, default: Any) -> str:
-    """Describe the possible values."""
-    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    words = [_arm(section, name, arm, default) for arm in arms if arm is not type(None)]
-    return " or ".join(dict.fromkeys([*words, *(["null"] if type(None) in arms else [])]))
-
-
-def _arm(section: Section, name: str, hint: Any, default: Any) -> str:
-    origin = get_origin(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(f"`{each}`" for each in get_args(hint))
-    if hint is bool:
-        return "true or false"
-    if hint in (int, float):
-        word, find = ("whole number", whole_range) if hint is int else ("number", real_range)
-        given = section.ranges.get(name)
-        return f"{word} {find(_accepts(section, name), default) if given is None else given}".strip()
-    if hint is str:
-        return "text"
-    if dataclasses.is_dataclass(hint):
+def _kind(node: Mapping[str, Any]) -> str:
+    """Describe the values that a JSON schema accepts."""
+    if parts := [*node.get("anyOf", ()), *node.get("oneOf", ())]:
+        return " or ".join(dict.fromkeys(map(_kind, parts)))
+    if "$ref" in node:
         return "mapping, see below"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "mapping"
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        return "list"
-    return "text or mapping"  # such as a mutation: a function by name, or settings
+    if choices := node.get("enum", [node["const"]] if "const" in node else []):
+        return "one of " + ", ".join(f"`{each}`" for each in choices)
+    name = node.get("type")
+    if name in ("integer", "number"):
+        return f"{'whole number' if name == 'integer' else 'number'} {_bounds(node, name == 'integer')}".strip()
+    words = {"boolean": "true or false", "string": "text", "null": "null", "array": "list", "object": "mapping"}
+    return words.get(str(name), "text or mapping")  # such as a mutation: a function by name, or settings
 
 
-def _accepts(section: Section, name: str) -> Callable[[float], bool]:
-    beside = {**section.beside.get("", {}), **section.beside.get(name, {})}
-
-    def accepted(value: float) -> bool:
-        try:
-            record = section.record(**{**beside, name: value})
-            if section.opens is not None:
-                section.opens(record)
-        except (ValueError, OverflowError):
-            return False
-        return True
-
-    return accepted
+def _bounds(node: Mapping[str, Any], whole: bool) -> str:
+    """Describe the range of a number; bounds that only catch typing errors are left out."""
+    low, high = (
+        next(((node[key], key == end) for key in (end, f"exclusive{end.capitalize()}") if key in node), (None, True))
+        for end in ("minimum", "maximum")
+    )
+    low, high = ((None, True) if end is None or abs(end) >= 1e15 else (end, closed) for end, closed in (low, high))
+    if low[0] is None or high[0] is None:
+        words = ("above", "at least") if high[0] is None else ("below", "at most")
+        end, closed = high if low[0] is None else low
+        return "" if end is None else f"{words[closed]} {end:{',' if whole else 'g'}}"
+    if whole:
+        return f"from {low[0]:,} to {high[0]:,}"
+    return f"in {'(['[low[1]]}{low[0]:g}, {high[0]:g}{')]'[high[1]]}"
 
 
 def page() -> str:

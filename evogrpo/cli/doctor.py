@@ -21,6 +21,7 @@ from rich.text import Text
 from evogrpo.cli.main import FAILED, OK
 from evogrpo.distributed import processes
 from evogrpo.models.devices import process_memory
+from evogrpo.safe_parsing import dump_json
 from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
 from evogrpo.training.display.console import HangingIndent, make_console
 
@@ -221,6 +222,14 @@ CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_folders,
     check_extras,
 )
+
+
+def schema(args: argparse.Namespace) -> int:
+    """Print the JSON schema of configuration files, for editors."""
+    from evogrpo.training.configuration.reading import configuration_schema
+
+    print(dump_json(configuration_schema(), indent=2))
+    return OK
 
 
 def tasks(args: argparse.Namespace) -> int:

@@ -111,11 +111,6 @@ class Hyperparameters:
         """Return the values by name, as plain JSON values."""
         return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from values by name, defaults for the rest; raises ValueError for an unknown name or refused value."""
-        return cls(**values)
-
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
 """Names of all hyperparameters, in the order of their fields."""

@@ -456,7 +456,7 @@ class Imported:
         options = {field.name for field in dataclasses.fields(SamplingOptions)} & translation.settings.keys()
         build(lambda: SamplingOptions(**{name: translation.settings[name] for name in options}))
         for name, value in translation.hyperparameters.items():
-            build(partial(Hyperparameters.from_json, {name: value}))
+            build(partial(Hyperparameters, **{name: value}))
         if objective is None or optimizer is None or problems:
             count = f"{len(problems)} settings cannot be translated:\n- " if len(problems) > 1 else ""
             raise ValueError(count + "\n- ".join(problems))

@@ -115,7 +115,7 @@ def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapp
 
     Inactive hyperparameters keep their values of `base`.
     """
-    values = base.to_json()
+    values: dict[str, Any] = base.to_json()
     for name in space.ordered:
         parameter, fraction = space[name], fractions[name]
         if not space.is_active(name, values):
@@ -124,4 +124,4 @@ def point_at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapp
             values[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
         else:
             values[name] = quantile(parameter, fraction, integer=is_integer(name))
-    return Hyperparameters.from_json(values)
+    return Hyperparameters(**values)

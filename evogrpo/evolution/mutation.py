@@ -126,13 +126,13 @@ def mutate(
         fractions: One number in [0, 1) per position: the quantile of a hyperparameter that becomes active.
     """
     before = hyperparameters.to_json()
-    after = dict(before)
+    after: dict[str, Any] = dict(before)
     for column, name in enumerate(space.ordered):
         if space.is_active(name, after):
             was_active = space.is_active(name, before)
             fraction = float(fractions[column])
             after[name] = new_value(column, name) if was_active else uniform_value(name, space[name], fraction)
-    return Hyperparameters.from_json(after)
+    return Hyperparameters(**after)
 
 
 def uniform_value(name: str, parameter: RLParameter, fraction: float) -> Value:

@@ -43,7 +43,7 @@ def test_assignment_refuses_what_the_constructor_refuses(options, change, rule):
         tiny_agent(**options | {name: value})
     if not isinstance(value, bool) and value == value and value != 1:
         with pytest.raises(ValueError, match=rule):
-            agent.hyperparameters = Hyperparameters.from_json({**before.to_json(), name: value})
+            agent.hyperparameters = Hyperparameters(**{**before.to_json(), name: value})
 
 
 def test_values_that_evolution_may_reach_are_checked():

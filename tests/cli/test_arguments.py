@@ -119,7 +119,7 @@ def test_a_missing_run_is_reported(workdir, capsys, name):
 
 def test_usage_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("demo", "train", "resume", "video", "report", "tasks", "doctor", "export"):
+    for name in ("demo", "train", "resume", "video", "report", "tasks", "schema", "doctor", "export"):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name

@@ -13,6 +13,7 @@ from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTa
 from evogrpo.training.configuration.reading import (
     CONFIG_FILE,
     absolute_paths,
+    configuration_schema,
     load_config,
     override,
     parse_config,
@@ -419,3 +420,18 @@ def test_a_local_folder_is_read_like_the_hub(tmp_path, monkeypatch):
     tables = parse_config(values).task.dataset.tables()
     assert [None if table is None else len(table) for table in tables.values()] == [5, None, 3]
     assert tables["test"][1] == {"question": "test 1", "answer": 1}
+
+
+def test_the_schema_names_every_key():
+    schema = configuration_schema()
+    assert set(schema["properties"]) == set(Config.__dataclass_fields__) - {"auto"}
+    assert schema["required"] == ["task"]
+    assert {"const": "auto"} in schema["$defs"]["PopulationConfig"]["properties"]["size"]["anyOf"]
+    json.dumps(schema, allow_nan=False)
+
+
+def test_all_errors_are_reported_at_once():
+    wrong = {"schedule": {"generations": 0, "max_second": 1}, "population": {"size": "two"}, "sed": 1}
+    with pytest.raises(ValueError, match="generations") as caught:
+        parse_config({**MINIMAL, **wrong})
+    assert len(str(caught.value).splitlines()) == 4

@@ -62,7 +62,7 @@ def test_the_journal_holds_names_and_nulls(run):
     folder, reports = run
     events = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
     for event, report in zip(events, reports, strict=True):
-        written = [Hyperparameters.from_json(member["hyperparameters"]) for member in event["members"]]
+        written = [Hyperparameters(**member["hyperparameters"]) for member in event["members"]]
         assert written == [member.hyperparameters for member in report.members]
     assert events[0]["members"][0]["hyperparameters"]["clip_low"] is None
 

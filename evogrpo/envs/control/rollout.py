@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import Uniforms, policy_action_shape, to_environment
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
@@ -17,6 +16,7 @@ from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.spaces import unflatten
 from evogrpo.text import short_repr
+from evogrpo.validation import FLOAT32_LIMIT
 
 MOST_STEPS = 100_000
 """Steps after which an episode without a limit raises an error."""

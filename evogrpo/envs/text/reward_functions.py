@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from evogrpo.config.checks import finite_number, float32_number, whole_between
+from evogrpo.config.checks import finite_number, whole_between
 from evogrpo.envs.text.reward_calls import Call, Job, is_async
 
 Unit = Literal["token", "character"]
@@ -43,7 +43,7 @@ class StepRewards:
                 f"positions of StepRewards must match values, got {len(values)} values and {len(positions)} positions."
             )
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
-        object.__setattr__(self, "values", tuple(float32_number("values of StepRewards", value) for value in values))
+        object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
         object.__setattr__(self, "positions", whole)
 
     @property

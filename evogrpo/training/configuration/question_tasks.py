@@ -22,7 +22,19 @@ from evogrpo.synonyms import close_match
 from evogrpo.text import extra_command, number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named
-from evogrpo.validation import Flag, Float, Int, PositiveInt, Seed, Text, settings
+from evogrpo.validation import (
+    Flag,
+    Float,
+    Int,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Seed,
+    Share,
+    Text,
+    settings,
+)
 
 Messages = tuple[Mapping[str, str], ...]
 
@@ -40,8 +52,8 @@ class LoraSettings:
         init_lora_weights: true for B = 0 and uniform A, or "gaussian" for normal A.
     """
 
-    r: Int = 16
-    lora_alpha: Int = 32
+    r: PositiveInt = 16
+    lora_alpha: PositiveInt = 32
     target_modules: Text | tuple[Text, ...] = "all-linear"
     exclude_modules: Text | tuple[Text, ...] | None = None
     use_rslora: Flag = False
@@ -57,14 +69,14 @@ class LanguageAgent:
         adapter: Folder of a PEFT adapter that all members start from, instead of `lora`.
     """
 
-    max_output_tokens: Int = 128
-    min_output_tokens: Int = 0
-    top_k: Int = 0
-    top_p: Float = 1.0
-    min_p: Float = 0.0
-    repetition_penalty: Float = 1.0
+    max_output_tokens: PositiveInt = 128
+    min_output_tokens: NonNegativeInt = 0
+    top_k: NonNegativeInt = 0
+    top_p: PositiveShare = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: PositiveFloat = 1.0
     eos_token_ids: tuple[Int, ...] | None = None
-    micro_batch_tokens: Int | None = None
+    micro_batch_tokens: PositiveInt | None = None
     reduce_memory_peak: Flag = True
     calc_position_embeddings: Flag = True
     objective: Objective = field(default_factory=Objective)
@@ -106,8 +118,8 @@ class QuestionTask(ABC):
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_length: PositiveInt | None = None
     on_reward_error: OnRewardError = "raise"
-    reward_timeout: Float | None = DEFAULT_REWARD_TIMEOUT
-    reward_workers: Int | None = None
+    reward_timeout: PositiveFloat | None = DEFAULT_REWARD_TIMEOUT
+    reward_workers: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
         check_worker_limits(self.reward_timeout, self.reward_workers)

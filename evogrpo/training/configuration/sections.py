@@ -221,7 +221,7 @@ class Config(Generic[TaskT, AgentT]):
     def founders(self) -> tuple[Hyperparameters, ...] | None:
         """Hyperparameters of the first members, if given."""
         defaults = self.hyperparameters.to_json()
-        founders = tuple(Hyperparameters.from_json({**defaults, **founder}) for founder in self.population.founders)
+        founders = tuple(Hyperparameters(**{**defaults, **founder}) for founder in self.population.founders)
         return founders or None
 
     @property
