@@ -338,9 +338,7 @@ def _add_other_commands(commands: Commands) -> None:
     report = _add_command(commands, "report", "evogrpo.cli.records:report", "write report.png and report.html of a run")
     _add_run_dir(report, "run directory; the run may still be active")
     _add_command(commands, "tasks", "evogrpo.cli.doctor:tasks", "list the tasks that come with evogrpo and its extras")
-    _add_command(
-        commands, "schema", "evogrpo.cli.doctor:schema", "print the JSON schema of configurations"
-    )
+    _add_command(commands, "schema", "evogrpo.cli.doctor:schema", "print the JSON schema of configurations")
     _add_command(
         commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine and suggest a fix for each problem"
     )

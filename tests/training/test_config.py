@@ -176,7 +176,7 @@ def test_unknown_keys_are_refused_with_path_and_suggestion(path, message):
         ("population.spread", "no", "population.spread must be true or false"),
         ("strategy.name", "tournamnet", "unknown strategy 'tournamnet': did you mean 'tournament'"),
         ("strategy.mutation", 3, "strategy: mutation must be"),
-        ("agent.max_output_tokens", 0, "agent: max_output_tokens must be at least 1"),
+        ("agent.max_output_tokens", 0, "agent.max_output_tokens must be at least 1"),
         ("agent.eos_token_ids", ["a"], r"agent.eos_token_ids\[0\] must be an integer"),
         ("agent.objective.loss_type", "grppo", "did you mean 'grpo'"),
         ("agent.optimizer.betas", [0.9], "agent.optimizer.betas\\[1\\] must be given"),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import FLOAT32_LIMIT
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
 from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results, escaped_prints
@@ -25,6 +24,7 @@ from evogrpo.envs.text.reward_functions import (
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.validation import FLOAT32_LIMIT
 from evogrpo.warnings import warn
 
 POLL_SECONDS = 0.2  # longest wait without checking for a stop
