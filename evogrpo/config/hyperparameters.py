@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
 

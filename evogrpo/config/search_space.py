@@ -371,7 +371,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         unset = "target_kl" not in chosen
         if unset and ("target_kl" in self or not ("lr" in chosen or "lr" in self)):
             defaults = {**defaults, "target_kl": DEFAULT_TARGET_KL}
-        record = Hyperparameters.from_json({**defaults, **chosen})
+        record = Hyperparameters(**{**defaults, **chosen})
         for name, parameter in self.items():
             for other, required in parameter.condition.items():
                 if other not in self and getattr(record, other) not in required:

@@ -43,7 +43,7 @@ def test_all_keys_of_configurations_are_listed():
         ("hyperparameters.clip_coef", "number in (0, 1)", "`0.2`"),
         ("hyperparameters.temperature", "number at least 1e-06", "`1`"),
         ("schedule.test_questions", "whole number at least 0 or null", "`null`"),
-        ("population.size", "whole number from 1 to 100,000", "`4`"),
+        ("population.size", "whole number from 1 to 100,000", "`1`"),
         ("agent.objective.delta", "number above 1 or null", "`null`"),
         ("agent.optimizer.floor", "number in [0, 1)", "`0`"),
         ("task.env", "text", None),
