@@ -3,13 +3,14 @@
     pip install "gymnasium[box2d]"
     python benchmarking/calibrated.py                           # five environments, seeds 2000 to 2004
     python benchmarking/calibrated.py --tasks two_digit_sums number_sequences --seeds 2000 2001 2002
-    python benchmarking/calibrated.py --arms calibrated --lr 1e-2 --tasks CartPole-v1
+    python benchmarking/calibrated.py --arms calibrated fixed --lr 5e-3 --tasks FrozenLake8x8-v1 --hidden 8
 
 Tasks and budgets are those of `benchmarking/hpo`. Budgets count all steps or tokens, measuring included. There is no
-validation: the score is that of the last policy, greedy on the test starts, with 0 = untrained and 1 = solved.
+validation: the score is that of the last policy, greedy on the test starts, with 0 = untrained and 1 = solved. Any other
+environment of Gymnasium can be named as well. Its budget is 200,000 steps, and its score is the mean return.
 
-Arms: `calibrated` (`target_kl`; lr drawn over three decades by the seed), `drawn` (the same lr, not adapted), `tuned`
-(values tuned by hand on other seeds), `default` (the package's defaults). Every run prints a line of JSON.
+Arms: `calibrated` (`target_kl`; lr drawn over three decades by the seed), `fixed` (the same lr, not adapted), `tuned`
+(values tuned by hand on other seeds), `default` (the package's default lr, not adapted). Every run prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,31 +26,48 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ARMS = ("calibrated", "drawn", "tuned", "default")
+ARMS = ("calibrated", "fixed", "tuned", "default")
 ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "LunarLander-v3", "FrozenLake-v1")
 
 
-def score(task_name: str, arm: str, seed: int, lr: float | None, target_kl: float, share: float) -> dict[str, Any]:
+def score(
+    task_name: str,
+    arm: str,
+    seed: int,
+    lr: float | None,
+    target_kl: float,
+    share: float,
+    hidden: list[int] | None = None,
+) -> dict[str, Any]:
     """Train one agent until the budget is spent, and return its normalised score with the cost."""
     import torch
     from peft import LoraConfig
 
     from benchmarking.hpo.playing import GROUP, page_data
-    from benchmarking.hpo.tasks import TASKS
-    from evogrpo import GRPO, FitnessConfig, GymnasiumGroups, evolve, load_base
+    from benchmarking.hpo.tasks import PLAY_SPACE, TASKS, Task
+    from evogrpo import GRPO, FitnessConfig, GymnasiumGroups, NetworkConfig, evolve, load_base
     from evogrpo.algorithms.rollout.evaluation import evaluate_states
     from evogrpo.envs import TASKS as BUILTIN
     from evogrpo.evolution import Fixed
 
     torch.set_num_threads(1)
-    task = TASKS[task_name]
+    other = {
+        "budget": 200_000,
+        "seconds": 0.0,
+        "random": 0.0,
+        "solved": 1.0,
+        "oracle": {},
+        "fixed": {"batch_size": 256},
+    }
+    task = TASKS[task_name] if task_name in TASKS else Task(name=task_name, space=PLAY_SPACE, **other)
     options: dict[str, Any] = {"group_size": GROUP, **task.fixed, "seed": seed, "samples_per_step": task.oracle_samples}
     if arm == "tuned":
         options |= dict(task.oracle)
     elif arm != "default":
         options["lr"] = page_data(task, seed)["lr"] if lr is None else lr
-    if arm == "calibrated":
-        options["target_kl"] = target_kl
+    options["target_kl"] = target_kl if arm == "calibrated" else None
+    if hidden is not None:
+        options["network"] = NetworkConfig(hidden=tuple(hidden))
     if task.words:
         base = load_base("smollm2-135m", dtype=torch.bfloat16)
         env: Any = BUILTIN[task_name].build(base.tokenizer, seed=seed, validation_size=2, test_size=task.test)
@@ -90,14 +108,15 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["calibrated", "tuned"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(2000, 2005)))
     parser.add_argument("--lr", type=float, help="learning rate instead of the drawn one")
-    parser.add_argument("--target-kl", type=float, default=0.005)
+    parser.add_argument("--target-kl", type=float, default=0.01)
+    parser.add_argument("--hidden", nargs="+", type=int, help="layers of small networks, instead of the default")
     parser.add_argument("--share", type=float, default=1.0, help="share of the task's budget")
     chosen = parser.parse_args()
     found: dict[tuple[str, str], list[float]] = {}
     for seed in chosen.seeds:
         for task in chosen.tasks:
             for arm in chosen.arms:
-                record = score(task, arm, seed, chosen.lr, chosen.target_kl, chosen.share)
+                record = score(task, arm, seed, chosen.lr, chosen.target_kl, chosen.share, chosen.hidden)
                 print(json.dumps(record), flush=True)
                 found.setdefault((arm, task), []).append(record["score"])
     for arm in chosen.arms:
