@@ -6,11 +6,11 @@
     python benchmarking/calibrated.py --arms calibrated fixed --lr 5e-3 --tasks FrozenLake8x8-v1 --hidden 8
 
 Tasks and budgets are those of `benchmarking/hpo`. Budgets count all steps or tokens, measuring included. There is no
-validation: the score is that of the last policy, greedy on the test starts, with 0 = untrained and 1 = solved. Any other
-environment of Gymnasium can be named as well. Its budget is 200,000 steps, and its score is the mean return.
+validation: the score is that of the last policy, greedy on the test starts, with 0 = untrained and 1 = solved. Other
+environments of Gymnasium can be named as well. Their budget is 200,000 steps, and their score is the mean return.
 
 Arms: `calibrated` (`target_kl`; lr drawn over three decades by the seed), `fixed` (the same lr, not adapted), `tuned`
-(values tuned by hand on other seeds), `default` (the package's default lr, not adapted). Every run prints a line of JSON.
+(values tuned by hand on other seeds), `default` (the package's default lr, not adapted). A run prints a line of JSON.
 """
 
 from __future__ import annotations

@@ -342,7 +342,8 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
 def _ancestor_text(ancestor: MemberReport, summary: RunSummary) -> Text:
     """Describe an ancestor: its origin, its changes and its last fitness before the next birth."""
     if ancestor.parent is None:
-        names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
+        step_size = "lr" if ancestor.hyperparameters.target_kl is None else "target_kl"
+        names = list(summary.evolvable) or [step_size, "clip_coef", "group_size"]
         values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
         origin = f"founder with {values}"
     else:

@@ -139,7 +139,6 @@ def notebook_region(console: Console, shown: RenderableType) -> Iterator[Callabl
 
 
 SECONDS_BETWEEN_LINES = 1.0  # in a log
-SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
 
 
 class RunDisplay(Callback):
@@ -216,7 +215,9 @@ class RunDisplay(Callback):
         if len(head) + len(facts) > width:  # avoid a line with a single word
             facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
-        evolving = list(self._trainer.population.space) or SHOWN_IF_NOTHING_EVOLVES
+        population = self._trainer.population
+        step_size = "lr" if population[0].hyperparameters.target_kl is None else "target_kl"
+        evolving = list(population.space) or (step_size, "clip_coef", "group_size")
         best = self._trainer.run_state.best
         kept = best is None or best.generation == report.generation
         shown.append(generation_table(report, evolving, width, self.terms, kept=kept))
