@@ -15,7 +15,7 @@ from tests.tiny_training import tiny_env, tiny_population
 WRONG = [
     ("def score(completion, solution):\n    return 1.0\n", "completion, answer, question"),
     ("def score(prompt, completion, answer):\n    return 1.0\n", "completion, answer, question"),
-    ("def score(completion, answer, question):\n    return 'good'\n", "must return numbers or None, got 'good'"),
+    ("def score(completion, answer, question):\n    return 'good'\n", "'good'"),
     ("def score(completion, answer, question):\n    return answer['x']\n", "raised TypeError"),
 ]
 
