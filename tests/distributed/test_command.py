@@ -123,7 +123,7 @@ def test_automatic_sizes_are_equal_on_all_ranks(tmp_path: Path) -> None:
     leader, _ = both(
         tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
     )
-    assert "members, each a network" in leader
+    assert "each a network" in leader  # one member on a slow machine
     assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "ended"
 
 
