@@ -149,7 +149,7 @@ def acted_batch(
     ]
     rngs = [generator(seed, "test steps", *place, step) for _, *place in work for step in range(STEPS)]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
-    uniforms = np.stack([rng.random(bank.uniforms_per_action) for rng in rngs])
+    uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs])
     masks = None
     if case.masked:
         counts = getattr(case.actions, "nvec", np.array([getattr(case.actions, "n", 0)])).ravel()

@@ -234,7 +234,7 @@ def schema(args: argparse.Namespace) -> int:
 
 def tasks(args: argparse.Namespace) -> int:
     """List the available tasks."""
-    from evogrpo.envs.control.classic import native_ids
+    from evogrpo.envs.control.classic import NATIVE_IDS
     from evogrpo.envs.text.reasoning import is_installed
     from evogrpo.envs.text.tasks import TASKS
     from evogrpo.training.presets import preset_ids
@@ -254,9 +254,7 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(
-        HangingIndent(Text(f"  {', '.join(native_ids())} are vectorised; other environments run as they are"))
-    )
+    console.print(HangingIndent(Text(f"  {', '.join(NATIVE_IDS)} are vectorised; other environments run as they are")))
     console.print(HangingIndent(Text(f"  tuned hyperparameters with --preset: {', '.join(preset_ids())}")))
     console.print()
     games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"

@@ -22,7 +22,7 @@ def policy_for(env, size):
 def play(env, policy, members):
     """Play 6 episodes of each member; return them, their members, and the random numbers of actions."""
     rows = np.repeat(members, 6)
-    width = policy.bank.uniforms_per_action
+    width = policy.bank.distribution.uniforms_per_action
     noise = ActionNoise(
         0, "sample", streams=[(m,) for m in members], rows=[6] * len(members), width_of=lambda agent: width
     )

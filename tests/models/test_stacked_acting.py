@@ -18,7 +18,7 @@ def ask(case, bank, member_ids, *, seed=0, **settings):
     """Act with the same observations and uniform numbers in row i of every call."""
     rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
     seen = stacked([observe(case.observations, rng) for rng in rngs])
-    uniforms = np.stack([rng.random(bank.uniforms_per_action) for rng in rngs]).astype(np.float32)
+    uniforms = np.stack([rng.random(bank.distribution.uniforms_per_action) for rng in rngs]).astype(np.float32)
     settings = {"uniforms": uniforms} | settings
     return bank.act(seen, np.asarray(member_ids, dtype=np.int64), **settings)
 
@@ -57,7 +57,7 @@ def test_shapes_and_dtypes_of_actions():
 
 def test_uniforms_per_action():
     counts = {"discrete": 1, "architectures": 4, "box": 2, "images": 4, "module": 1}
-    assert {name: CASES[name].bank(1).uniforms_per_action for name in counts} == counts
+    assert {name: CASES[name].bank(1).distribution.uniforms_per_action for name in counts} == counts
 
 
 def test_acting_uses_current_weights():

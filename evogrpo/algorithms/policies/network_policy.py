@@ -14,7 +14,7 @@ from torch import nn
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
-from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
+from evogrpo.envs.control.actions import legal_actions, mask_sizes, to_environment
 from evogrpo.envs.control.observations import ObservationStatistics, episode_statistics, normalised_leaves
 from evogrpo.envs.control.rollout import PolicyEpisodes, fits_float32
 from evogrpo.evolution.history import ArchitectureChange
@@ -300,7 +300,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, networks: Stac
     starts, size, steps = taken.shape
     lead, space = (starts * size, steps), networks.action_space
     chosen = np.asarray(actions)
-    if chosen.shape != (*taken.shape, *policy_action_shape(space)):
+    if chosen.shape != (*taken.shape, *(space.shape or ())):
         raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}")
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):

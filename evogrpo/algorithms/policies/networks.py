@@ -243,7 +243,7 @@ class NetworkPolicySet:
     def _width_of(self, agent: str) -> int:
         """Return the number of uniforms per action of an agent."""
         name = DEFAULT_POLICY if self._single else self.mapping.policy_of(agent)
-        return self.policies[name].bank.uniforms_per_action
+        return self.policies[name].bank.distribution.uniforms_per_action
 
     def update_statistics(self, observed: Sequence[ObservedStatistics]) -> None:
         """Add the observations of a learning step to each policy's running statistics."""
@@ -312,10 +312,11 @@ class NetworkPolicySet:
     ) -> NDArray[Any]:
         """Return one policy's actions `[m, ...]` for observations `[m, ...]`; no `rng` = the most likely ones."""
         policy, m = self.policies[name], len(masks)
+        width = policy.bank.distribution.uniforms_per_action
         acted = policy.act(
             observations,
             np.full(m, learner.slot),
-            uniforms=None if rng is None else rng.random((m, policy.bank.uniforms_per_action), dtype=np.float32),
+            uniforms=None if rng is None else rng.random((m, width), dtype=np.float32),
             temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
             action_mask=legal_actions(policy.action_space, masks),
         )

@@ -74,11 +74,6 @@ class ActionNoise:
         return result
 
 
-def policy_action_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Return the shape of one action: () for Discrete, one entry per component otherwise."""
-    return tuple(space.shape or ())
-
-
 def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
     """Convert a policy's actions to the environment's form.
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from math import pi
 from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
@@ -40,8 +39,6 @@ class ClassicControl(VectorEnv):
     state_size: ClassVar[int]
 
     def __init__(self, *, max_episode_steps: int) -> None:
-        if max_episode_steps < 1:
-            raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
         self.max_episode_steps = max_episode_steps
         self._observations = np.empty((0, 0), dtype=np.float32)
         self._finished = np.empty(0, dtype=np.bool_)
@@ -99,14 +96,6 @@ class ClassicControl(VectorEnv):
     def _observe(self) -> NDArray[np.float32]:
         """Return the observations `[m, d]` of the state; by default the state itself."""
         return self._state.T.astype(np.float32, order="C")
-
-
-def rows_of(*columns: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return observations [m, d] from d vectors [m], each rounded to float32."""
-    observations = np.empty((len(columns[0]), len(columns)), dtype=np.float32)
-    for number, column in enumerate(columns):
-        observations[:, number] = column
-    return observations
 
 
 def reset_generator(seed: int) -> np.random.Generator:
@@ -211,7 +200,7 @@ class Acrobot(ClassicControl):
 
     def _observe(self) -> NDArray[np.float32]:
         a, b, a_dot, b_dot = self._state
-        return rows_of(np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
+        return np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot], axis=1).astype(np.float32)
 
 
 def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
@@ -252,7 +241,7 @@ _GOAL_CONTINUOUS = 0.45
 
 
 @lru_cache(maxsize=8192)
-def _start(seed: int) -> Start:
+def _car_start(seed: int) -> Start:
     position = reset_generator(seed).uniform(low=-0.6, high=-0.4)
     return (float(position), 0.0), (float(np.float32(position)), 0.0)
 
@@ -277,9 +266,7 @@ class MountainCar(ClassicControl):
         super().__init__(max_episode_steps=max_episode_steps)
         self._goal_velocity = goal_velocity
 
-    @staticmethod
-    def _start(seed: int) -> Start:
-        return _start(seed)
+    _start = staticmethod(_car_start)
 
     def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         position, velocity = self._state
@@ -301,9 +288,7 @@ class MountainCarContinuous(ClassicControl):
 
     state_size = 2
 
-    @staticmethod
-    def _start(seed: int) -> Start:
-        return _start(seed)
+    _start = staticmethod(_car_start)
 
     def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         position, velocity = self._state
@@ -375,8 +360,11 @@ class Pendulum(ClassicControl):
 
     def _observe(self) -> NDArray[np.float32]:
         theta, speed = self._state
-        return rows_of(np.cos(theta), np.sin(theta), speed)
+        return np.stack([np.cos(theta), np.sin(theta), speed], axis=1).astype(np.float32)
 
+
+NATIVE_IDS = ("Acrobot-v1", "CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
+"""Newest ids of the environments below."""
 
 _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.cartpole:CartPoleEnv": CartPole,
@@ -385,15 +373,6 @@ _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.continuous_mountain_car:Continuous_MountainCarEnv": MountainCarContinuous,
     "gymnasium.envs.classic_control.pendulum:PendulumEnv": Pendulum,
 }
-
-
-def native_ids() -> list[str]:
-    """Return the newest registered id of every environment that has a native one."""
-    newest: dict[object, EnvSpec] = {}
-    for spec in gymnasium.registry.values():
-        if spec.entry_point in _NATIVE and not spec.additional_wrappers:
-            newest[spec.entry_point] = max(newest.get(spec.entry_point, spec), spec, key=lambda each: each.version or 0)
-    return sorted(spec.id for spec in newest.values())
 
 
 def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicControl] | None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
+from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.observations import scalars
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorStep
@@ -81,13 +80,22 @@ class JointEnv:
         return self._latest(observations, infos)
 
     def step(self, actions: Mapping[str, Any]) -> JointStep:
-        """Step with one action per active agent, in the environment's form.
+        """Step with actions by agent, in the environment's form; other active agents get an action of zeros.
+
+        Most environments expect an action of agents that cannot act, and ignore it.
 
         Raises:
             ValueError: If an agent returns after its end or has no reward.
         """
         before = set(self._ids)
-        own = {self._ids[name]: action for name, action in actions.items()}
+        own = {}
+        for name, agent in self._ids.items():
+            if name in actions:
+                own[agent] = actions[name]
+            else:
+                space = self.env.action_space(agent)
+                blank = np.zeros((1, *(space.shape or ())), dtype=space.dtype)
+                own[agent] = plain_action(to_environment(space, blank)[0])
         observations, rewards, terminations, truncations, infos = self.env.step(dict(own))
         unpaid = [str(agent) for agent in own if agent not in rewards]
         if unpaid:
@@ -117,17 +125,6 @@ class JointEnv:
             terminated=frozenset(terminated),
             truncated=frozenset(truncated),
         )
-
-    def action_space(self, agent: str) -> spaces.Space[Any]:
-        """Return the action space of an active agent."""
-        space: spaces.Space[Any] = self.env.action_space(self._ids[agent])
-        return space
-
-    def no_action(self, agent: str) -> Any:
-        """Return an action for an agent that cannot act; most environments expect one, and ignore it."""
-        space = self.action_space(agent)
-        blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
-        return plain_action(to_environment(space, blank)[0])
 
     def close(self) -> None:
         """Close the environment."""
@@ -181,15 +178,12 @@ class JointVectorEnv(SerialVectorEnv):
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> VectorStep:
         """See `VectorEnv`."""
-        chosen: dict[tuple[int, str], Any] = {}
+        chosen: list[dict[str, Any]] = [{} for _ in self._running]
         for policy, own in actions.items():
-            chosen |= zip(self._acting[policy], map(plain_action, own), strict=True)
+            for (position, agent), action in zip(self._acting[policy], own, strict=True):
+                chosen[position][agent] = plain_action(action)
         stepped = []
-        for position, (env, latest) in enumerate(self._running):
-            joint = {
-                agent: chosen[position, agent] if (position, agent) in chosen else env.no_action(agent)
-                for agent in latest.observations
-            }
+        for (env, _), joint in zip(self._running, chosen, strict=True):
             self.stop.check()
             stepped.append((env, env.step(joint)))
         self._running, steps = stepped, [step for _, step in stepped]
@@ -237,10 +231,7 @@ class JointGymEnv(gymnasium.Env[AgentDict, AgentDict]):
 
     def step(self, action: Mapping[str, Any]) -> tuple[AgentDict, float, bool, bool, AgentDict]:
         """Step with the actions of all agents; the episode ends when no agent is active."""
-        agents = self._latest.observations
-        result = self._env.step(
-            {agent: action[agent] if agent in action else self._env.no_action(agent) for agent in agents}
-        )
+        result = self._env.step(action)
         over, cut = not result.observations, bool(result.truncated)
         observations, infos = self._inputs(result)
         return observations, float(sum(result.rewards.values())), over and not cut, over and cut, infos

@@ -1,6 +1,7 @@
 """Mapping from agents to policies, and the spaces of each policy."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeGuard, get_args
@@ -153,13 +154,11 @@ def map_policies(
         first = agents[0]
         for agent in agents[1:]:
             if not _same_spaces(observation_spaces, action_spaces, first, agent):
-                fits = all(
-                    _same_spaces(observation_spaces, action_spaces, one, other)
-                    for one in agents
-                    for other in agents
-                    if prefix_of(one) == prefix_of(other)
-                )
-                finer = "prefix" if policies == "shared" and fits else "independent"
+                finer = "independent"
+                if policies == "shared":
+                    with suppress(ValueError):
+                        map_policies(observation_spaces, action_spaces, "prefix")
+                        finer = "prefix"
                 raise ValueError(
                     f"policies={policies!r} requires equal spaces for all agents of a policy, but {first} has "
                     f"{observation_spaces[first]} and {action_spaces[first]}, {agent} has {observation_spaces[agent]} "

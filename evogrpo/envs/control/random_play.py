@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.actions import mask_sizes, policy_action_shape, to_environment
+from evogrpo.envs.control.actions import mask_sizes, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, prefix_of
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep
@@ -94,13 +94,13 @@ def random_action(space: spaces.Space[Any], mask: NDArray[Any] | None, rng: np.r
             within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
             chosen = np.where(bounded, within, rng.standard_normal(low.shape))
         case spaces.MultiBinary():
-            chosen = rng.integers(2, size=policy_action_shape(space))
+            chosen = rng.integers(2, size=(space.shape or ()))
         case _:
             sizes = mask_sizes(space)
             flags = np.ones(sum(sizes), np.bool_) if mask is None else mask
             parts = np.split(flags, np.cumsum(sizes)[:-1])
             values = [rng.choice(np.flatnonzero(part)) for part in parts]
-            chosen = np.reshape(np.array(values), policy_action_shape(space))
+            chosen = np.reshape(np.array(values), (space.shape or ()))
     return chosen.astype(space.dtype)
 
 
@@ -199,11 +199,8 @@ def _first_difference(*replays: Iterable[tuple[int, int, Values]]) -> str | None
             again = values.get(name)
             if again is None:
                 return f"{name} {when} was present and then missing"
-            differs = np.argwhere(value != again)
-            if len(differs):
-                place = tuple(differs[0])
-                entry = f"[{', '.join(map(str, place))}]" if place else ""
-                return f"{name}{entry} {when} was {float(value[place]):.9g} and then {float(again[place]):.9g}"
+            if not np.array_equal(value, again):
+                return f"{name} {when} was {value!s:.60} and then {again!s:.60}"
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evogrpo.data import Actor
-from evogrpo.envs.control.actions import Uniforms, policy_action_shape, to_environment
+from evogrpo.envs.control.actions import Uniforms, to_environment
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop
@@ -464,7 +464,7 @@ def play_episodes(
                 action_mask=inputs.action_masks,
                 base=request.base,
             )
-            expected = (len(own), *policy_action_shape(action_space))
+            expected = (len(own), *(action_space.shape or ()))
             if np.shape(acted.actions) != expected:
                 raise ValueError(
                     f"actions must have shape {expected} for {action_space}, got {np.shape(acted.actions)}."

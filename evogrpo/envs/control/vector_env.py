@@ -13,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.actions import legal_actions, policy_action_shape
+from evogrpo.envs.control.actions import legal_actions
 from evogrpo.envs.control.making import MakeEnv, noise_seed
 from evogrpo.envs.control.observations import Leaves, scalars, stack
 from evogrpo.envs.control.policy_mapping import PolicyMapping
@@ -226,7 +226,7 @@ class ProcessVectorEnv(VectorEnv):
         self._vector = AsyncVectorEnv([make_pausing] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self._count, self._reseed = count, reseed
         self._space, self._action_space = observation_space, action_space
-        self._actions = np.zeros((count, *policy_action_shape(action_space)), dtype=action_space.dtype)
+        self._actions = np.zeros((count, *(action_space.shape or ())), dtype=action_space.dtype)
         self._observations: Any = None
         self._running: list[int] = []  # worker of each episode
         self._masks: list[Any] = [None] * count  # of each worker
@@ -320,12 +320,10 @@ class PauseAtEnd(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self._paused:
             return self._blank, 0.0, False, False, {}
         observation, reward, *ends, info = self.env.step(action)
-        names = ("terminated", "truncated")
-        flags = [bool(scalars([end], np.bool_, name)[0]) for end, name in zip(ends, names, strict=True)]
-        self._paused = any(flags)
-        reward = scalars([reward], np.float64, "reward")[0]
+        terminated, truncated = scalars(ends, np.bool_, "terminated and truncated").tolist()
+        self._paused = terminated or truncated
         observation, info = self._checked(observation, info)
-        return observation, reward, flags[0], flags[1], info
+        return observation, scalars([reward], np.float64, "reward")[0], terminated, truncated, info
 
     def _checked(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return an observation in the dtypes of its space, and the action mask alone of an info."""

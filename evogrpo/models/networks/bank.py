@@ -17,7 +17,7 @@ from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, SampledActions, map_tensors
 from evogrpo.models.bank import LossFunction, PolicyVersion, ReferenceDistributions, Update
 from evogrpo.models.networks.distributions import MASKED_LOGIT
-from evogrpo.models.networks.networks import DefaultNetwork, ModuleNetwork
+from evogrpo.models.networks.networks import ModuleNetwork
 from evogrpo.models.networks.train_states import IntArray, Layout, Stack, StackedTrainStates, lay_out
 
 Layouts = list[tuple[Stack, Layout]]
@@ -57,17 +57,11 @@ class StackedBank(StackedTrainStates):
         self.memory = memory
         self._layout_cache: dict[str, tuple[tuple[int, bool], IntArray, Layouts]] = {}
 
-    @property
-    def uniforms_per_action(self) -> int:
-        """Number of uniform random numbers that sample one action."""
-        return self.distribution.uniforms_per_action
-
     def description(self, slot: int) -> str:
         """Return a member's network in words."""
         network = self.locate(slot)[0].network
         if isinstance(network, ModuleNetwork):
             return f"{network.name}, a module of your own"
-        assert isinstance(network, DefaultNetwork)
         return f"{'convolutions, then ' if network.encoder.images else ''}{network.config.description}"
 
     # ---- acting

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,30 +154,6 @@ SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
 MIN_NATURE_SIDE = 36  # minimum side of an image for NATURE
 
 
-class Network(Protocol):
-    """A function of parameters and observations, for several members at once.
-
-    Attributes:
-        shapes: Shapes of one member's parameters by name, in their order in a flat vector.
-        values_per_observation: Approximate number of values that the gradient of one observation keeps in memory.
-    """
-
-    shapes: Shapes
-    values_per_observation: int
-
-    def initial_parameters(self, seed: int) -> Parameters:
-        """Return the initial parameters of every member."""
-        ...
-
-    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
-        ...
-
-    def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
-        ...
-
-
 def split(flat: Tensor, shapes: Shapes) -> Parameters:
     """View flat vectors `[..., k]` as parameters `[..., *shape]` by name."""
     parameters, start = {}, 0
@@ -203,6 +179,12 @@ class DefaultNetwork:
         config: The architecture.
         space: Observation space.
         outputs: Number of outputs.
+
+    Attributes:
+        config: As given.
+        encoder: Converts observations to features and images.
+        shapes: Shapes of one member's parameters by name, in their order in a flat vector.
+        values_per_observation: Approximate number of values that the gradient of one observation keeps in memory.
 
     Raises:
         ValueError: If the space is not supported, or an image is too small for the convolutions.
@@ -262,7 +244,7 @@ class DefaultNetwork:
         return parameters
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
         space = self._idle.pop() if self._idle else Workspace()
         with torch.no_grad():
             features = self._features(parameters, observations, parameters["output.bias"].device)
@@ -271,7 +253,7 @@ class DefaultNetwork:
         return outputs
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and a function that adds gradients; see `Network`."""
+        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
         names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
         own = {name: parameters[name].detach().requires_grad_() for name in names}
         with torch.set_grad_enabled(bool(names)):
@@ -416,12 +398,12 @@ class ModuleNetwork:
         return {name: value.clone() for name, value in self._first.items()}
 
     def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
-        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
         with torch.no_grad():
             return self._stacked(parameters, observations)
 
     def vjp(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
-        """Return outputs and a function that adds gradients; see `Network`."""
+        """Return outputs and a function that adds the parameters' gradients, to be called at most once."""
         own = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
         with torch.enable_grad():
             outputs = self._stacked(own, observations)
@@ -448,3 +430,7 @@ class ModuleNetwork:
         if not isinstance(outputs, Tensor):
             raise TypeError(f"the module must return a tensor, got {type(outputs).__name__}")
         return outputs.float()
+
+
+Network = DefaultNetwork | ModuleNetwork
+"""A function of parameters and observations, for several members at once."""

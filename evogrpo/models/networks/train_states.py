@@ -142,7 +142,7 @@ class Stack:
     def vjp(self, rows: IntArray, observations: Any) -> tuple[Tensor, Callable[[Tensor], None]]:
         """Return outputs under the weights, and a function that adds the gradient of a loss to `gradient`.
 
-        The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see `Network.vjp`.
+        The function takes the loss's gradient with respect to the outputs, `[q, w, o]`; see `DefaultNetwork.vjp`.
         """
         parameters, all_members = self._parameters("weights", rows), len(rows) == len(self.slots)
         outputs, add_gradients = self.network.vjp(parameters, observations)

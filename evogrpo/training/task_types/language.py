@@ -133,11 +133,12 @@ class PreparedLanguage:
     def facts(self) -> dict[str, str]:
         """Return facts about model, task and members."""
         config = self.config
-        trained = self.trained.summary(self.outline.model)
+        trained, reserve = self.trained.summary(self.outline.model), self.env.filtered["train"].reserve
+        reserved = f", and {reserve} reserved for held-out splits" if reserve else ""
         return {
             "model": f"{self.model} on {self.device} in {config.precision}{self._sharding_text()}",
             **({"adapters": f"train {trained}"} if trained else {}),
-            "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve_text(self.env)}",
+            "task": f"{config.task.label}: {sizes_text(self.env)} questions{reserved}",
             "population": f"{pluralize(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
@@ -218,7 +219,9 @@ class PreparedLanguage:
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
-        options = self.config.agent.settings()
+        options, tokenizer = self.config.agent.settings(), self.outline.tokenizer
+        # Padding is masked, so that any token will do.
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.config.agent.eos_token_ids is not None:
             options["eos_token_ids"] = self.config.agent.eos_token_ids
         return GRPO.population(
@@ -226,7 +229,7 @@ class PreparedLanguage:
             self.env.observation_space,
             self.env.action_space,
             actor_network=self._base(),
-            pad_token_id=self._pad_token_id,
+            pad_token_id=int(padding or 0),
             **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
             source=self.model,
             **options,
@@ -253,26 +256,6 @@ class PreparedLanguage:
             return ", not sharded: there is one process"
         layout = "a full copy in every process" if parts == 1 else f"each copy sharded over {parts} processes"
         return f", {layout}" + (f" ({requested} do not divide {processes().size})" if parts != requested else "")
-
-    @property
-    def _pad_token_id(self) -> int:
-        """The tokenizer's padding token, or its end of sequence, because padding is masked."""
-        tokenizer = self.outline.tokenizer
-        chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return int(chosen or 0)
-
-
-def _run_preflight(env: HuggingFaceGym) -> Preflight:
-    try:
-        return env.preflight()
-    except RewardError as error:
-        env.close()
-        raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
-
-
-def _reserve_text(env: HuggingFaceGym) -> str:
-    reserve = env.filtered["train"].reserve
-    return f", and {reserve} reserved for held-out splits" if reserve else ""
 
 
 def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, longest: int) -> int:
@@ -381,7 +364,11 @@ class LanguageTask:
                     f"{config.agent.max_output_tokens}"
                 )
         env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
-        trial = _run_preflight(env)
+        try:
+            trial = env.preflight()
+        except RewardError as error:
+            env.close()
+            raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
         check_context(context, env.longest_prompt + config.agent.max_output_tokens)
