@@ -122,7 +122,7 @@ def test_learn_returns_loss_and_kl(agent):
 
 
 def test_a_manual_loop_learns():
-    env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6, group_size=8)
+    env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6)
     agent = tiny_agent(group_size=8, lr=2e-2, max_grad_norm=1.0)
     before = agent.test(env)
     prompts, _ = env.reset()

@@ -149,7 +149,7 @@ def test_yaml_of_a_page_is_valid(name, tmp_path, monkeypatch):
 def commands(page: Path) -> list[str]:
     """Return a page's commands of evogrpo in blocks, also behind launchers and conditions, and in sentences."""
     blocks_shown = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not why)
-    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|\n]*)", blocks_shown, re.MULTILINE)
+    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|>\n]*)", blocks_shown, re.MULTILINE)
     return found + re.findall(r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
