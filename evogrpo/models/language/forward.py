@@ -1,6 +1,6 @@
 """Forward and backward passes of batches, in micro-batches that fit into memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -224,25 +224,16 @@ class ForwardPasses:
         parts = self._plan(batch, self.micro_batch_tokens, "weights", slots)
         dealt = self._dealt(len(parts))
         factors = [(parts[number], 1.0 if is_mine else 0.0) for number, is_mine in dealt]
-
-        def backward(part: MicroBatch, factor: float) -> list[float]:
-            """Backpropagate one micro-batch, write its scores, and return its rows' losses."""
-            computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
-            loss = factor * loss_fn(part.rows, *computed)
-            loss.sum().backward()
-            for values, own in zip(scores, computed, strict=True):
-                values[part.rows] = own.detach()
-            return loss.tolist()
-
+        here = self._gradients_here(batch, slots, factors, loss_fn, scores, entropy_gradient=entropy_gradient)
         if self.processes.size == 1:
-            yield from self._gradients_here(batch.member_ids, slots, factors, backward)
+            yield from here
             return
         gradients = dict[int, Tensor]()
 
         def share() -> tuple[dict[int, list[Tensor]], dict[int, float]]:
             losses = {}
             with self.model.in_lockstep():
-                for slot, gradient, loss in self._gradients_here(batch.member_ids, slots, factors, backward):
+                for slot, gradient, loss in here:
                     gradients[slot], losses[slot] = gradient, loss
             mine = [number for number, is_mine in dealt if is_mine]
             return {number: [values[parts[number].rows].cpu() for values in scores] for number in mine}, losses
@@ -258,13 +249,17 @@ class ForwardPasses:
 
     def _gradients_here(
         self,
-        member_ids: Tensor,
+        batch: Batch,
         slots: Sequence[int],
         parts: Sequence[tuple[MicroBatch, float]],
-        backward: Callable[[MicroBatch, float], list[float]],
+        loss_fn: LossFunction,
+        scores: tuple[Tensor, Tensor],
+        *,
+        entropy_gradient: bool,
     ) -> Iterator[tuple[int, Tensor, float]]:
         """Yield the gradients of this rank's micro-batches, each with its factor; see `gradients`."""
         # 1. Note the last micro-batch of each member.
+        member_ids = batch.member_ids
         members = [sorted(set(member_ids[part.run].tolist())) for part, _ in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
         losses, gradients = dict.fromkeys(slots, 0.0), dict[int, Tensor]()
@@ -280,7 +275,13 @@ class ForwardPasses:
                         gradients[slot] = torch.zeros_like(self.adapters.weights[slot])
                         self.adapters.gather_gradient(slot, gradients[slot])
                 try:
-                    row_losses = backward(part, factor)
+                    computed = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
+                    loss = factor * loss_fn(part.rows, *computed)
+                    loss.sum().backward()
+                    for values, own in zip(scores, computed, strict=True):
+                        values[part.rows] = own.detach()
+                    row_losses = loss.tolist()
+                    del computed, own, loss  # the graph must be gone before the next forward pass
                 except torch.OutOfMemoryError:
                     if len(part.run) > 1 or self.model.lockstep:
                         raise
