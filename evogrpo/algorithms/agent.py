@@ -181,6 +181,18 @@ class Agent(HyperparameterAttributes):
         return twin
 
     @classmethod
+    def options_of_class(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options; raise an error if `learn_together` is not defined, or an option is not used."""
+        if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
+            raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
+        for name in cls.unused_options:
+            space = options.get("hp_config")  # not validated yet
+            if name in options or (isinstance(space, HyperparameterConfig) and name in space):
+                raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
+        # Without target_kl, a learning rate that is not given is the default one.
+        return {**options, "target_kl": None} if "target_kl" in cls.unused_options else {**options}
+
+    @classmethod
     def _member(cls, members: PolicySet, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
         """Create an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)

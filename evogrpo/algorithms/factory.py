@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +11,7 @@ from peft import LoraConfig
 from torch import jit, nn
 from transformers import PreTrainedModel
 
+from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
@@ -45,9 +46,6 @@ from evogrpo.models.language.lora import read_adapter
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
 from evogrpo.warnings import warn
-
-if TYPE_CHECKING:
-    from evogrpo.algorithms.grpo import EvolvableAlgorithm
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -295,7 +293,7 @@ def _network_policy_set(
 
 
 def create_population(
-    algorithm: "type[EvolvableAlgorithm]",
+    algorithm: type[Agent],
     build: Callable[[int, Mapping[str, Any]], Built],
     size: int | None,
     options: Mapping[str, Any],

@@ -24,7 +24,6 @@ from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate, open_test_environment
 from evogrpo.config.checks import lists_options, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
@@ -223,18 +222,6 @@ class EvolvableAlgorithm(AgileRLAgent):
             wrapper_cls=wrapper_cls,
             wrapper_kwargs=wrapper_kwargs,
         )
-
-    @classmethod
-    def options_of_class(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options; raise an error if `learn_together` is not defined, or an option is not used."""
-        if getattr(cls.learn_together, "__func__", None) is Agent.learn_together.__func__:  # type: ignore[attr-defined]
-            raise TypeError(f"{cls.__name__} does not define learn_together. Define it in a subclass, as GRPO does.")
-        for name in cls.unused_options:
-            space = options.get("hp_config")  # not validated yet
-            if name in options or (isinstance(space, HyperparameterConfig) and name in space):
-                raise ValueError(f"{cls.__name__} does not use {name}. Leave it out.")
-        # Without target_kl, a learning rate that is not given is the default one.
-        return {**options, "target_kl": None} if "target_kl" in cls.unused_options else {**options}
 
     # ---- acting and learning
 

@@ -32,6 +32,7 @@ CONFIG = {
         "clip_coef": {"min": 0.1, "max": 0.3},
         "group_size": {"choices": [2, 4, 8]},
     },
+    "population": {"size": 4},
     "strategy": {"z": 0},
     "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16},
     "agent": {"max_output_tokens": 8},

@@ -76,8 +76,8 @@ def test_a_dry_run_shows_how_rewards_are_computed(project, workdir, capsys, monk
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task.reward_timeout=0", "task: reward_timeout must be above 0"),
-        ("task.reward_workers=-2", "task: reward_workers must be at least 0"),
+        ("task.reward_timeout=0", "task.reward_timeout must be above 0"),
+        ("task.reward_workers=-2", "task.reward_workers must be at least 0"),
         ("task.reward_workers=two", "task.reward_workers must be an integer"),
         ("logging.completions=-1", "logging.completions"),
         ("logging.completions_format=csv", "logging.completions_format"),

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from evogrpo.config.checks import finite_number, whole_between
 from evogrpo.envs.text.reward_calls import Call, Job, is_async
+from evogrpo.validation import FLOAT32_LIMIT
 
 Unit = Literal["token", "character"]
 
@@ -44,6 +45,8 @@ class StepRewards:
             )
         whole = tuple(whole_between("positions of StepRewards", position, 0) for position in positions)
         object.__setattr__(self, "values", tuple(finite_number("values of StepRewards", value) for value in values))
+        if max(map(abs, self.values), default=0.0) > FLOAT32_LIMIT:
+            raise ValueError(f"values of StepRewards must be at most {FLOAT32_LIMIT:g}, got {self.values!r:.80}")
         object.__setattr__(self, "positions", whole)
 
     @property
