@@ -28,6 +28,7 @@ def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
         size,
         actor_network=base.model,
         pad_token_id=base.tokenizer.pad_token_id,
+        lr=1e-4,
         beta=0.04,
         min_output_tokens=24,
         max_output_tokens=24,

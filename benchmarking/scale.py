@@ -50,6 +50,7 @@ def words(
         max_output_tokens=tokens,
         min_output_tokens=tokens,
         group_size=8,
+        lr=1e-4,
     )
     evolve(
         population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=steps,

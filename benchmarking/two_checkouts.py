@@ -55,6 +55,7 @@ def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: in
         max_output_tokens=tokens,
         min_output_tokens=tokens,
         group_size=8,
+        lr=1e-4,
         beta=0.04,
         **options,
     )
