@@ -229,7 +229,7 @@ def test_a_dry_run_prints_the_forecast_and_writes_nothing(workdir, capsys, monke
     assert "8 episodes per member and learning step, 24 in all" in output
     assert "1 group of 8" in output
     assert "at most 12,000 steps a learning step, all members, for episodes of 500" in output  # 3 × 8 × 500
-    assert "at most 64 steps per member and learning step" in output  # 4 epochs × ceil(8 × 500 / 256)
+    assert "at most 128 steps per member and learning step" in output  # 8 epochs × ceil(8 × 500 / 256)
     assert "4 = 2 generations × 2, and 40 episodes from held-out starts" in output  # 4 (1 + 3 × 2) + 2 × 6
     assert list(workdir.iterdir()) == []
 
