@@ -25,6 +25,7 @@ _SYNONYMS: Mapping[str, str] = {
     "min_output_tokens": "min_new_tokens",
     "max_episode_tokens": "max_model_len max_seq_length max_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size",
+    "data_batch_size": "data_batch_size_per_gpu",
     # Agents and populations.
     "observation_spaces": "observation_space",
     "action_spaces": "action_space",
