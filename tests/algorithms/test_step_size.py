@@ -241,7 +241,7 @@ def test_stopping_and_resuming_equals_never_stopping(tmp_path):
 
 
 class TestLearningRates:
-    """When agents calibrate their learning rate; see docs/objective.md."""
+    """Defaults of lr and target_kl; see docs/objective.md."""
 
     @pytest.mark.parametrize(
         ("options", "expected"),
