@@ -149,15 +149,12 @@ Real = Annotated[float, Field(ge=-1e150, le=1e150)]
 
 
 class Record(BaseModel):
-    """Base class of records in files: exact types, no unknown keys, no NaN. Collections are declared as tuples."""
+    """Base class of records in journals: exact types, no NaN, and collections declared as tuples.
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    Unknown keys, which a later version may add, are ignored.
+    """
 
-
-class ForwardRecord(Record):
-    """A record whose unknown keys are ignored, for readers of files that a later version may extend."""
-
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def validate(model: type[T], data: object, source: str = "", *, extra: Literal["forbid", "ignore"] | None = None) -> T:

@@ -6,15 +6,15 @@ import pytest
 from pydantic import Field
 
 from evogrpo.safe_parsing import dump_json, load_json
-from evogrpo.validation import MAX_ERRORS, ForwardRecord, Record, dump, validate
+from evogrpo.validation import MAX_ERRORS, Record, dump, validate
 
 
-class Child(Record):
+class Child(Record, extra="forbid"):
     lr: float
     name: str = "child"
 
 
-class Parent(Record):
+class Parent(Record, extra="forbid"):
     size: int = Field(default=1, ge=1)
     flag: bool = False
     children: tuple[Child, ...] = ()
@@ -22,7 +22,7 @@ class Parent(Record):
     source: str | tuple[int, ...] | None = None
 
 
-class Later(ForwardRecord):
+class Later(Record):
     size: int
 
 

@@ -12,7 +12,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Changes
 from evogrpo.evolution.plan import Plan
 from evogrpo.text import count_text, duration_text, number_text, score_text, short_repr
-from evogrpo.validation import ForwardRecord, Real, Whole, dump, validate
+from evogrpo.validation import Real, Record, Whole, dump, validate
 
 
 class JournalRecord:
@@ -153,7 +153,7 @@ class StepReport(JournalRecord):
         return {**{name: getattr(self, name) for name in names}, "members": members}
 
 
-class StepMember(ForwardRecord):
+class StepMember(Record):
     """A member in a learning step of the journal; all other fields are its metrics."""
 
     model_config = ConfigDict(extra="allow")
@@ -168,7 +168,7 @@ class StepMember(ForwardRecord):
         return self.__pydantic_extra__
 
 
-class StepRecord(ForwardRecord):
+class StepRecord(Record):
     """A learning step as the journal stores it; see `StepReport`."""
 
     step: Whole

@@ -22,7 +22,7 @@ from evogrpo.reporting.records import (
     terms_of,
 )
 from evogrpo.storage.journal import latest_generations
-from evogrpo.validation import ForwardRecord, validate
+from evogrpo.validation import Record, validate
 
 
 def retired_members(generation: GenerationReport) -> dict[int, int]:
@@ -261,7 +261,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     )
 
 
-class _RunRecord(ForwardRecord):
+class _RunRecord(Record):
     """Fields of the run event that all reports need."""
 
     evolvable: dict[str, dict[str, Any]]
