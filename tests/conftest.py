@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before torch or transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer on wak
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.stored_runs import StoredRun
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
@@ -48,3 +52,33 @@ def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with rounding_otherwise(seed):
         yield
+
+
+@pytest.fixture(scope="session")
+def stored_language_run(tmp_path_factory: pytest.TempPathFactory) -> "StoredRun":
+    """Return a finished run of a language model; tests do not change its folder."""
+    from tests.stored_runs import stored_run
+
+    return stored_run("language", tmp_path_factory.mktemp("language") / "run")
+
+
+@pytest.fixture(scope="session")
+def stored_network_run(tmp_path_factory: pytest.TempPathFactory) -> "StoredRun":
+    """Return a finished run of small networks; tests do not change its folder."""
+    from tests.stored_runs import stored_run
+
+    return stored_run("networks", tmp_path_factory.mktemp("networks") / "run")
+
+
+@pytest.fixture(scope="session")
+def stored_team_run(tmp_path_factory: pytest.TempPathFactory) -> "StoredRun":
+    """Return a finished run of several agents; tests do not change its folder."""
+    from tests.stored_runs import stored_run
+
+    return stored_run("team", tmp_path_factory.mktemp("team") / "run")
+
+
+@pytest.fixture(scope="session", params=["language", "network", "team"])
+def any_stored_run(request: pytest.FixtureRequest) -> "StoredRun":
+    """Return a finished run of each kind."""
+    return request.getfixturevalue(f"stored_{request.param}_run")

@@ -9,6 +9,7 @@ import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -44,29 +45,40 @@ def step_population(size: int, env: GymnasiumGroups | None = None, **options: An
     return GRPO.population(size, **step_options(env or cart_pole(), **options))
 
 
-def step_run(
+def start_run(
+    population: Population,
+    env: GroupEnvironment,
     folder: Path | None,
     *,
-    size: int = 3,
-    env: GymnasiumGroups | None = None,
     strategy: Strategy | None = None,
-    options: Mapping[str, Any] | None = None,
     fitness: object = "validation",
     experience: SharedExperience | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a small run that has not started, with evolving hyperparameters and networks."""
-    env = env or cart_pole()
-    chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
+    """Return a run that has not started, without TensorBoard logs; a tournament decides by default."""
     return Trainer(
-        step_population(size, env, **chosen),
+        population,
         env,
-        schedule=Schedule(**(QUICK | schedule)),
+        schedule=Schedule(**schedule),
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
         experience=experience,
     )
+
+
+def step_run(
+    folder: Path | None,
+    *,
+    size: int = 3,
+    env: GymnasiumGroups | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Return a small run that has not started, with evolving hyperparameters and networks; see `start_run`."""
+    env = env or cart_pole()
+    chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
+    return start_run(step_population(size, env, **chosen), env, folder, **(QUICK | settings))
 
 
 def resumed_step_run(

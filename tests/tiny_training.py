@@ -11,22 +11,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
+from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.policies.language_batches import as_batch
 from evogrpo.data import Batch
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.envs.text.templates import Tokenizer
-from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
+from evogrpo.evolution import Strategy
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.storage.journal import latest_generations, read_journal
-from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.trainer import Trainer
-from evogrpo.training.run_dir import RunDir, open_run
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.run_dir import open_run
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
 from tests.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
+from tests.tiny_steps import cart_pole, start_run
+from tests.tiny_teams import team_env
 
 QUESTIONS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 SPACE = HyperparameterConfig(
@@ -151,46 +152,36 @@ def tiny_run(
     *,
     size: int = 3,
     env: HuggingFaceGym | None = None,
-    strategy: Strategy | None = None,
     options: Mapping[str, Any] | None = None,
     first_group: int | None = None,
-    fitness: object = "validation",
-    experience: SharedExperience | None = None,
     kind: type[GRPO] = GRPO,
-    **schedule: Any,
+    **settings: Any,
 ) -> Trainer:
     """Return a small run that has not started: evolving members, several optimizer steps, different group sizes.
 
-    `first_group` is the first member's group size.
+    `first_group` is the first member's group size; see `start_run` for the other settings.
     """
     population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
     if first_group is not None:
         population[0].group_size = first_group
-    return Trainer(
-        population,
-        env or tiny_env(),
-        schedule=Schedule(**(QUICK | schedule)),
-        strategy=strategy or Tournament(z=0.0),
-        fitness=FitnessConfig.of(fitness),
-        run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
-        experience=experience,
-    )
+    return start_run(population, env or tiny_env(), folder, **(QUICK | settings))
 
 
 def resumed_run(
     folder: Path,
     *,
-    env: HuggingFaceGym | None = None,
+    env: GroupEnvironment | None = None,
     strategy: Strategy | type[Strategy] | None = None,
     model: PreTrainedModel | None = None,
     **schedule: Any,
 ) -> Trainer:
-    """Return a run as another process would load it: new model, new bank, new environment."""
+    """Return a run of any kind as another process would load it: new model, new bank, new environment."""
     saved = open_run(folder, go_on=True)
-    population, run_state = saved.restore(tiny_model() if model is None else model)
+    kind = saved.base["kind"]
+    population, run_state = saved.restore(tiny_model() if kind == "language" and model is None else model)
     return Trainer(
         population,
-        env or tiny_env(),
+        env or {"language": tiny_env, "networks": cart_pole, "joint": team_env}[kind](),
         schedule=replace(saved.record.schedule, **schedule),
         strategy=saved.strategy(strategy),
         fitness=saved.record.fitness,
