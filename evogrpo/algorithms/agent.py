@@ -8,9 +8,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.policy_set import PolicySet
+from evogrpo.algorithms.policies.settings import check_hyperparameters
 from evogrpo.config.hyperparameters import HyperparameterAttributes, Hyperparameters, Value
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport

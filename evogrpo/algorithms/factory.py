@@ -12,7 +12,6 @@ from torch import jit, nn
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.learning.advantages import check_hyperparameters
 from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.policies.policy_set import PolicySet, Settings, autocast_context, choose_device
@@ -23,6 +22,7 @@ from evogrpo.algorithms.policies.settings import (
     JointSettings,
     LanguageSettings,
     NetworkSettings,
+    check_hyperparameters,
 )
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import flag, instance, refuse_unknown, whole_between

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.algorithms.learning.training_rows import select_training_rows
+from evogrpo.algorithms.learning.training_rows import TrainingRows
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.testing.policy_banks import assert_states_agree
@@ -105,11 +105,11 @@ def test_a_shared_row_is_stored_once():
     population, env = prompts()
     (batch,) = collected(population, env).values()
     learners = {agent.slot: replace(agent.learner(0), sources=(0, 1, 2)) for agent in population}
-    rows = select_training_rows(batch, learners)
+    rows = TrainingRows(population.members.policies["default"].bank, batch, learners)
     assert len(rows.outcomes) == 3 * len(batch)
     assert rows.batch.inputs is batch.inputs
     assert rows.batch.actions is batch.actions
-    picked = rows.select(torch.tensor([len(batch) + 2]))
+    picked = rows.select_for_pass(torch.tensor([len(batch) + 2]))
     assert torch.equal(picked.actions[0], batch.actions[2])
     assert (int(picked.member_ids), int(picked.sampled_by)) == (1, int(batch.member_ids[2]))
 

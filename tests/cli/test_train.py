@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import evogrpo
 from evogrpo import GRPO
 from evogrpo.cli import main
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.storage.journal import read_journal
 from evogrpo.training import launch
 from evogrpo.training.configuration.reading import load_config

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.data.rollout import Conversation, single_turn_conversations
+from evogrpo.data import Conversation, single_turn_conversations
 
 parts = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=7)
 

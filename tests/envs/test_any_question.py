@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evogrpo import HuggingFaceGym
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from tests.envs.conftest import build
 from tests.tiny_training import shared_tokenizer, tiny_agent, tiny_run
 

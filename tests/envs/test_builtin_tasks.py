@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs import TASKS
 from evogrpo.envs.text.tasks import accuracy, final_number, sequence_questions, two_digit_questions
 

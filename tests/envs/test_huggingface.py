@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs import GroupEnvironment, HuggingFaceGym
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]

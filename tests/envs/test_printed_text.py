@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
 from tests.envs.conftest import build
 from tests.envs.test_multi_turn_gym import CLOSED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.reasoning import is_installed
 

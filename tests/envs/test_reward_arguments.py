@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerState
 
 from evogrpo import HuggingFaceGym
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import compute_rewards
 from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs.text.prompt_batch import character_ends, token_positions
 from evogrpo.envs.text.reward_functions import RewardError
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs import verifier_functions as functions

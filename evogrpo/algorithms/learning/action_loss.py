@@ -1,17 +1,18 @@
 """Loss of one optimizer step: each row by the loss type and hyperparameters of its own member."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
+from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.objective import Objective
 from evogrpo.data import select_rows
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
-from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, loss_weights, policy_loss
+from evogrpo.functional.losses import bias_corrected_kl, clipped_actions, policy_loss
 from evogrpo.models.bank import Update
 
 Rows = Tensor | slice
@@ -58,27 +59,31 @@ class RowHyperparameters:
             kl_factors: `[p]` factors on beta, by slot.
             member_ids: `[n]` slots, all of them in `learners`.
         """
+        values = torch.zeros(6, len(kl_factors))
+        for slot, learner in learners.items():
+            h = learner.hyperparameters
+            beta_of_member = h.beta * float(kl_factors[slot]) if h.beta else 0.0
+            bound = math.inf if h.advantage_clip is None else h.advantage_clip
+            own = (*h.clip_bounds, beta_of_member, h.entropy_coef, h.gamma, bound)
+            values[:, slot] = torch.tensor(own, dtype=values.dtype)
+        columns = values.to(member_ids.device).index_select(1, member_ids)[:, :, None]
+        clip_low, clip_high, beta, entropy_coef, gamma, advantage_clip = columns
 
-        def column(values: Sequence[float]) -> Tensor:
-            """Return the members' values, in the order of `learners`, as a column `[n, 1]`."""
-            table = torch.zeros(len(kl_factors))
-            table[list(learners)] = torch.tensor(values, dtype=table.dtype)
-            return table.to(member_ids.device).index_select(0, member_ids)[:, None]
+        def masks(names: Mapping[int, str]) -> dict[str, Tensor]:
+            slots = {name: [slot for slot, own in names.items() if own == name] for name in sorted(set(names.values()))}
+            return {
+                name: torch.isin(member_ids, torch.tensor(own, device=member_ids.device)) for name, own in slots.items()
+            }
 
-        def masks(names: Sequence[str]) -> dict[str, Tensor]:
-            return {name: column([own == name for own in names])[:, 0] > 0 for name in sorted(set(names))}
-
-        members = [learner.hyperparameters for learner in learners.values()]
-        factors = kl_factors[list(learners)].tolist()
         return cls(
-            clip_low=column([h.clip_bounds[0] for h in members]),
-            clip_high=column([h.clip_bounds[1] for h in members]),
-            beta=column([h.beta * factor if h.beta else 0.0 for h, factor in zip(members, factors, strict=True)]),
-            entropy_coef=column([h.entropy_coef for h in members]),
-            gamma=column([h.gamma for h in members]),
-            advantage_clip=column([h.number("advantage_clip") for h in members]),
-            loss_types=masks([objectives[slot].loss_type for slot in learners]),
-            advantages=masks([objectives[slot].advantage for slot in learners]),
+            clip_low=clip_low,
+            clip_high=clip_high,
+            beta=beta,
+            entropy_coef=entropy_coef,
+            gamma=gamma,
+            advantage_clip=advantage_clip,
+            loss_types=masks({slot: own.loss_type for slot, own in objectives.items()}),
+            advantages=masks({slot: own.advantage for slot, own in objectives.items()}),
         )
 
 
@@ -91,7 +96,8 @@ class ActionLosses:
     """Losses of the actions of any of a batch's rows.
 
     Attributes:
-        cached: The training rows and their cached log-probabilities.
+        training_rows: The training rows.
+        objective: The population's objective.
         objectives: One objective for each loss type in use.
         per_row: Hyperparameters of the rows.
         advantages: `[n, t]`.
@@ -99,17 +105,13 @@ class ActionLosses:
         transitions: True if rows are single actions; only then is the distance to the old policy measured.
     """
 
-    cached: CachedLogProbs
+    training_rows: TrainingRows
+    objective: Objective
     objectives: Mapping[str, Objective]
     per_row: RowHyperparameters
     advantages: Tensor
     kl_in_loss: bool
     transitions: bool
-
-    @property
-    def _shared(self) -> Objective:
-        """Any of the objectives, to read what they have in common: all but the loss and advantage types."""
-        return next(iter(self.objectives.values()))
 
     def __call__(
         self, rows: Tensor, log_probs: Tensor, old: Tensor, kept: Tensor, divergences: Tensor | None = None
@@ -123,7 +125,7 @@ class ActionLosses:
             kept: `[k, t]` actions that the policy loss is taken of.
             divergences: `[k, t]` exact KL to the reference distributions; None = estimate KL from log-probabilities.
         """
-        batch, shared = self.cached.training_rows.outcomes, self._shared
+        batch, shared = self.training_rows.outcomes, self.objective
         mask, advantages = select_rows(batch.action_mask, rows), select_rows(self.advantages, rows)
         clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
@@ -145,7 +147,7 @@ class ActionLosses:
                 cispo_clip_low=objective.cispo_clip_low,
             )
 
-        losses = torch.where(kept, self._by_loss_type(rows, typed_loss), 0.0)
+        losses = torch.where(kept, self.by_loss_type(rows, typed_loss), 0.0)
         # 2. Importance correction for samplers whose log-probabilities differ from the trainer's.
         if shared.importance_correction is not None and batch.sampler_log_probs is not None:
             sampler = select_rows(batch.sampler_log_probs, rows)
@@ -159,14 +161,14 @@ class ActionLosses:
 
     def _kl(self, rows: Tensor, log_probs: Tensor, old: Tensor, divergences: Tensor | None) -> Tensor:
         """Return the KL to the reference `[k, t]`; 0 where beta is 0, as there is no reference log-probability."""
-        shared, mask = self._shared, select_rows(self.cached.training_rows.outcomes.action_mask, rows)
+        shared, mask = self.objective, select_rows(self.training_rows.outcomes.action_mask, rows)
         kl = divergences
         if kl is None:
-            reference = old if shared.reference == "old" else select_rows(self.cached.reference, rows)
+            reference = old if shared.reference == "old" else select_rows(self.training_rows.reference, rows)
             kl = kl_estimate(shared.kl_estimator, log_probs, reference)
         if shared.kl_bias_correction:
             estimate = kl
-            kl = self._by_loss_type(
+            kl = self.by_loss_type(
                 rows, lambda name, own: bias_corrected_kl(estimate[own], name, log_probs[own], old[own], mask[own])
             )
         return torch.where(mask & (select_rows(self.per_row.beta, rows) > 0), kl, 0.0)
@@ -180,11 +182,11 @@ class ActionLosses:
 
         Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
         """
-        log_probs, old = update.log_probs, select_rows(self.cached.old, rows)
+        log_probs, old = update.log_probs, select_rows(self.training_rows.old, rows)
         sums = torch.zeros(len(rows), len(MEASURES), dtype=torch.float64, device=log_probs.device)
         if not len(rows):
             return sums
-        mask = select_rows(self.cached.training_rows.outcomes.action_mask, rows)
+        mask = select_rows(self.training_rows.outcomes.action_mask, rows)
         advantages = select_rows(self.advantages, rows)
         clip_low, clip_high = select_rows(self.per_row.clip_low, rows), select_rows(self.per_row.clip_high, rows)
 
@@ -195,7 +197,7 @@ class ActionLosses:
                 clipped_actions(*arguments, clip_low=clip_low[own], clip_high=clip_high[own], cispo_clip_low=floor)
             ).movedim(0, 2)
 
-        low, high = self._by_loss_type(rows, clipped).unbind(2)
+        low, high = self.by_loss_type(rows, clipped).unbind(2)
         measured = {"entropy": update.entropies, "low": low, "high": high, "actions": mask}
         if self.kl_in_loss:
             measured["kl"] = self._kl(rows, log_probs, old, update.divergences)
@@ -210,34 +212,10 @@ class ActionLosses:
             sums[:, MEASURES.index(name)] = values.sum(1, dtype=torch.float64)
         return sums
 
-    def _by_loss_type(self, rows: Tensor, compute: Callable[[str, Rows], Tensor]) -> Tensor:
+    def by_loss_type(self, rows: Tensor, compute: Callable[[str, Rows], Tensor]) -> Tensor:
         """Return values `[k, ...]` of rows, computed for the rows of each loss type."""
         if len(self.objectives) == 1:
             return compute(next(iter(self.objectives)), slice(None))
         own = {name: flag[rows].nonzero()[:, 0] for name, flag in self.per_row.loss_types.items()}
         values = torch.cat([compute(name, chosen) for name, chosen in own.items() if len(chosen)])
         return values.index_select(0, torch.cat(list(own.values())).argsort())
-
-    def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
-        """Return `[k, t]` weights of the actions in their members' losses, for an optimizer step on these rows."""
-        outcomes = self.cached.training_rows.outcomes
-        mask, member_ids = (select_rows(values, rows) for values in (outcomes.action_mask, outcomes.member_ids))
-
-        def typed_weights(name: str, own: Rows) -> Tensor:
-            aggregation = self.objectives[name].aggregation
-            return loss_weights(name, aggregation, mask[own], member_ids[own], max_completion_length)
-
-        return self._by_loss_type(rows, typed_weights)
-
-    def entropy_weights(self, rows: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-        """Return `[k, t]` weights of the actions' entropies in their members' bonuses, `entropy_coef` included.
-
-        Args:
-            rows: `[k]` row indices, all of an optimizer step.
-            weights: `[k, t]` of the loss.
-            kept: `[k, t]` actions that the policy loss is taken of.
-        """
-        if self._shared.entropy_reduction == "mean":
-            member_ids = select_rows(self.cached.training_rows.outcomes.member_ids, rows)
-            weights = loss_weights("dapo", "token-mean", kept, member_ids, 1)
-        return select_rows(self.per_row.entropy_coef, rows) * weights

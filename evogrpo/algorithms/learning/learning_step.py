@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 
 from evogrpo.algorithms.learning.action_loss import MEASURES, ActionLosses, RowHyperparameters
-from evogrpo.algorithms.learning.advantages import (
-    check_action_objective,
-    check_finite_rewards,
-    compute_advantages,
-)
 from evogrpo.algorithms.learning.metrics import (
     length_metrics,
     merge_reports,
@@ -23,19 +18,25 @@ from evogrpo.algorithms.learning.metrics import (
     update_metrics,
 )
 from evogrpo.algorithms.learning.step_size import StepSizes
-from evogrpo.algorithms.learning.training_rows import (
-    CachedLogProbs,
-    Learner,
-    drop_rows_of_distant_members,
-    select_training_rows,
-)
+from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
+from evogrpo.algorithms.policies.settings import check_action_objective
+from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, select_rows
+from evogrpo.functional.advantages import advantages
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
-from evogrpo.functional.loss_types import FULL_KLS
-from evogrpo.functional.rewards import consecutive_ids, difficulty_mask
+from evogrpo.functional.loss_types import FULL_KLS, STEP_ADVANTAGES
+from evogrpo.functional.losses import loss_weights
+from evogrpo.functional.rewards import (
+    consecutive_ids,
+    difficulty_mask,
+    normalise_rewards,
+    update_running_statistics,
+    zero_variance_groups,
+)
 from evogrpo.models.bank import FullDistributionBank, ReferenceDistributions
 from evogrpo.randomness import generator
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.policies.policy_set import Policy, PolicySet
@@ -73,7 +74,14 @@ def learn(members: "PolicySet", learners: Sequence[Learner], experience: Experie
     if not sources <= present <= sources | set(by_slot):
         raise ValueError(f"experience must have rows of slots {sorted(sources)}, got rows of slots {sorted(present)}.")
     for batch in experience.values():
-        check_finite_rewards(batch)
+        for name, values in (("rewards", batch.rewards), ("step rewards", batch.step_rewards)):
+            infinite = None if values is None else values.isinf().reshape(len(values), -1).any(1)
+            if infinite is not None and bool(infinite.any()):
+                raise ValueError(
+                    f"{name} must be finite in float32, or NaN if none applies: {int(infinite.sum())} of "
+                    f"{len(infinite)} samples are infinite, first sample {int(infinite.nonzero()[0])}. "
+                    "Bound the reward function."
+                )
 
     # 2. Learn policy by policy.
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
@@ -156,30 +164,26 @@ class _LearningStep:
         if low is not None or high is not None:
             inside = difficulty_mask(batch.rewards, batch.group_ids, low, high)
             batch = replace(batch, action_mask=batch.action_mask & inside[:, None])
-        training_rows = select_training_rows(batch, learners)
-        training_rows, tokens, self._shared_metrics = drop_rows_of_distant_members(self._bank, training_rows, learners)
-        self._episodes = episodes = training_rows.outcomes
         # The sampler's log-probabilities serve as the old ones if they equal the trainer's.
         trust_sampler = batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None
-        self._cached = CachedLogProbs(self._bank, training_rows, trust_sampler=trust_sampler)
-        self._cached.tokens |= tokens
+        self._training_rows = training_rows = TrainingRows(self._bank, batch, learners, trust_sampler=trust_sampler)
+        self._episodes = episodes = training_rows.outcomes
 
         # 3. Reference log-probabilities or distributions, only where beta > 0.
         look_up = partial(RowHyperparameters.of, learners, self._objectives, self._bank.running_stats[:, 0])
         per_row = look_up(episodes.member_ids)
         with_kl = ((per_row.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
         if objective.kl_estimator in FULL_KLS:
-            self._cached.compute_distributions(with_kl, old=objective.reference == "old")
+            training_rows.compute_distributions(with_kl, old=objective.reference == "old")
         elif objective.reference != "old" and len(with_kl):
-            part = training_rows.select(with_kl)
-            self._cached.reference[with_kl] = self._bank.reference_log_probs(part)
-            self._cached.count_tokens(part)
+            part = training_rows.select_for_pass(with_kl)
+            training_rows.reference[with_kl] = self._bank.reference_log_probs(part)
 
         # 4. Advantages; rewards include beta times KL if the objective places it there.
         kl_penalty = None
         if objective.kl_placement == "reward":
-            self._cached.compute_old(with_kl)
-            kl = kl_estimate(objective.kl_estimator, self._cached.old, self._cached.reference)
+            training_rows.compute_old(with_kl)
+            kl = kl_estimate(objective.kl_estimator, training_rows.old, training_rows.reference)
             kl = torch.where(episodes.action_mask & (per_row.beta > 0), kl, 0.0)
             self._sums[:, MEASURES.index("kl")].index_add_(0, episodes.member_ids.cpu(), kl.double().sum(1).cpu())
             kl_penalty = per_row.beta * kl
@@ -189,13 +193,14 @@ class _LearningStep:
         advantages = self._advantages
         if self._bank.rows_are_transitions:
             advantages = advantages.flatten()[episodes.counted_actions()[0]][:, None]
-            self._cached.split_into_actions()
-            per_row = look_up(self._cached.training_rows.outcomes.member_ids)
-        self._rows = self._cached.training_rows.outcomes
+            training_rows.split_into_actions()
+            per_row = look_up(training_rows.outcomes.member_ids)
+        self._rows = training_rows.outcomes
 
         # 6. The loss, and the rows that can have a gradient. All others need no forward pass.
         self._losses = ActionLosses(
-            cached=self._cached,
+            training_rows=training_rows,
+            objective=objective,
             objectives={own.loss_type: own for own in self._objectives.values()},
             per_row=per_row,
             advantages=advantages,
@@ -207,7 +212,7 @@ class _LearningStep:
             always = always | (per_row.beta > 0)
         self._has_gradient = (((advantages != 0) | always) & self._rows.action_mask).any(1)
         self._first_sums = self._sums.clone()
-        self.step_sizes = StepSizes(self._bank, self._cached, learners, advantages, self._has_gradient)
+        self.step_sizes = StepSizes(self._bank, training_rows, learners, advantages, self._has_gradient)
 
     def schedule_updates(self) -> list[dict[int, Tensor]]:
         """Return the rows of every optimizer step, by slot; compute the old log-probabilities they will need."""
@@ -224,7 +229,7 @@ class _LearningStep:
                 later[plan[0]] = False
         if self._rows.sampled_by is not None:
             later |= self._has_gradient & (self._rows.sampled_by != self._rows.member_ids)
-        self._cached.compute_old(later.nonzero()[:, 0])
+        self._training_rows.compute_old(later.nonzero()[:, 0])
         longest = max(map(len, plans.values()))
         return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
 
@@ -236,10 +241,26 @@ class _LearningStep:
             first: True for the first optimizer step of these members.
         """
         # 1. Weights of all actions. Rows without gradient count too: skipping them must not change a denominator.
-        rows = torch.cat(list(steps.values()))
-        weights = self._losses.weights(rows, self._settings.max_actions)
-        kept = self._high_entropy_actions(rows)
-        entropy_weights = self._losses.entropy_weights(rows, weights, kept)
+        rows, objective = torch.cat(list(steps.values())), self._objective
+        mask, member_ids = select_rows(self._rows.action_mask, rows), select_rows(self._rows.member_ids, rows)
+        weights = self._losses.by_loss_type(
+            rows,
+            lambda name, own: loss_weights(
+                name,
+                self._losses.objectives[name].aggregation,
+                mask[own],
+                member_ids[own],
+                self._settings.max_actions,
+            ),
+        )
+        kept = mask  # actions that the policy loss is taken of
+        if objective.top_entropy_quantile != 1.0:
+            entropies = self._bank.entropies(self._training_rows.select_for_pass(rows))
+            kept = high_entropy_mask(entropies, mask, member_ids, objective.top_entropy_quantile)
+        reduced = weights
+        if objective.entropy_reduction == "mean":
+            reduced = loss_weights("dapo", "token-mean", kept, member_ids, 1)
+        entropy_weights = select_rows(self._losses.per_row.entropy_coef, rows) * reduced
 
         # 2. Run only the rows that can have a gradient.
         run, needed = rows, select_rows(self._has_gradient, rows)
@@ -248,19 +269,20 @@ class _LearningStep:
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
             own = select_rows(run, chosen)
-            old = self._cached.old_log_probs(own, log_probs if first else None)
+            old = self._training_rows.old_log_probs(own, log_probs if first else None)
             losses = self._losses(own, log_probs, old, select_rows(kept, chosen), divergences)
             return (select_rows(weights, chosen) * losses - select_rows(entropy_weights, chosen) * entropies).sum(1)
 
         # 3. Forward, backward and AdamW in the bank.
-        part = self._cached.training_rows.select(run)
+        part = self._training_rows.select_for_pass(run)
         hyperparameters = {slot: self.step_sizes.hyperparameters(slot) for slot in steps}
-        bonus, distributions = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._cached.distributions
+        bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
+        distributions = self._training_rows.distributions
         if distributions is None:
             update = self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
         else:
             assert isinstance(self._bank, FullDistributionBank)
-            reverse = self._objective.kl_estimator == "full_reversed"
+            reverse = objective.kl_estimator == "full_reversed"
             update = self._bank.update(
                 part,
                 loss_fn,
@@ -270,20 +292,18 @@ class _LearningStep:
             )
 
         # 4. Move own references towards the policy every `reference_sync_steps` optimizer steps.
-        every = self._objective.reference_sync_steps
+        every = objective.reference_sync_steps
         for slot, report in update.reports.items():
             self._updates[slot].append(report)
             if every is not None and math.isfinite(report.grad_norm) and report.step % every == 0:
-                self._bank.mix_reference(slot, self._objective.reference_mixing)
+                self._bank.mix_reference(slot, objective.reference_mixing)
 
         # 5. Store old log-probabilities for later steps, and add up what the report needs.
         if first:
-            self._cached.store_old(run, update.log_probs)
-        self._cached.count_tokens(part)
+            self._training_rows.store_old(run, update.log_probs)
         sums = self._losses.measure(run, update)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-        counts = select_rows(self._rows.action_mask, rows).sum(1).double()
-        self._action_counts.index_add_(0, select_rows(self._rows.member_ids, rows).cpu(), counts.cpu())
+        self._action_counts.index_add_(0, member_ids.cpu(), mask.sum(1).double().cpu())
 
     def slots_to_repeat(self, slots: Collection[int]) -> set[int]:
         """Return the members among `slots` that repeat all of their updates, with their train states restored."""
@@ -291,15 +311,6 @@ class _LearningStep:
         for slot in repeated:
             self._updates[slot], self._sums[slot], self._action_counts[slot] = [], self._first_sums[slot], 0.0
         return repeated
-
-    def _high_entropy_actions(self, rows: Tensor) -> Tensor:
-        """Return `[k, t]` the actions that the policy loss is taken of."""
-        quantile = self._objective.top_entropy_quantile
-        if quantile == 1.0:
-            return select_rows(self._rows.action_mask, rows)
-        part = self._cached.training_rows.select(rows)
-        self._cached.count_tokens(part)
-        return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)
 
     def reports(self) -> dict[int, LearnReport]:
         """Return a report for each member, then adapt its KL factor to the measured KL."""
@@ -329,11 +340,11 @@ class _LearningStep:
         metrics |= update_metrics(updates, sums, float(self._action_counts[slot]))
         sampler = self._rows.sampler_log_probs
         if sampler is not None:
-            rows = self._cached.from_trainer.nonzero()[:, 0]
+            rows = self._training_rows.from_trainer.nonzero()[:, 0]
             rows = rows[self._rows.member_ids[rows] == slot]
             mask = self._rows.action_mask[rows]
-            metrics |= sampling_metrics(self._objective, self._cached.old[rows], sampler[rows], mask)
-        metrics |= self._shared_metrics.get(slot, {}) | self.step_sizes.metrics.get(slot, {})
+            metrics |= sampling_metrics(self._objective, self._training_rows.old[rows], sampler[rows], mask)
+        metrics |= self._training_rows.shared_metrics.get(slot, {}) | self.step_sizes.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
@@ -356,7 +367,96 @@ class _LearningStep:
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
             advantages=tuple(per_sample[own].tolist()),
             optimizer_steps=len(updates) - len(bad),
-            tokens=self._cached.tokens.get(slot, 0),
+            tokens=self._training_rows.tokens.get(slot, 0),
             samples=len(episodes),
             failed="; ".join(failures) or None,
+        )
+
+
+# ---- advantages
+
+
+def compute_advantages(
+    batch: Batch, objective: Objective, per_row: RowHyperparameters, running_stats: Tensor, kl_penalty: Tensor | None
+) -> Tensor:
+    """Return the advantage of every action.
+
+    Args:
+        batch: Whole groups of whole episodes.
+        objective: The run's objective; each member has its own advantage type.
+        per_row: Hyperparameters of the batch's rows.
+        running_stats: `[p, 6]` running statistics by slot; updated in place if `reward_norm` is "running".
+        kl_penalty: `[n, t]` beta times KL, subtracted from rewards; None = KL is not in the rewards.
+
+    Returns:
+        `[n, t]` float32; 0 where `action_mask` is False.
+    """
+    rewards = batch.rewards
+    if objective.reward_norm is not None:
+        rewards = _normalised_rewards(batch, objective, running_stats)
+    result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
+    for kind, flag in per_row.advantages.items():
+        rows = flag.nonzero()[:, 0]
+        own, gamma, bound = batch.select(rows), per_row.gamma[rows], per_row.advantage_clip[rows]
+        if kind in STEP_ADVANTAGES:
+            _warn_equal_steps(kind, own)
+        result[rows] = advantages(
+            kind,
+            rewards=rewards[rows],
+            step_rewards=own.step_rewards,
+            components=own.reward_components,
+            component_weights=torch.tensor(own.component_weights) if own.component_weights else None,
+            group_ids=own.group_ids,
+            member_ids=own.member_ids,
+            mask=_in_statistics(own) if kind in STEP_ADVANTAGES else own.action_mask,
+            gamma=gamma,
+            eps=objective.advantage_eps,
+            kl_penalty=None if kl_penalty is None else kl_penalty[rows],
+            reward_clip=objective.reward_clip,
+            whiten_advantages=objective.whiten_advantages,
+            advantage_clip=bound if bool(bound.isfinite().any()) else None,
+        )
+    return torch.where(batch.action_mask, result, 0.0)
+
+
+def _normalised_rewards(batch: Batch, objective: Objective, running_stats: Tensor) -> Tensor:
+    assert objective.reward_norm is not None
+    running = None
+    if objective.reward_norm == "running":
+        statistics = running_stats[:, 1:4]  # a view: count, mean and sum of squares
+        statistics[:] = update_running_statistics(statistics, batch.rewards.cpu(), batch.member_ids.cpu())
+        running = statistics.to(batch.rewards.device)
+    return normalise_rewards(
+        batch.rewards,
+        objective.reward_norm,
+        group_ids=batch.group_ids,
+        member_ids=batch.member_ids,
+        running=running,
+        shift=objective.reward_shift,
+        scale=objective.reward_scale,
+        eps=objective.advantage_eps,
+    )
+
+
+def _in_statistics(batch: Batch) -> Tensor:
+    """Return `[n, t]` actions that enter group statistics, including those of episodes masked out of the loss.
+
+    Leaving an episode out of the loss (a truncated completion, say) must not change the mean that others compare with.
+    """
+    left_out = ~batch.action_mask.any(1, keepdim=True)
+    return batch.action_mask | (batch.chosen & left_out)
+
+
+def _warn_equal_steps(kind: str, batch: Batch) -> None:
+    """Warn if advantage 'process' is 0 everywhere because every step earned the same."""
+    if kind != "process" or batch.step_rewards is None:
+        return
+    step_rewards = batch.step_rewards[_in_statistics(batch) & ~batch.step_rewards.isnan()]
+    group, count = consecutive_ids(batch.group_ids)
+    differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
+    if differ and len(step_rewards) and bool(step_rewards.min() == step_rewards.max()):
+        warn(
+            f"Every step earned {float(step_rewards[0]):g}, so advantage='process' is 0 everywhere and nothing is "
+            "learnt. Choose 'return_to_go_timestep' or 'outcome'.",
+            rank_zero_only=False,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from evogrpo.algorithms.learning.training_rows import CachedLogProbs, Learner
+from evogrpo.algorithms.learning.training_rows import Learner, TrainingRows
 from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Hyperparameters
 from evogrpo.data import UpdateReport
 from evogrpo.models.bank import RUNNING_STATS, PolicyBank
@@ -182,7 +182,7 @@ class StepSizes:
 
     Args:
         bank: The policies, before the learning step.
-        cached: Training rows and their old log-probabilities.
+        training_rows: Training rows and their old log-probabilities.
         learners: The members that learn, by slot.
         advantages: `[n, t]` of the training rows.
         has_gradient: `[n]` True for rows whose old log-probabilities are known after the first pass.
@@ -196,16 +196,16 @@ class StepSizes:
     def __init__(
         self,
         bank: PolicyBank,
-        cached: CachedLogProbs,
+        training_rows: TrainingRows,
         learners: Mapping[int, Learner],
         advantages: Tensor,
         has_gradient: Tensor,
     ) -> None:
-        self._bank, self._cached, self._learners = bank, cached, learners
+        self._bank, self._training_rows, self._learners = bank, training_rows, learners
         self.idle, self.metrics = set[int](), dict[int, dict[str, float]]()
         self._factors, self._controls = dict[int, float](), dict[int, StepControl]()
         self._rows, self._before = dict[int, Tensor](), dict[int, Tensor]()
-        outcomes, transitions = cached.training_rows.outcomes, bank.rows_are_transitions
+        outcomes, transitions = training_rows.outcomes, bank.rows_are_transitions
         for slot, learner in learners.items():
             target_kl = learner.hyperparameters.target_kl
             if target_kl is None:
@@ -228,7 +228,7 @@ class StepSizes:
             most = MEASURED_ACTIONS if transitions else MEASURED_COMPLETIONS
             self._rows[slot] = rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().to(rows.device)]
             if outcomes.sampled_by is not None and not len(own):
-                self._before[slot] = self._log_probs(self._rows[slot])
+                self._before[slot] = self._bank.log_probs(self._training_rows.select_for_pass(self._rows[slot]))
         self._states = {slot: bank.state(slot) for slot in self._controls}
 
     def hyperparameters(self, slot: int) -> Hyperparameters:
@@ -247,12 +247,14 @@ class StepSizes:
         slots = [slot for slot, steps in updates.items() if slot in self._controls and _is_finite(steps[0])]
         if not slots:
             return set()
-        after = self._log_probs(torch.cat([self._rows[slot] for slot in slots]))
+        after = self._bank.log_probs(
+            self._training_rows.select_for_pass(torch.cat([self._rows[slot] for slot in slots]))
+        )
         again = set[int]()
         for slot, log_probs in zip(slots, after.split([len(self._rows[slot]) for slot in slots]), strict=True):
             control, rows = self._controls[slot], self._rows[slot]
-            before = self._before[slot] if slot in self._before else self._cached.old[rows]
-            mask = self._cached.training_rows.outcomes.action_mask[rows]
+            before = self._before[slot] if slot in self._before else self._training_rows.old[rows]
+            mask = self._training_rows.outcomes.action_mask[rows]
             kl, clipped = measured_step(before, log_probs, mask, *self._learners[slot].hyperparameters.clip_bounds)
             if not all(map(_is_finite, updates[slot])):
                 kl = math.inf
@@ -270,11 +272,6 @@ class StepSizes:
                 if not control.calibrated and not control.undone:
                     self.metrics[slot]["calibrated_lr"] = lr
         return again
-
-    def _log_probs(self, rows: Tensor) -> Tensor:
-        part = self._cached.training_rows.select(rows)
-        self._cached.count_tokens(part)
-        return self._bank.log_probs(part)
 
 
 def _scale(target_kl: float) -> float:

@@ -1,4 +1,4 @@
-"""Training rows: the samples each member learns from, and their cached log-probabilities."""
+"""Training rows: the samples that each member learns from, with their log-probabilities."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,113 +40,128 @@ class Learner:
         return (self.slot,) if self.sources is None else self.sources
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingRows:
-    """Rows of a batch, repeated for each member that learns from them.
+    """Rows that members learn from, and their log-probabilities under other policies, each computed at most once.
 
-    Attributes:
-        batch: The samples of all members.
-        rows: `[m]` index into `batch` of each training row; None = row i of the batch, for the member that sampled it.
-        outcomes: `[m]` rows without model inputs; `member_ids` are the members that learn. Advantages, masks and losses
-            read only these.
-    """
-
-    batch: Batch
-    rows: Tensor | None
-    outcomes: Batch
-
-    def select(self, numbers: Tensor) -> Batch:
-        """Return some training rows as a batch with model inputs; `member_ids` are the members that learn."""
-        if self.rows is None:
-            return self.batch.select(numbers)
-        return replace(self.batch.select(self.rows[numbers]), member_ids=self.outcomes.member_ids[numbers])
-
-    def select_as_sampled(self, numbers: Tensor) -> Batch:
-        """Return some training rows as a batch with model inputs; `member_ids` are the members that sampled them."""
-        part = self.select(numbers)
-        return part if part.sampled_by is None else replace(part, member_ids=part.sampled_by)
-
-    def split_into_actions(self) -> "TrainingRows":
-        """Return one training row for each action that counts in the loss, in order."""
-        mask = self.outcomes.action_mask
-        places = mask.flatten().nonzero()[:, 0]
-        batch = self.batch.flatten_actions()
-        if self.rows is None:
-            return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
-        # A row's actions are consecutive in the flattened batch: offset of the row, plus the place within the row.
-        counts, amounts = self.batch.action_mask.sum(1), mask.sum(1)
-        offset = counts.cumsum(0) - counts
-        row = places // mask.shape[1]
-        place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[row]
-        rows = offset[self.rows[row]] + place
-        outcomes = replace(batch.without_inputs().select(rows), member_ids=self.outcomes.member_ids[row])
-        return TrainingRows(batch=batch, rows=rows, outcomes=outcomes)
-
-
-def select_training_rows(batch: Batch, learners: Mapping[int, Learner]) -> TrainingRows:
-    """Return the rows that each member learns from.
+    A row of the batch is listed once for every member that learns from it. Other members' rows are dropped if their
+    effective sample size is below the learner's `min_ess`; see `_drop_distant_members`.
 
     Args:
-        batch: Rows of any members.
+        bank: The policies; nothing has been learnt yet.
+        batch: Whole episodes of any members.
         learners: By slot. Those without `sources` learn from their own rows.
-
-    Raises:
-        ValueError: If a member has `sources` and the batch has no `sampler_log_probs`.
-    """
-    if all(learner.sources is None for learner in learners.values()):
-        return TrainingRows(batch=batch, rows=None, outcomes=batch.without_inputs())
-    if batch.sampler_log_probs is None:
-        raise ValueError(
-            "Learning from other members needs sampler_log_probs in the batch. Record them or drop sources."
-        )
-    # A row is listed once for every member that learns from it: `rows` index the batch, `owners` name the learners.
-    sampled_by = batch.member_ids
-    rows, owners = [], []
-    for slot in sorted(learners):
-        sources = torch.tensor(learners[slot].source_slots, device=sampled_by.device, dtype=sampled_by.dtype)
-        rows.append(torch.isin(sampled_by, sources).nonzero()[:, 0])
-        owners.append(torch.full_like(rows[-1], slot))
-    row, owner = torch.cat(rows), torch.cat(owners)
-    batch = replace(batch, sampled_by=sampled_by)
-    outcomes = replace(
-        batch.without_inputs().select(row),
-        member_ids=owner,
-        # A group stays one group for each member that learns from it.
-        group_ids=batch.group_ids[row] * (1 + max(learners)) + owner,
-    )
-    return TrainingRows(batch=batch, rows=row, outcomes=outcomes)
-
-
-class CachedLogProbs:
-    """Log-probabilities of training rows under the behaviour and the reference policies, each computed at most once.
-
-    Args:
-        bank: The policies.
-        training_rows: Whole episodes.
         trust_sampler: Take the sampler's log-probabilities as the old ones.
 
     Attributes:
-        training_rows: The episodes, or their single actions after `split_into_actions`.
+        batch: The samples of all members. After `split_into_actions`, their single actions.
+        rows: `[m]` index into `batch` of each training row; None = row i of the batch, for the member that sampled it.
+        outcomes: `[m]` rows without model inputs; `member_ids` are the members that learn. Advantages, masks and losses
+            read only these.
         old: `[m, t]` under the policy that sampled, in nats; valid where `known`.
         reference: `[m, t]` under the learner's reference, in nats; valid for rows with beta above 0.
         distributions: `[m, t, o]` reference distributions in the bank's format; None = not computed.
         known: `[m]` True where the old log-probabilities are known.
         from_trainer: `[m]` True where the bank computed them, False where they are the sampler's.
         tokens: Tokens processed by all passes, by slot.
+        shared_metrics: `shared_*` metrics, by slot; see `metrics.NAMES`.
+
+    Raises:
+        ValueError: If a member has `sources` and the batch has no `sampler_log_probs`.
     """
 
-    def __init__(self, bank: PolicyBank, training_rows: TrainingRows, *, trust_sampler: bool) -> None:
-        outcomes = training_rows.outcomes
-        mask = outcomes.action_mask
-        self._bank, self.training_rows = bank, training_rows
+    def __init__(
+        self, bank: PolicyBank, batch: Batch, learners: Mapping[int, Learner], *, trust_sampler: bool = False
+    ) -> None:
+        self._bank, self.tokens = bank, dict[int, int]()
+        # 1. `rows` index the batch, `owner` names the learner.
+        self.batch, self.rows, self.outcomes = batch, None, replace(batch, inputs=None)
+        if any(learner.sources is not None for learner in learners.values()):
+            if batch.sampler_log_probs is None:
+                raise ValueError(
+                    "Learning from other members needs sampler_log_probs in the batch. Record them or drop sources."
+                )
+            sampled_by = batch.member_ids
+            rows, owners = [], []
+            for slot in sorted(learners):
+                sources = torch.tensor(learners[slot].source_slots, device=sampled_by.device, dtype=sampled_by.dtype)
+                rows.append(torch.isin(sampled_by, sources).nonzero()[:, 0])
+                owners.append(torch.full_like(rows[-1], slot))
+            self.rows, owner = torch.cat(rows), torch.cat(owners)
+            self.batch = replace(batch, sampled_by=sampled_by)
+            self.outcomes = replace(
+                replace(self.batch, inputs=None).select(self.rows),
+                member_ids=owner,
+                # A group stays one group for each member that learns from it.
+                group_ids=batch.group_ids[self.rows] * (1 + max(learners)) + owner,
+            )
+        self.shared_metrics = self._drop_distant_members(learners)
+        # 2. Log-probabilities under other policies, unknown so far.
+        mask = self.outcomes.action_mask
         self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
         self.known, self.from_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
         self.distributions: Tensor | None = None
-        self.tokens: dict[int, int] = {}
         if trust_sampler:
-            assert outcomes.sampler_log_probs is not None
-            self.old = torch.where(mask, outcomes.sampler_log_probs, 0.0)
+            assert self.outcomes.sampler_log_probs is not None
+            self.old = torch.where(mask, self.outcomes.sampler_log_probs, 0.0)
             self.known[:] = True
+
+    def _drop_distant_members(self, learners: Mapping[int, Learner]) -> dict[int, dict[str, float]]:
+        """Drop other members' rows if their effective sample size is below the learner's `min_ess`.
+
+        The effective sample size of rows under importance weights w is (sum w)^2 / sum w^2. It is small if the
+        learner's policy differs much from the policy that sampled the rows.
+        """
+        min_ess = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
+        metrics: dict[int, dict[str, float]] = {slot: {} for slot in min_ess}
+        sampled_by, owners = self.outcomes.sampled_by, self.outcomes.member_ids
+        if not min_ess or sampled_by is None:
+            return metrics
+        foreign, size = sampled_by != owners, self._bank.size
+        checking = torch.tensor([slot for slot, least in min_ess.items() if least > 0], device=foreign.device)
+        rows = (foreign & torch.isin(owners, checking)).nonzero()[:, 0]
+        remaining = torch.ones_like(foreign)
+        if len(rows):
+            # 1. Log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is unknown.
+            part = self.select_for_pass(rows)
+            assert part.sampler_log_probs is not None
+            ratios = self._bank.log_probs(part) - part.sampler_log_probs
+            log_ratios = torch.where(part.action_mask, ratios, 0.0).nan_to_num(0.0)
+            # 2. Effective sample size for each pair of learner and source.
+            pair = part.member_ids * size + sampled_by[rows]
+            action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
+            ess = effective_sample_fraction(log_ratios[part.action_mask], action, size**2)
+            # 3. Drop the pairs below the learner's threshold. NaN (no actions, or failed weights) is not below it, so
+            #    it stays: those rows have no gradient, or the member is reported as failed.
+            threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(size)]).repeat_interleave(size)
+            remaining[rows] = ~(ess < threshold)[pair]
+            for slot, values in metrics.items():
+                own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
+                if len(own):
+                    low, high = learners[slot].hyperparameters.clip_bounds
+                    excess, by_source = torch.expm1(own), ess.view(size, size)[slot]
+                    values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
+                    values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
+            numbers = remaining.nonzero()[:, 0]
+            self.rows = numbers if self.rows is None else self.rows[numbers]
+            self.outcomes = self.outcomes.select(numbers)
+        # 4. Fraction of other members' rows that remain.
+        for slot, values in metrics.items():
+            foreign_rows = remaining[foreign & (owners == slot)]
+            if len(foreign_rows):
+                values["shared_share"] = float(foreign_rows.double().mean())
+        return metrics
+
+    def select_for_pass(self, rows: Tensor) -> Batch:
+        """Return training rows with model inputs, and count the tokens of one pass over them.
+
+        `member_ids` are the members that learn; the tokens count as theirs.
+        """
+        part = self.batch.select(rows if self.rows is None else self.rows[rows])
+        if self.rows is not None:
+            part = replace(part, member_ids=self.outcomes.member_ids[rows])
+        for slot, tokens in self._bank.cost(part).items():
+            self.tokens[slot] = self.tokens.get(slot, 0) + tokens
+        return part
 
     def compute_distributions(self, rows: Tensor, *, old: bool) -> None:
         """Compute the whole distributions that KL compares the policy with.
@@ -161,18 +176,21 @@ class CachedLogProbs:
         if not isinstance(self._bank, FullDistributionBank):
             raise ValueError("kl_estimator 'full' is not available for language models. Choose 'k3' or 'k2'.")
         if len(rows):
-            part = (self.training_rows.select_as_sampled if old else self.training_rows.select)(rows)
+            part = self.select_for_pass(rows)
+            if old and part.sampled_by is not None:
+                part = replace(part, member_ids=part.sampled_by)
             computed = self._bank.distributions(part, reference=not old)
             self.distributions = computed.new_zeros(len(self.known), *computed.shape[1:]).index_copy(0, rows, computed)
-            self.count_tokens(self.training_rows.select(rows))
 
     def compute_old(self, rows: Tensor) -> None:
         """Compute the old log-probabilities that are still unknown; no policy may have changed since sampling."""
         rows = rows[~self.known[rows]]
         if len(rows):
-            self.old[rows] = self._bank.log_probs(self.training_rows.select_as_sampled(rows))
+            part = self.select_for_pass(rows)
+            if part.sampled_by is not None:
+                part = replace(part, member_ids=part.sampled_by)
+            self.old[rows] = self._bank.log_probs(part)
             self.known[rows] = self.from_trainer[rows] = True
-            self.count_tokens(self.training_rows.select(rows))
 
     def old_log_probs(self, rows: Tensor, current: Tensor | None) -> Tensor:
         """Return the old log-probabilities `[k, t]` of rows.
@@ -184,7 +202,7 @@ class CachedLogProbs:
         """
         if current is None:
             return select_rows(self.old, rows)
-        outcomes, current = self.training_rows.outcomes, current.detach().to(self.old.dtype)
+        outcomes, current = self.outcomes, current.detach().to(self.old.dtype)
         if outcomes.sampled_by is None:
             return current
         own = outcomes.sampled_by[rows] == outcomes.member_ids[rows]
@@ -193,77 +211,24 @@ class CachedLogProbs:
     def store_old(self, rows: Tensor, current: Tensor) -> None:
         """Store the old log-probabilities of rows; see `old_log_probs`."""
         self.old[rows] = self.old_log_probs(rows, current)
-        outcomes = self.training_rows.outcomes
-        if outcomes.sampled_by is not None:
-            rows = rows[outcomes.sampled_by[rows] == outcomes.member_ids[rows]]
+        if self.outcomes.sampled_by is not None:
+            rows = rows[self.outcomes.sampled_by[rows] == self.outcomes.member_ids[rows]]
         self.known[rows] = self.from_trainer[rows] = True
 
     def split_into_actions(self) -> None:
-        """Replace each training row by one row per action that counts in the loss."""
-        places, row = self.training_rows.outcomes.counted_actions()
-        self.training_rows = self.training_rows.split_into_actions()
+        """Replace each training row by one row per action that counts in the loss, in order."""
+        places, row = self.outcomes.counted_actions()
+        batch = self.batch.flatten_actions()
+        outcomes = replace(batch, inputs=None)
+        if self.rows is not None:
+            # A row's actions are consecutive in the flattened batch: offset of the row, plus the place within the row.
+            counts, amounts = self.batch.action_mask.sum(1), self.outcomes.action_mask.sum(1)
+            offset = counts.cumsum(0) - counts
+            place = torch.arange(len(places), device=places.device) - (amounts.cumsum(0) - amounts)[row]
+            self.rows = offset[self.rows[row]] + place
+            outcomes = replace(outcomes.select(self.rows), member_ids=self.outcomes.member_ids[row])
+        self.batch, self.outcomes = batch, outcomes
         self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
         if self.distributions is not None:
             self.distributions = self.distributions.flatten(0, 1)[places][:, None]
         self.known, self.from_trainer = self.known[row], self.from_trainer[row]
-
-    def count_tokens(self, part: Batch) -> None:
-        """Add the tokens of one pass over these rows, by the member that learns."""
-        for slot, tokens in self._bank.cost(part).items():
-            self.tokens[slot] = self.tokens.get(slot, 0) + tokens
-
-
-def drop_rows_of_distant_members(
-    bank: PolicyBank, training_rows: TrainingRows, learners: Mapping[int, Learner]
-) -> tuple[TrainingRows, dict[int, int], dict[int, dict[str, float]]]:
-    """Drop other members' rows if their effective sample size is below the learner's `min_ess`.
-
-    The effective sample size of rows under importance weights w is (sum w)^2 / sum w^2. It is small if the learner's
-    policy differs much from the policy that sampled the rows.
-
-    Args:
-        bank: The policies; nothing has been learnt yet.
-        training_rows: Of all members.
-        learners: By slot.
-
-    Returns:
-        The remaining rows; the tokens that the check processed, by slot; `shared_*` metrics, by slot (`metrics.NAMES`).
-    """
-    min_ess = {slot: each.shared.min_ess for slot, each in learners.items() if each.shared is not None}
-    outcomes = training_rows.outcomes
-    sampled_by, owners = outcomes.sampled_by, outcomes.member_ids
-    foreign = torch.zeros_like(owners, dtype=torch.bool) if sampled_by is None else sampled_by != owners
-    checking = torch.tensor([slot for slot, least in min_ess.items() if least > 0], device=foreign.device)
-    rows = (foreign & torch.isin(owners, checking)).nonzero()[:, 0]
-    remaining, tokens = torch.ones_like(foreign), dict[int, int]()
-    metrics: dict[int, dict[str, float]] = {slot: {} for slot in min_ess}
-    if len(rows):
-        # 1. Log-ratio of the learner's policy to the behaviour policy, per action; 0 where either is unknown.
-        part = training_rows.select(rows)
-        assert sampled_by is not None and part.sampler_log_probs is not None
-        ratios = bank.log_probs(part) - part.sampler_log_probs
-        log_ratios, tokens = torch.where(part.action_mask, ratios, 0.0).nan_to_num(0.0), dict(bank.cost(part))
-        # 2. Effective sample size for each pair of learner and source.
-        pair = part.member_ids * bank.size + sampled_by[rows]
-        action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
-        ess = effective_sample_fraction(log_ratios[part.action_mask], action, bank.size**2)
-        # 3. Drop the pairs below the learner's threshold. NaN (no actions, or failed weights) is not below it, so it
-        #    stays: those rows have no gradient, or the member is reported as failed.
-        threshold = ess.new_tensor([min_ess.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(bank.size)
-        remaining[rows] = ~(ess < threshold)[pair]
-        for slot, values in metrics.items():
-            own = log_ratios[part.action_mask & (part.member_ids == slot)[:, None]]
-            if len(own):
-                low, high = learners[slot].hyperparameters.clip_bounds
-                excess, by_source = torch.expm1(own), ess.view(bank.size, bank.size)[slot]
-                values["shared_ess"] = float(by_source[~by_source.isnan()].mean())
-                values["shared_outside"] = float(((excess < -low) | (excess > high)).double().mean())
-        numbers = remaining.nonzero()[:, 0]
-        chosen = numbers if training_rows.rows is None else training_rows.rows[numbers]
-        training_rows = TrainingRows(batch=training_rows.batch, rows=chosen, outcomes=outcomes.select(numbers))
-    # 4. Fraction of other members' rows that remain.
-    for slot, values in metrics.items():
-        foreign_rows = remaining[foreign & (owners == slot)]
-        if len(foreign_rows):
-            values["shared_share"] = float(foreign_rows.double().mean())
-    return training_rows, tokens, metrics

@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, InstanceOf
 
-from evogrpo.algorithms.learning.advantages import check_action_objective
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import SamplingOptions
 from evogrpo.envs.control.policy_mapping import Policies
-from evogrpo.functional.loss_types import FULL_KLS
+from evogrpo.functional.loss_types import FULL_KLS, LOSS_TYPES
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
 from evogrpo.validation import WHOLE, Flag, Float, Int, NonNegativeInt, PositiveInt, Seed, settings
 
@@ -28,6 +29,48 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {
     "max_grad_norm": 0.5,
 }
 """Default hyperparameters of small networks that differ from those of language models."""
+
+
+def check_action_objective(objective: Objective) -> None:
+    """Require an objective that works on single actions, as small networks learn them.
+
+    Raises:
+        ValueError: If the loss is not a plain mean over actions, or the advantage needs several reward functions.
+    """
+    if objective.advantage == "gdpo":
+        raise ValueError(
+            "advantage='gdpo' needs several reward functions, but an environment has one reward. Choose "
+            "'return_to_go_timestep' or 'outcome'."
+        )
+    loss_type, aggregation = objective.loss_type, objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
+    if not LOSS_TYPES[loss_type].per_action:
+        raise ValueError(f"loss_type={loss_type!r} needs whole completions. Choose 'dapo', 'bnpo' or 'cispo'.")
+    if aggregation != "token-mean":
+        raise ValueError(
+            f"loss_type={loss_type!r} with aggregation={aggregation!r} needs whole completions. Choose "
+            "'dapo', 'bnpo' or 'cispo', or aggregation='token-mean'."
+        )
+
+
+def check_hyperparameters(
+    objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, per_action: bool
+) -> None:
+    """Require hyperparameters that fit the objective, now and after any mutation.
+
+    Args:
+        objective: The population's objective.
+        hyperparameters: The member's hyperparameters.
+        space: The search space; None = nothing evolves.
+        per_action: True if members learn from single actions, as small networks do.
+
+    Raises:
+        ValueError: See `Objective.check_member` and `check_action_objective`.
+    """
+    objective.check_member(hyperparameters, space)
+    if per_action:
+        for name in ("loss_type", "advantage"):
+            for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):
+                check_action_objective(objective.with_types(**{name: kind}))
 
 
 @settings

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from evogrpo.data import Conversation, Rollout, SamplingBatch
-from evogrpo.data.rollout import single_turn_conversations
+from evogrpo.data import Conversation, Rollout, SamplingBatch, single_turn_conversations
 from evogrpo.distributed import processes
 from evogrpo.envs.protocol import PromptBatch
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
