@@ -30,7 +30,7 @@ from torch.distributions import Categorical
 
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import SampledActions
-from evogrpo.envs.control.actions import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies
 from evogrpo.randomness import generator

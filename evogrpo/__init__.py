@@ -25,9 +25,8 @@ _MODULES = {
     "algorithms.grpo": ("GRPO", "EvolvableAlgorithm"),
     "algorithms.multi_agent": ("MultiAgentGRPO",),
     "algorithms.population": ("Population",),
-    "config.hyperparameters": ("Hyperparameters",),
+    "config.hyperparameters": ("Hyperparameters", "Optimizer"),
     "config.objective": ("Objective",),
-    "config.optimizer": ("Optimizer",),
     "config.search_space": ("HyperparameterConfig", "RLParameter"),
     "envs.control.gymnasium_groups": ("GymnasiumGroups",),
     "envs.control.pettingzoo_groups": ("PettingZooGroups",),
@@ -50,10 +49,9 @@ _MODULES = {
     "reporting.lineage": ("best_hyperparameters",),
     "reporting.report": ("report",),
     "training.loop.trainer": ("Callback",),
-    "training.eval_callback": ("EvalCallback",),
     "training.evolve": ("evolve", "resume"),
     "training.replay": ("replay",),
-    "training.train": ("train",),
+    "training.train": ("EvalCallback", "train"),
     "training.video": ("record_video",),
 }
 _MODULE_OF = {name: f"evogrpo.{module}" for module, names in _MODULES.items() for name in names}
@@ -62,9 +60,8 @@ if TYPE_CHECKING:
     from evogrpo.algorithms.grpo import GRPO, EvolvableAlgorithm
     from evogrpo.algorithms.multi_agent import MultiAgentGRPO
     from evogrpo.algorithms.population import Population
-    from evogrpo.config.hyperparameters import Hyperparameters
+    from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
     from evogrpo.config.objective import Objective
-    from evogrpo.config.optimizer import Optimizer
     from evogrpo.config.search_space import HyperparameterConfig, RLParameter
     from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
     from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
@@ -86,11 +83,10 @@ if TYPE_CHECKING:
     from evogrpo.reporting.data_frames import read_run
     from evogrpo.reporting.lineage import best_hyperparameters
     from evogrpo.reporting.report import report
-    from evogrpo.training.eval_callback import EvalCallback
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.loop.trainer import Callback
     from evogrpo.training.replay import replay
-    from evogrpo.training.train import train
+    from evogrpo.training.train import EvalCallback, train
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 

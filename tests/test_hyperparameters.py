@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evogrpo
-from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import (
     CATEGORIES,
     HYPERPARAMETER_NAMES,
@@ -25,6 +24,7 @@ from evogrpo.config.hyperparameters import (
 )
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import whole_number
 
 
 @pytest.mark.parametrize("module", ["evogrpo.config.search_space", "evogrpo.evolution"])

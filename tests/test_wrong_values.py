@@ -11,7 +11,7 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.algorithms.factory import MultiAgentOptions, Options
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT

@@ -11,9 +11,8 @@ from typing import Any
 
 from docs.generate.docstrings import attributes, summary
 from evogrpo.algorithms.factory import CommonOptions, Options
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN

@@ -5,8 +5,15 @@ from collections.abc import Iterable, Mapping
 
 from evogrpo.algorithms.learning.metrics import NAMES, PER_POLICY
 from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
-from evogrpo.training.tensorboard import CURVES
 
+CURVES: Mapping[str, str] = {
+    "fitness": "fitness used for selection: mean raw reward per held-out question, or as `fitness:` sets",
+    "measured_greedy": "mean reward of greedy answers to the validation questions",
+    "measured_sampled": "mean reward of answers to them that are sampled at temperature 1",
+    "measured_rollouts": "mean training reward of the last half of a generation's learning steps, start by start",
+    "evaluation_cost": "tokens (small networks: steps) that the member's evaluation took",
+}
+"""TensorBoard scalars logged once per generation beside the hyperparameters, with their meaning."""
 _TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or false"}
 
 

@@ -17,7 +17,6 @@ PACKAGES = (
     "evogrpo.config.search_space",
     "evogrpo.functional.loss_types",
     "evogrpo.config.objective",
-    "evogrpo.config.optimizer",
     "evogrpo.evolution",
     "evogrpo.evolution.strategies",
     "evogrpo.envs",

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.distributed import processes
@@ -29,7 +28,7 @@ from evogrpo.storage.checkpoint import (
     write_checkpoint,
 )
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.validation import Whole, dump, validate
+from evogrpo.validation import Whole, dump, validate, whole_between
 
 if TYPE_CHECKING:
     from evogrpo.algorithms.agent import Agent

@@ -25,11 +25,8 @@ from evogrpo.algorithms.policies.settings import (
     check_hyperparameters,
 )
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import flag, instance, refuse_unknown, whole_between
-from evogrpo.config.default_space import default_space
-from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters
-from evogrpo.config.objective import Objective
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterOptions, Hyperparameters, Optimizer
+from evogrpo.config.objective import Objective, default_space
 from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
     MAX_MEMBERS,
@@ -45,6 +42,7 @@ from evogrpo.models.language.compatibility import check_causal_class
 from evogrpo.models.language.lora import read_adapter
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
+from evogrpo.validation import flag, instance, refuse_unknown, whole_between
 from evogrpo.warnings import warn
 
 

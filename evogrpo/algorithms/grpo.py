@@ -22,12 +22,12 @@ from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.evaluation import common_scores, evaluate, open_test_environment
-from evogrpo.config.checks import lists_options, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import LearnReport
 from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import lists_options, names_unknown, refuse_unknown
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from evogrpo.algorithms.policies.settings import JointSettings
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.collect import collect
 from evogrpo.algorithms.rollout.requests import RolloutBatch
-from evogrpo.config.checks import lists_options
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import AgentSpaces
+from evogrpo.validation import lists_options
 
 
 class MultiAgentGRPO(GRPO):

@@ -23,7 +23,7 @@ from evogrpo.distributed import processes
 from evogrpo.models.devices import process_memory
 from evogrpo.safe_parsing import dump_json
 from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
-from evogrpo.training.display.console import HangingIndent, make_console
+from evogrpo.training.console import HangingIndent, make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
@@ -235,9 +235,9 @@ def schema(args: argparse.Namespace) -> int:
 def tasks(args: argparse.Namespace) -> int:
     """List the available tasks."""
     from evogrpo.envs.control.classic import NATIVE_IDS
-    from evogrpo.envs.text.reasoning import is_installed
+    from evogrpo.envs.text.datasets import is_installed
     from evogrpo.envs.text.tasks import TASKS
-    from evogrpo.training.presets import preset_ids
+    from evogrpo.training.configuration.environment_tasks import preset_ids
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))

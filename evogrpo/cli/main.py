@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides = [*args.overrides, *rest]
     # Imported here so that `--help` stays fast.
-    from evogrpo.training.display.console import (
+    from evogrpo.training.console import (
         clean_warnings,
         enduring_output,
         quieten_libraries,

@@ -21,7 +21,7 @@ from evogrpo.safe_parsing import dump_json, read_yaml_file
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, duration_text, number_text, pluralize, printable, score_text
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.display.console import command, make_console, print_rows, show_command, working
+from evogrpo.training.console import command, make_console, print_rows, show_command, working
 
 _MIN_LINE_WIDTH = 30
 """Minimum width of a line of the tree, in characters."""

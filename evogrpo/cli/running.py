@@ -42,7 +42,7 @@ from evogrpo.text import (
 )
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.user_code import strategy_record, user_line
-from evogrpo.training.display.console import (
+from evogrpo.training.console import (
     clean_warnings,
     command,
     make_console,
@@ -52,7 +52,7 @@ from evogrpo.training.display.console import (
     show_command,
     working,
 )
-from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.forecast import check_memory, gigabytes, possible
 from evogrpo.training.launch import free_run_dirs, locked_run_dir, read_resumable, rehearse, resume, start
 from evogrpo.training.loop.stopping import stopping_on_signals

@@ -14,7 +14,7 @@ import evogrpo
 from evogrpo.evolution.strategies import Fixed
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.display.console import make_console, working
+from evogrpo.training.console import make_console, working
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -86,8 +86,11 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _environment_config(key: str, name: str, overrides: list[str], args: argparse.Namespace) -> AnyConfig:
     """Return the packaged configuration for an environment."""
     if key == "env":
-        from evogrpo.training.configuration.environment_tasks import named_wrapper
-        from evogrpo.training.presets import packaged_values, without_packaged_limits
+        from evogrpo.training.configuration.environment_tasks import (
+            named_wrapper,
+            packaged_values,
+            without_packaged_limits,
+        )
 
         for wrapper in args.wrapper:  # importing them may register the environment
             named_wrapper(wrapper)

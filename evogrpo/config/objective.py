@@ -1,20 +1,18 @@
-"""The objective: switches of loss, advantages, KL, reference and rewards, and which of them go together."""
+"""The objective: switches of loss, advantages, KL and rewards, which of them go together, and what can evolve."""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
-from evogrpo.config.roll import read_roll
-from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.translation import Translation
-from evogrpo.config.trl import read_trl
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
+from evogrpo.config.search_space import DEFAULT_SEARCHED, HyperparameterConfig, RLParameter, feasible_group_sizes
+from evogrpo.config.translation import SettingsReader
 from evogrpo.functional.loss_types import (
     ADVANTAGES,
     FULL_KLS,
@@ -247,11 +245,15 @@ class Objective:
     @classmethod
     def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
         """Translate the settings of a ROLL pipeline; see `evogrpo.config.roll.read_roll`."""
+        from evogrpo.config.roll import read_roll
+
         return Imported.of(read_roll(source))
 
     @classmethod
     def from_trl(cls, source: object) -> "Imported":
         """Translate a TRL `GRPOConfig`, or a mapping of its fields; see `evogrpo.config.trl.read_trl`."""
+        from evogrpo.config.trl import read_trl
+
         return Imported.of(read_trl(source))
 
 
@@ -409,8 +411,6 @@ SETTINGS = {
 }
 """Settings that `Imported.settings` can hold, and the section of a configuration that each belongs to."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
@@ -434,38 +434,37 @@ class Imported:
     ignored: Mapping[str, str]
 
     @classmethod
-    def of(cls, translation: Translation) -> "Imported":
-        """Build the records from their keyword arguments.
+    def of(cls, reader: SettingsReader) -> Self:
+        """Build the records from the keyword arguments of a reader.
 
         Raises:
             ValueError: With one line for every setting that is not supported or out of range.
         """
         from evogrpo.data import SamplingOptions  # needs torch
 
-        problems = list(translation.refused)
-
-        def build(record: Callable[[], T]) -> T | None:
+        settings, hyperparameters = reader.arguments["settings"], reader.arguments["hyperparameters"]
+        sampling = {field.name for field in dataclasses.fields(SamplingOptions)} & settings.keys()
+        records: list[Callable[[], Any]] = [
+            partial(Objective, **reader.arguments["objective"]),
+            partial(Optimizer, **reader.arguments["optimizer"]),
+            partial(SamplingOptions, **{name: settings[name] for name in sampling}),
+            *(partial(Hyperparameters, **{name: value}) for name, value in hyperparameters.items()),
+        ]
+        built, problems = [], list(dict.fromkeys(reader.refused))
+        for record in records:
             try:
-                return record()
+                built.append(record())
             except ValueError as error:
                 problems.append(str(error))
-                return None
-
-        objective = build(lambda: Objective(**translation.objective))
-        optimizer = build(lambda: Optimizer(**translation.optimizer))
-        options = {field.name for field in dataclasses.fields(SamplingOptions)} & translation.settings.keys()
-        build(lambda: SamplingOptions(**{name: translation.settings[name] for name in options}))
-        for name, value in translation.hyperparameters.items():
-            build(partial(Hyperparameters, **{name: value}))
-        if objective is None or optimizer is None or problems:
+        if problems:
             count = f"{len(problems)} settings cannot be translated:\n- " if len(problems) > 1 else ""
             raise ValueError(count + "\n- ".join(problems))
         return cls(
-            objective=objective,
-            hyperparameters=translation.hyperparameters,
-            optimizer=optimizer,
-            settings=translation.settings,
-            ignored=translation.ignored,
+            objective=built[0],
+            hyperparameters=hyperparameters,
+            optimizer=built[1],
+            settings=settings,
+            ignored=reader.ignored,
         )
 
     def __post_init__(self) -> None:
@@ -483,3 +482,141 @@ class Imported:
             else:
                 sections.setdefault(section, {})[name] = value
         return {**top, **sections}
+
+
+# ---- hyperparameters that evolve by default, and those that evolve without effect
+
+CLIPS = ("clip_coef", "clip_low", "clip_high")
+
+
+def default_space(
+    ranges: Mapping[str, RLParameter],
+    objective: Objective,
+    first: Hyperparameters,
+    *,
+    fixed: Collection[str],
+    samples_per_step: int | None,
+    rows_are_samples: bool,
+    shared: bool = False,
+) -> HyperparameterConfig:
+    """Return the default search space: the hyperparameters of `DEFAULT_SEARCHED` that are not fixed and have an effect.
+
+    Args:
+        ranges: Range by hyperparameter, for the kind of member.
+        objective: The members' objective.
+        first: Hyperparameters of the first member.
+        fixed: Hyperparameters that the caller has set.
+        samples_per_step: Samples of each member per learning step; None = unknown, group sizes then do not evolve.
+        rows_are_samples: See `without_effect`.
+        shared: See `without_effect`.
+    """
+    names = [name for name in DEFAULT_SEARCHED if name != "target_kl" or first.target_kl is not None]
+    if first.target_kl is None:
+        names.insert(0, "lr")
+    space = HyperparameterConfig(**{name: ranges[name] for name in names if name not in fixed})
+    space = drop_single_group_size(space, samples_per_step)
+    samples = samples_per_step or 2
+    idle = without_effect(
+        objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
+    )
+    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in idle})
+
+
+def drop_single_group_size(space: HyperparameterConfig, samples_per_step: int | None) -> HyperparameterConfig:
+    """Return the space without group_size if its range holds fewer than two divisors of `samples_per_step`."""
+    if "group_size" not in space:
+        return space
+    low, high = space["group_size"].bounds
+    sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
+    if sum(low <= size <= high for size in sizes) > 1:
+        return space
+    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name != "group_size"})
+
+
+def without_effect(
+    objective: Objective,
+    members: Sequence[Hyperparameters],
+    space: HyperparameterConfig,
+    *,
+    samples_per_step: int,
+    rows_are_samples: bool = True,
+    shared: bool = False,
+) -> dict[str, str]:
+    """Return the evolving hyperparameters that change nothing, each with the reason and the fix.
+
+    Args:
+        objective: The members' objective.
+        members: Their current hyperparameters; those that do not evolve stay as they are.
+        space: Hyperparameters that evolve.
+        samples_per_step: Samples of each member per learning step.
+        rows_are_samples: `batch_size` counts samples. False where it counts transitions, whose number is not known in
+            advance.
+        shared: Members also learn from each other's samples, whose ratio is not 1 at first.
+
+    Returns:
+        One message per hyperparameter, in the order of `space`; empty if all have an effect.
+    """
+    batch_size = min(lowest("batch_size", member, space) for member in members)
+    one_epoch = "update_epochs" not in space and all(member.update_epochs == 1 for member in members)
+    reasons = [*_clipping(objective, members, space), *_advantage_clip(objective, members, space)]
+    if rows_are_samples and batch_size >= samples_per_step:
+        reasons.append(
+            ("batch_size", f"all values are at least samples_per_step ({samples_per_step}), so lower its range")
+        )
+    messages: dict[str, str] = {}
+    for name, reason in reasons:
+        if name in space:
+            messages.setdefault(name, f"{name} evolves without effect: {reason}.")
+    if one_epoch and rows_are_samples and not shared and batch_size >= samples_per_step:
+        fix = (
+            f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or remove it from "
+            "the search space."
+        )
+        for name in CLIPS:
+            if name in space:
+                # With one optimizer step per rollout the policy is the one that acted: every ratio is exactly 1.
+                messages[name] = (
+                    f"{name} evolves without effect: one optimizer step a rollout never clips. To fix, {fix}"
+                )
+        if "beta" in space and objective.reference == "old":
+            messages["beta"] = (
+                'beta evolves without effect: with one optimizer step per rollout, reference="old" is the policy '
+                f"itself. To fix, {fix}"
+            )
+    return {name: messages[name] for name in space if name in messages}
+
+
+def _clipping(
+    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield clips that no loss type of a member uses, with the reason."""
+    losses = {loss for member in members for loss in possible("loss_type", objective, member, space)}
+    low = all(member.clip_low is not None for member in members)
+    high = all(member.clip_high is not None for member in members)
+    # cispo's weight has a lower bound only with cispo_clip_low.
+    floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
+    if not any(LOSS_TYPES[loss].clips for loss in losses):
+        for name in CLIPS:
+            yield name, f"loss_type 'sapo' does not clip, so remove {name}"
+    if floorless:
+        yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or remove clip_low"
+    if high and (low or floorless):
+        names = "clip_low and clip_high are" if low else "clip_high is"
+        yield "clip_coef", f"{names} set for every member and used instead"
+
+
+def _advantage_clip(
+    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield `advantage_clip` if standardised rewards cannot reach it."""
+    advantages = {advantage for member in members for advantage in possible("advantage", objective, member, space)}
+    if advantages != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
+        return
+    group = max(highest("group_size", member, space) for member in members)
+    largest = (group - 1) / math.sqrt(group)  # maximum |z| with the sample standard deviation: one reward differs
+    lowest_bound = min(lowest("advantage_clip", member, space) for member in members)
+    if lowest_bound >= largest:
+        yield (
+            "advantage_clip",
+            f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or remove it",
+        )

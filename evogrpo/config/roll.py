@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evogrpo.config.checks import flag, whole_number
 from evogrpo.config.translation import (
     Key,
     SettingsReader,
-    Translation,
     count,
     number,
     one_of,
@@ -20,6 +18,7 @@ from evogrpo.config.translation import (
 )
 from evogrpo.functional.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.safe_parsing import load_yaml
+from evogrpo.validation import flag, whole_number
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
 KLS = {"kl": "k1", "abs": "abs", "mse": "k2"}
@@ -117,7 +116,7 @@ ADVANTAGES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
 }
 
 
-def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
+def read_roll(source: Mapping[str, Any] | str | Path) -> SettingsReader:
     """Translate the keys of a ROLL RLVR configuration.
 
     Keys left out have ROLL's defaults. The order in which rewards become advantages is ROLL's (see `Objective`).
@@ -129,7 +128,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
             resolved.
 
     Returns:
-        The keyword arguments, and every key that is unknown or not supported in `refused`.
+        The keyword arguments, and every setting that is unknown or not supported in `refused`.
 
     Raises:
         ValueError: If `source` has no keys, or keys refer to each other in a circle.
@@ -173,7 +172,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
     roll.check_unsupported(UNSUPPORTED)
     roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
-    # 2. Translate the keys that depend on each other; `translated` adds those with a target in `KEYS`.
+    # 2. Translate the keys that depend on each other; `translate` adds those with a target in `KEYS`.
     masked, prompts, group = (roll[name] for name in ("difficulty_mask", *_SAMPLES))
     if (prompts is None) != (group is None):
         roll.refused.append(f"ROLL keys {' and '.join(_SAMPLES)} must be given together, got {prompts} and {group}")
@@ -206,7 +205,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
     ):
         if not used:
             roll.ignore(f"used with {switch} only", *names)
-    return roll.translated(
+    return roll.translate(
         objective=objective,
         hyperparameters={"beta": in_loss or in_reward},
         settings={"samples_per_step": None if prompts is None else prompts * group},

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
-from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import (
     DEFAULT_TARGET_KL,
     HYPERPARAMETER_NAMES,
@@ -18,7 +17,7 @@ from evogrpo.config.hyperparameters import (
     checked_value,
     is_categorical,
 )
-from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, settings
+from evogrpo.validation import FLOAT32_LIMIT, REAL, Number, Text, refuse_unknown, settings, whole_between
 
 __all__ = [
     "DEFAULT_SEARCHED",

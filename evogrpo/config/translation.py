@@ -3,34 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from evogrpo.config.checks import finite_number, whole_between, whole_number
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import finite_number, whole_between, whole_number
 
 Parse = Callable[[str, Any], Any]
 """Function of a setting's name in messages and its value; returns the value in our type or raises ValueError."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Translation:
-    """Settings of another library as keyword arguments.
-
-    Attributes:
-        objective: Arguments of `Objective`.
-        hyperparameters: Arguments of `Hyperparameters`.
-        optimizer: Arguments of `Optimizer`.
-        settings: Settings of other sections of a configuration, by name.
-        ignored: Settings that were given and have no counterpart, with the reason.
-        refused: One sentence for each setting that is unknown, invalid or not supported.
-    """
-
-    objective: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    ignored: Mapping[str, str]
-    refused: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +19,7 @@ class Key:
     Attributes:
         default: The other library's default.
         parse: Check and conversion of the value.
-        target: Field of `Translation` and name there, such as "hyperparameters.lr"; empty if code decides.
+        target: Field of `Imported` and name there, such as "hyperparameters.lr"; empty if code decides.
     """
 
     default: Any
@@ -61,6 +40,7 @@ class SettingsReader:
         values: Parsed values by name, defaults included.
         ignored: Reasons by name.
         refused: One sentence for each refused setting.
+        arguments: Keyword arguments of the records, by field of `evogrpo.config.objective.Imported`.
     """
 
     kind: str
@@ -69,6 +49,7 @@ class SettingsReader:
     values: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = {name: value for name, value in self.given.items() if value is not None and value != "None"}
@@ -102,8 +83,8 @@ class SettingsReader:
             if name in self.given and self.given[name] not in neutral:
                 self.refused.append(f"{self.kind} {name} is not supported, got {self.given[name]!r:.80}: {reason}")
 
-    def translated(self, **computed: Mapping[str, Any]) -> Translation:
-        """Return all values with a target, and `computed` by field of `Translation`; None is left out."""
+    def translate(self, **computed: Mapping[str, Any]) -> Self:
+        """Set `arguments`: all values with a target, and `computed` by field of `Imported`; None is left out."""
         arguments: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
         for name, key in self.keys.items():
             if key.target:
@@ -111,11 +92,11 @@ class SettingsReader:
                 arguments[section][target] = self.values[name]
         for section, values in computed.items():
             arguments[section].update(values)
-        given = {
+        self.arguments = {
             section: {name: value for name, value in values.items() if value is not None}
             for section, values in arguments.items()
         }
-        return Translation(**given, ignored=self.ignored, refused=list(dict.fromkeys(self.refused)))
+        return self
 
 
 # ---- parsers

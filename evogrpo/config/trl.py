@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from evogrpo.config.checks import finite_number, flag, whole_number
 from evogrpo.config.translation import (
     Key,
     SettingsReader,
-    Translation,
     count,
     min_p,
     number,
@@ -22,6 +20,7 @@ from evogrpo.config.translation import (
 )
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.synonyms import unknown_name_error
+from evogrpo.validation import finite_number, flag, whole_number
 
 
 def _weights(what: str, value: Any) -> list[float]:
@@ -151,7 +150,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """Schedules of transformers that are translated, and the `lr_scheduler_kwargs` of each."""
 
 
-def read_trl(source: object) -> Translation:
+def read_trl(source: object) -> SettingsReader:
     """Translate TRL's settings.
 
     Args:
@@ -159,7 +158,7 @@ def read_trl(source: object) -> Translation:
             that the batch is that of one process unless `generation_batch_size` is given.
 
     Returns:
-        The keyword arguments, and every field that is unknown or not supported in `refused`. Prompts longer than
+        The keyword arguments, and every setting that is unknown or not supported in `refused`. Prompts longer than
         `max_prompt_length` are left out here and cut in TRL.
 
     Raises:
@@ -213,7 +212,7 @@ def read_trl(source: object) -> Translation:
         if cap <= 1:
             clip_high = None
             trl.refused.append(f"TRL field epsilon_high must be above 1 with loss_type 'cispo', got {cap}: try 5.0")
-    return trl.translated(
+    return trl.translate(
         objective=objective,
         hyperparameters={"batch_size": batch, "clip_high": clip_high},
         optimizer={"betas": (trl["adam_beta1"], trl["adam_beta2"]), **_schedule(trl)},

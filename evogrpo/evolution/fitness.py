@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from evogrpo.config.checks import finite_number
-from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, settings
+from evogrpo.validation import REAL, WHOLE, Flag, NonNegativeFloat, NonNegativeInt, Real, Whole, finite_number, settings
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)

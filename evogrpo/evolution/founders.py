@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.mutation import quantile
 from evogrpo.evolution.plan import draw_distinct
 from evogrpo.randomness import streams
+from evogrpo.validation import whole_number
 
 
 def spread_founders(

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Protocol, TypeVar
 import numpy as np
 from pydantic import PlainValidator
 
-from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.history import NETWORK, History, MemberRecord, changes_between
 from evogrpo.text import reference_to
-from evogrpo.validation import PositiveShare, Share, settings
+from evogrpo.validation import PositiveShare, Share, refuse_unknown, settings
 
 T = TypeVar("T")
 

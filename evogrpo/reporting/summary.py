@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
@@ -22,7 +21,7 @@ from evogrpo.reporting.records import (
     terms_of,
 )
 from evogrpo.storage.journal import latest_generations
-from evogrpo.validation import Record, validate
+from evogrpo.validation import Record, refuse_unknown, validate
 
 
 def retired_members(generation: GenerationReport) -> dict[int, int]:

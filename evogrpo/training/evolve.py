@@ -10,22 +10,22 @@ from torch import nn
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import lists_options, refuse_unknown
 from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.user_code import chosen_strategy
-from evogrpo.training.display.console import console_for
-from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.console import console_for
+from evogrpo.training.display import RunDisplay
+from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.trainer import Callback, Trainer
 from evogrpo.training.run_dir import RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.task_types import TASK_TYPES
+from evogrpo.validation import lists_options, refuse_unknown
 from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.algorithms.population import Population
-from evogrpo.config.default_space import without_effect
+from evogrpo.config.objective import without_effect
 from evogrpo.distributed import processes
 from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.strategies import Strategy

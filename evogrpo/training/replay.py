@@ -20,8 +20,8 @@ from evogrpo.storage.atomic_files import make_folder, write_synced
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE, AnyConfig
-from evogrpo.training.display.console import console_for
-from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.console import console_for
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.evolve import evolve
 from evogrpo.training.forecast import check_memory
 from evogrpo.training.launch import start

@@ -55,12 +55,11 @@ from evogrpo.storage.checkpoint import (
 from evogrpo.storage.journal import Journal, latest_generations, parse_journal, read_bytes
 from evogrpo.storage.lock import DirectoryLock
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.sections import CONFIG_FILE, CONFIG_HEAD, LoggingConfig
 from evogrpo.training.configuration.user_code import restored_strategy, strategy_record
+from evogrpo.training.exports import COMPLETIONS, CompletionsLog, layout
 from evogrpo.training.loop.run_state import Best, RunState, as_generation, best_agent
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tensorboard import layout
 from evogrpo.validation import dump, validate
 from evogrpo.warnings import warn
 

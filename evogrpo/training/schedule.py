@@ -5,13 +5,22 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from evogrpo.config.checks import MAX_STEPS
-from evogrpo.config.default_space import without_effect
+from evogrpo.config.objective import without_effect
 from evogrpo.config.search_space import MAX_SAMPLES, check_group_size
 from evogrpo.evolution.fitness import ROLLOUTS, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.text import pluralize
-from evogrpo.validation import MAX_COUNT, WHOLE, Flag, Float, NonNegativeInt, PositiveFloat, PositiveInt, settings
+from evogrpo.validation import (
+    MAX_COUNT,
+    MAX_STEPS,
+    WHOLE,
+    Flag,
+    Float,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    settings,
+)
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported

@@ -19,9 +19,8 @@ from gymnasium.wrappers import RecordVideo
 
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.joint_vector_env import AGENT_REWARDS
 from evogrpo.envs.control.making import EnvFactory
-from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
 from evogrpo.text import extra_command, shorten
 

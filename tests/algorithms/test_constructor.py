@@ -10,7 +10,7 @@ from gymnasium.spaces import Box, Discrete
 from peft import LoraConfig
 
 from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective, RLParameter
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from tests.tiny_models import EOS, VOCABULARY, tiny_model
 from tests.tiny_training import (

@@ -10,8 +10,7 @@ from torch import Tensor
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
 from evogrpo.algorithms.learning.training_rows import Learner
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import Batch
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.oracles.peft_members import PeftMember

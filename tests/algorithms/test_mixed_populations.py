@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.functional.loss_types import LOSS_TYPES
 from evogrpo.testing.policy_banks import assert_states_agree
 from tests.rounding import assert_metrics_agree

@@ -8,7 +8,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.data import Batch
 from evogrpo.functional.loss_types import LOSS_TYPES
 from tests.oracles.objective_by_hand import ByHand

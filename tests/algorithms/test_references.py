@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.algorithms.learning.learning_step import learn, minibatches
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.evolution import MemberRecord, Plan
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.testing.policy_banks import assert_gradients_agree

@@ -9,8 +9,7 @@ import torch
 
 from evogrpo import GRPO, EvolvableAlgorithm, HyperparameterConfig, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.algorithms.learning.step_size import StepControl, StepSize, measured_step, step_target
-from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import DEFAULT_TARGET_KL, Optimizer
 from evogrpo.models.networks.architecture import NetworkConfig
 from tests.envs import joint_probes
 from tests.tiny_models import tiny_model

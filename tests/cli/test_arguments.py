@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.training.display.console import command
+from evogrpo.training.console import command
 from tests.cli.project import ROOT
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from evogrpo.reporting.records import Example
-from evogrpo.training.display.console import make_console
-from evogrpo.training.display.tables import completions_table, one_line, shortened
+from evogrpo.training.console import make_console
+from evogrpo.training.display import completions_table, one_line, shortened
 
 
 @pytest.fixture(autouse=True)

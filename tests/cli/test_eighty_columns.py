@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli import main
-from evogrpo.training.display.console import HangingIndent
+from evogrpo.training.console import HangingIndent
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 

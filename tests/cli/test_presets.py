@@ -6,9 +6,9 @@ from packaging.version import Version
 
 from evogrpo import train
 from evogrpo.cli import main
+from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values, preset, preset_ids
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import CONFIG_FILE
-from evogrpo.training.presets import merge_sections, packaged_values, preset, preset_ids
 
 TINY = [
     *("population.size=2", "schedule.generations=1", "schedule.steps_per_generation=1", "task.validation_size=2"),

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from evogrpo.cli import main
 from evogrpo.storage.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
-from evogrpo.training.display.console import VisibleConsole
+from evogrpo.training.console import VisibleConsole
 from tests.cli.project import ROOT
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish, tiny_run

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from evogrpo.config.default_space import without_effect
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.objective import Objective
+from evogrpo.config.objective import Objective, without_effect
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.functional.advantages import group_advantages
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from evogrpo.envs.control.actions import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.randomness import generator
 
 

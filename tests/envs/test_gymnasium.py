@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.actions import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.rollout import PolicyEpisodes
 from evogrpo.envs.protocol import SPLITS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
+from evogrpo.envs.control.conversion import ActionNoise, legal_actions, to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.testing.environments import PseudoRandomActor
 from tests.envs import probes

@@ -7,9 +7,8 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 from evogrpo.algorithms.policies.network_policy import StackedPolicy
 from evogrpo.algorithms.policies.settings import NetworkSettings
-from evogrpo.envs.control.actions import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
-from evogrpo.envs.control.observations import ObservationStatistics
 from tests.envs import probes
 from tests.envs.actors import play_rows
 

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from evogrpo.envs.control.actions import to_environment
+from evogrpo.envs.control.conversion import to_environment
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from tests.envs.actors import Rule, play_rows

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.actions import ActionNoise
+from evogrpo.envs.control.conversion import ActionNoise
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.envs.control.policy_mapping import map_policies
 from evogrpo.testing.environments import PseudoRandomActor

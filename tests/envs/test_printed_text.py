@@ -10,7 +10,7 @@ from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.data import single_turn_conversations
-from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
+from evogrpo.envs.text.reward_functions import MAX_LINE_LENGTH, EscapingStream, escaped_prints, forward_output
 from tests.envs.conftest import build
 from tests.envs.test_multi_turn_gym import CLOSED
 

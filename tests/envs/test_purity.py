@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyAction
 
-from evogrpo.envs.control.actions import legal_actions
+from evogrpo.envs.control.conversion import legal_actions
 from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.random_play import random_action
 from tests.envs import probes

@@ -10,7 +10,7 @@ import pytest
 
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.text.reasoning import is_installed
+from evogrpo.envs.text.datasets import is_installed
 
 SIZES = {"train": 40, "validation": 8, "test": 9}
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import SamplingBatch
 from evogrpo.models.language.bank import AdapterBank
 from evogrpo.testing.policy_banks import PolicyBankTestCase, assert_gradients_agree

@@ -7,8 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.models.language.lora import peft_files
 from evogrpo.testing.policy_banks import MOMENT_STEPS, assert_gradients_agree, assert_weights_agree
 from evogrpo.testing.samplers import different_members

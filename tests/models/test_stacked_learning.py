@@ -7,8 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.models.networks import train_states
 from evogrpo.models.networks.architecture import NetworkConfig
 from evogrpo.testing.policy_banks import assert_gradients_agree, assert_weights_agree

@@ -11,10 +11,10 @@ from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Tournament
 from evogrpo.storage.journal import read_journal
+from evogrpo.training.exports import generation_curves
 from evogrpo.training.loop.trainer import Trainer
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, cart_pole, step_population
 from tests.tiny_training import tiny_env, tiny_population

@@ -12,8 +12,8 @@ from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.reporting.records import Example
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.completions import CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.exports import CompletionsLog
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from evogrpo import evolve, resume
 from evogrpo.reporting.records import LANGUAGE, GenerationReport
-from evogrpo.training.display.live import RunDisplay, notebook_region
-from evogrpo.training.display.tables import generation_table, member_note
+from evogrpo.training.display import RunDisplay, generation_table, member_note, notebook_region
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
 
@@ -216,7 +215,7 @@ def test_a_notebook_updates_and_clears_one_output(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
     with notebook_region(Console(file=io.StringIO(), width=60), Text("half <done>")) as refresh:
         refresh()  # too soon after the first update
-        monkeypatch.setattr("evogrpo.training.display.live.SECONDS_BETWEEN_DRAWINGS", 0)
+        monkeypatch.setattr("evogrpo.training.display.SECONDS_BETWEEN_DRAWINGS", 0)
         refresh()
     assert [text.count("half &lt;done&gt;") for text in shown] == [1, 1, 0]
     assert shown[-1] == ""

@@ -14,10 +14,10 @@ from evogrpo.reporting.lineage import best_member
 from evogrpo.reporting.records import FinalistsReport, GenerationReport, StepReport
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
+from evogrpo.training.exports import generation_curves
 from evogrpo.training.loop.evaluation import candidates, winner
 from evogrpo.training.loop.run_state import Best, best_agent
 from evogrpo.training.run_dir import open_run
-from evogrpo.training.tensorboard import generation_curves
 from evogrpo.validation import dump
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run

@@ -12,7 +12,7 @@ from evogrpo.reporting.records import LANGUAGE
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text
-from evogrpo.training.display.tables import generation_table, member_note
+from evogrpo.training.display import generation_table, member_note
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_population
 
 SPACE = HyperparameterConfig(

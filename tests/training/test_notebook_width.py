@@ -1,7 +1,7 @@
 """Width of a run's tables in notebooks."""
 
-from evogrpo.training.display.console import NOTEBOOK_WIDTH, console_for
-from evogrpo.training.display.tables import NARROW
+from evogrpo.training.console import NOTEBOOK_WIDTH, console_for
+from evogrpo.training.display import NARROW
 
 
 def test_notebook_width_is_a_page_unless_jupyter_columns_is_set(monkeypatch):

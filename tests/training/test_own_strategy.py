@@ -21,7 +21,7 @@ from evogrpo.reporting.summary import summarise
 from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.display.tables import plan_lines
+from evogrpo.training.display import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.loop.trainer import StrategyError

@@ -234,8 +234,8 @@ def test_a_missing_generation_gives_no_schedule():
 
 
 def test_a_stage_must_match_its_run():
+    from evogrpo.training.configuration.environment_tasks import packaged_values
     from evogrpo.training.configuration.reading import parse_config
-    from evogrpo.training.presets import packaged_values
     from evogrpo.training.train import merge_sections
 
     stage = ScheduleStage(

@@ -8,7 +8,7 @@ from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed
 from evogrpo.reporting.records import GenerationReport, StepReport
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.display.tables import plan_lines
+from evogrpo.training.display import plan_lines
 from evogrpo.training.loop.trainer import StrategyError
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, events_of, final_states, finish, tiny_run

@@ -16,7 +16,7 @@ from evogrpo import Population, evolve
 from evogrpo.distributed import Processes
 from evogrpo.interruption import Interrupted, Stop
 from evogrpo.storage.journal import read_journal
-from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.loop import stopping
 from evogrpo.training.loop.run import Run
 from evogrpo.training.loop.stopping import RunStop

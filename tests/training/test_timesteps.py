@@ -7,7 +7,7 @@ from evogrpo.cli.main import main
 from evogrpo.reporting.records import GenerationReport, StepReport, TestReport
 from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.display.live import TimeEstimate
+from evogrpo.training.display import TimeEstimate
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, step_run
 from tests.tiny_training import finish, tiny_run

@@ -9,8 +9,8 @@ import yaml
 
 from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
+from evogrpo.training.configuration.environment_tasks import merge_sections, packaged_values
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.presets import merge_sections, packaged_values
 from tests.algorithms.test_multi_agent import groups, population_for
 from tests.reporting.journals import generation, member, written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run

@@ -38,7 +38,6 @@ from evogrpo.algorithms.rollout.requests import (
     RolloutBatch,
     SamplingRequest,
 )
-from evogrpo.config.checks import whole_between
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Conversation, Experience, Rollout, SamplingBatch
 from evogrpo.distributed import Processes
@@ -55,7 +54,7 @@ from evogrpo.models.language.lora import StoredAdapter, choose_targets, lora_fro
 from evogrpo.models.language.sizing import size_for_memory
 from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
-from evogrpo.validation import validate
+from evogrpo.validation import validate, whole_between
 
 
 class LanguagePolicySet:

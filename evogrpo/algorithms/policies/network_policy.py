@@ -14,8 +14,14 @@ from torch import nn
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.algorithms.policies.settings import JointSettings, NetworkSettings
 from evogrpo.data import Batch, ObservationInputs, SampledActions
-from evogrpo.envs.control.actions import legal_actions, mask_sizes, to_environment
-from evogrpo.envs.control.observations import ObservationStatistics, episode_statistics, normalised_leaves
+from evogrpo.envs.control.conversion import (
+    ObservationStatistics,
+    episode_statistics,
+    legal_actions,
+    mask_sizes,
+    normalised_leaves,
+    to_environment,
+)
 from evogrpo.envs.control.rollout import PolicyEpisodes, fits_float32
 from evogrpo.evolution.history import ArchitectureChange
 from evogrpo.models.networks.architecture import NothingToChangeError, mutate_architecture

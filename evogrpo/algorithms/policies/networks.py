@@ -31,8 +31,7 @@ from evogrpo.algorithms.rollout.requests import (
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import DEFAULT_POLICY, Batch, Experience
 from evogrpo.distributed import Processes
-from evogrpo.envs.control.actions import ActionNoise, legal_actions, to_environment
-from evogrpo.envs.control.observations import ObservationStatistics
+from evogrpo.envs.control.conversion import ActionNoise, ObservationStatistics, legal_actions, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, map_policies, single_agent
 from evogrpo.envs.control.rollout import Episodes
 from evogrpo.envs.protocol import Scores

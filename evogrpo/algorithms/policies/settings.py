@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, InstanceOf
 
-from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import SamplingOptions
 from evogrpo.envs.control.policy_mapping import Policies

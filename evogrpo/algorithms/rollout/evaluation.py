@@ -14,7 +14,6 @@ from torch import Tensor
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.rollout.collect import check_groups
 from evogrpo.algorithms.rollout.requests import EvaluationRequest
-from evogrpo.config.checks import flag, whole_between
 from evogrpo.data import Actor
 from evogrpo.envs.control.making import declared_limit, time_limit
 from evogrpo.envs.control.policy_mapping import PolicyMapping
@@ -34,6 +33,7 @@ from evogrpo.evolution.fitness import (
     still_racing,
 )
 from evogrpo.interruption import NEVER, Stop
+from evogrpo.validation import flag, whole_between
 from evogrpo.warnings import warn
 
 

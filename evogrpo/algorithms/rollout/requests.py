@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evogrpo.algorithms.learning.training_rows import Learner
 from evogrpo.data import Experience
-from evogrpo.envs.control.observations import ObservationStatistics
+from evogrpo.envs.control.conversion import ObservationStatistics
 from evogrpo.envs.protocol import Scores, Split
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import short_repr

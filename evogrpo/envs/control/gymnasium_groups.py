@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import gymnasium
 
-from evogrpo.config.checks import names_unknown
 from evogrpo.distributed import cores_per_rank
 from evogrpo.envs.control.classic import native_class
 from evogrpo.envs.control.making import (
@@ -27,6 +26,7 @@ from evogrpo.envs.control.vector_env import GymnasiumVectorEnv, ProcessVectorEnv
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.spaces import check_action_space, leaf_spaces
+from evogrpo.validation import names_unknown
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.observations import Leaves, stack
+from evogrpo.envs.control.conversion import Leaves, stack
 from evogrpo.spaces import check_action_space, flatten, leaf_spaces
 
 Policies = Literal["shared", "prefix", "independent"]

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.actions import mask_sizes, to_environment
+from evogrpo.envs.control.conversion import mask_sizes, to_environment
 from evogrpo.envs.control.policy_mapping import PolicyMapping, prefix_of
 from evogrpo.envs.control.rollout import check_finite, check_finite_rewards
 from evogrpo.envs.control.vector_env import VectorEnv, VectorStep

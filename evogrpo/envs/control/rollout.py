@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evogrpo.data import Actor
-from evogrpo.envs.control.actions import Uniforms, to_environment
+from evogrpo.envs.control.conversion import Uniforms, to_environment
 from evogrpo.envs.control.policy_mapping import AGENT, PolicyMapping
 from evogrpo.envs.control.vector_env import PolicyInput, VectorEnv, VectorStep
 from evogrpo.interruption import NEVER, Stop

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import gymnasium
 
-from evogrpo.config.checks import whole_between, whole_number
 from evogrpo.data import Actor
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
@@ -18,6 +17,7 @@ from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
 from evogrpo.text import extra_command
+from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn
 
 SEEDS_PER_SPLIT = 1 << 29  # the seeds of all splits fit into 31 bits, which every environment accepts

@@ -13,9 +13,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
 from evogrpo.data import DEFAULT_POLICY
-from evogrpo.envs.control.actions import legal_actions
+from evogrpo.envs.control.conversion import Leaves, legal_actions, scalars, stack
 from evogrpo.envs.control.making import MakeEnv, noise_seed
-from evogrpo.envs.control.observations import Leaves, scalars, stack
 from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.spaces import flatten, leaf_spaces, unflatten

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between, whole_number
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
@@ -22,10 +21,10 @@ from evogrpo.envs.text.datasets import (
     RowHashes,
     check_table,
     make_splits,
+    reasoning_gym_tables,
     tables_by_split,
 )
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch, compute_rewards
-from evogrpo.envs.text.reasoning import reasoning_gym_tables
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
@@ -48,6 +47,7 @@ from evogrpo.envs.text.templates import (
     tokenize,
 )
 from evogrpo.envs.text.verifier_pool import make_reward_runner
+from evogrpo.validation import names_unknown, refuse_unknown, whole_between, whole_number
 
 SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 TEMPLATE_OPTIONS = "chat_template_kwargs"

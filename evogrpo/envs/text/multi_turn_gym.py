@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
 from evogrpo.envs.text.datasets import AnyTable, tables_by_split
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, TEMPLATE_OPTIONS, Preflight, PromptEnvironment
 from evogrpo.envs.text.prompt_batch import SingleTurnBatch
-from evogrpo.envs.text.reward_calls import escaped_prints
 from evogrpo.envs.text.reward_functions import (
     DEFAULT_REWARD_TIMEOUT,
     OnRewardError,
     RewardFunc,
     as_messages,
+    escaped_prints,
     make_rewards,
 )
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
+from evogrpo.validation import names_unknown, whole_between
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, conversation so far) -> next user message, or None to end the conversation."""

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_calls import CallFailedError, InProcessRunner, Job, Results, escaped_prints
 from evogrpo.envs.text.reward_functions import (
+    CallFailedError,
+    InProcessRunner,
+    Job,
     OnRewardError,
+    Results,
     Reward,
     RewardError,
     RewardInputs,
     StepRewards,
+    escaped_prints,
 )
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evogrpo.config.checks import refuse_unknown
+from evogrpo.validation import refuse_unknown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
 Tokenizer = Any

@@ -18,22 +18,23 @@ from typing import Any
 
 import cloudpickle
 
-from evogrpo.config.checks import finite_number, whole_number
 from evogrpo.distributed import cores_per_rank
-from evogrpo.envs.text.reward_calls import (
+from evogrpo.envs.text.reward_functions import (
     GRACE_SECONDS,
     CallFailedError,
     Function,
     InProcessRunner,
     Job,
     Results,
+    Reward,
+    StepRewards,
     forward_output,
     is_async,
     timeout_error,
 )
-from evogrpo.envs.text.reward_functions import Reward, StepRewards
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.text import USER_MODULE_PREFIX, printable
+from evogrpo.validation import finite_number, whole_number
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
 WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # environment variable that marks worker processes

@@ -32,7 +32,7 @@ def main() -> None:
     # 2. Load the reward functions.
     setup = pickle.loads(inbox.get())  # noqa: S301 (as above)
     sys.path[:] = setup["path"]
-    from evogrpo.envs.text.reward_calls import CallFailedError, call_async, call_sync, is_async
+    from evogrpo.envs.text.reward_functions import CallFailedError, call_async, call_sync, is_async
 
     try:
         functions = _load(setup)
@@ -86,8 +86,7 @@ def encoded(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has."""
-    from evogrpo.envs.text.reward_calls import CallFailedError
-    from evogrpo.envs.text.reward_functions import StepRewards
+    from evogrpo.envs.text.reward_functions import CallFailedError, StepRewards
 
     if isinstance(value, CallFailedError):
         return {"failed": str(value)}

@@ -10,8 +10,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, PolicyVersion

@@ -10,8 +10,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.models.bank import FinishedCallback, LossFunction, PolicyVersion, Update
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS

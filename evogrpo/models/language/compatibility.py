@@ -14,8 +14,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from evogrpo.config.checks import whole_number
 from evogrpo.distributed import ProcessError
+from evogrpo.validation import whole_number
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from evogrpo.config.checks import names_unknown, whole_between
 from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
@@ -29,6 +28,7 @@ from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.text import extra_command, package_command
+from evogrpo.validation import names_unknown, whole_between
 from evogrpo.warnings import warn
 
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from evogrpo.config.checks import refuse_unknown
 from evogrpo.models.language.compatibility import frozen_model, is_quantised, logits_of, plain_outline
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.randomness import generator
+from evogrpo.validation import refuse_unknown
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}
 # Fields that do not change the computation.

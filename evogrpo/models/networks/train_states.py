@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.hyperparameters import Hyperparameters, Optimizer
 from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_steps_
 from evogrpo.models.bank import INITIAL_RUNNING_STATS, RUNNING_STATS

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
 
 from evogrpo.algorithms.policies.settings import LanguageSettings
-from evogrpo.config.checks import refuse_unknown
+from evogrpo.config.hyperparameters import Optimizer
 from evogrpo.config.objective import Objective
-from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
 from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardError
@@ -33,6 +32,7 @@ from evogrpo.validation import (
     Seed,
     Share,
     Text,
+    refuse_unknown,
     settings,
 )
 

@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 import evogrpo
-from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.objective import default_space
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import warm_start_founders

@@ -15,8 +15,8 @@ from evogrpo.evolution.shared_experience import SharedExperience, shared_experie
 from evogrpo.evolution.strategies import BUILT_IN, Replay, Strategy, Tournament
 from evogrpo.models.devices import Precision
 from evogrpo.text import extra_command
-from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.user_code import named_strategy, strategy_record
+from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.schedule import Schedule
 from evogrpo.validation import WHOLE, Flag, NonNegativeInt, PositiveInt, Seed, Text, plain, settings
 

@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import Any, Self
 
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import whole_between
 from evogrpo.distributed import is_rank_zero
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.records import GenerationReport, Result
 from evogrpo.text import relative_path
-from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.display import RunDisplay
 from evogrpo.training.loop.run_state import best_agent
 from evogrpo.training.loop.stopping import STOPPED, stopping_on_signals
 from evogrpo.training.loop.trainer import Trainer
+from evogrpo.validation import whole_between
 
 
 class Run(Iterator[GenerationReport]):

@@ -32,11 +32,11 @@ from evogrpo.reporting.records import (
     TestReport,
 )
 from evogrpo.training.configuration.user_code import strategy_record
+from evogrpo.training.exports import generation_curves, step_curves
 from evogrpo.training.loop.evaluation import Measured, estimate
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tensorboard import generation_curves, step_curves
 from evogrpo.validation import dump
 
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from evogrpo.algorithms.policies.policy_set import Banks
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import MAX_STEPS
 from evogrpo.config.search_space import MAX_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, MemberRecord, SlotRecord
 from evogrpo.reporting.records import EvaluationCost, Example, GenerationReport, TestReport
-from evogrpo.validation import Real, Whole
+from evogrpo.validation import MAX_STEPS, Real, Whole
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Samples = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
-from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution.shared_experience import SharedExperience
@@ -21,6 +20,7 @@ from evogrpo.training.schedule import Schedule
 from evogrpo.training.task_types.language import LanguageTask
 from evogrpo.training.task_types.networks import NetworkTask
 from evogrpo.training.video import RecordedEpisode
+from evogrpo.validation import refuse_unknown
 
 
 class PreparedRun(Protocol):

@@ -16,8 +16,7 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.policies.settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.algorithms.population import Population
-from evogrpo.config.default_space import drop_single_group_size
-from evogrpo.config.objective import Objective
+from evogrpo.config.objective import Objective, drop_single_group_size
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.data import DEFAULT_POLICY
 from evogrpo.distributed import processes

@@ -1,11 +1,11 @@
-"""Completions tables: completions of each learning step with their rewards and advantages."""
+"""Exports of a run beside its journal: completions tables, and scalars for TensorBoard."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from evogrpo.reporting.records import Example
+from evogrpo.reporting.records import Example, MemberReport, StepReport
 from evogrpo.storage.atomic_files import make_folder, replace_file
 
 COMPLETIONS = "completions"
@@ -72,3 +72,58 @@ def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
+
+
+EARNED = ("fitness", "reward")
+"""Metrics with a best and a mean; each has one chart with all its curves under "custom scalars"."""
+
+
+def step_curves(report: StepReport) -> dict[str, float]:
+    """Return scalars of a learning step by tag: metrics by slot, tokens per second, seconds by phase and rank."""
+    speed = {"tokens_per_second": report.tokens / report.seconds} if report.seconds else {}
+    seconds = {f"seconds/{phase}": value for phase, value in report.phases.items()}
+    waiting = {f"seconds/waiting_{rank}": value for rank, value in enumerate(report.waiting)}
+    return {**scalars({slot: each.metrics for slot, each in report.learned.items()}), **speed, **seconds, **waiting}
+
+
+def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
+    """Return scalars by tag.
+
+    Args:
+        members: Metrics of each member, by slot; None = not finite.
+    """
+    curves = {
+        f"{name}/slot_{slot}": value
+        for slot, each in members.items()
+        for name, value in each.items()
+        if value is not None
+    }
+    for name in EARNED:
+        values = [value for each in members.values() if (value := each.get(name)) is not None]
+        if values:
+            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
+    return curves
+
+
+def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
+    """Return scalars of an evaluation by tag: fitness by every measure, its cost, and hyperparameters.
+
+    Args:
+        members: Reports of the members.
+        evolving: Names of the evolving hyperparameters. Others are included if members differ in them.
+    """
+    values = {member.slot: member.hyperparameters.to_json() for member in members}
+    first = next(iter(values.values()), {})
+    shown = [name for name in first if name in evolving or any(own[name] != first[name] for own in values.values())]
+    curves: dict[int, dict[str, float | None]] = {}
+    for member in members:
+        numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
+        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
+        cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
+        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
+    return scalars(curves)
+
+
+def layout() -> dict[str, dict[str, list[object]]]:
+    """Return the layout of TensorBoard's custom charts."""
+    return {"population": {name: ["Multiline", [f"^{name}/"]] for name in EARNED}}
