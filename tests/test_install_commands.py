@@ -1,41 +1,130 @@
-"""Printed install commands."""
+"""Optional packages: a run with none of them, and the printed install commands."""
 
 import ast
 import importlib.metadata
 import json
+import os
+import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from evogrpo import text
-from evogrpo.text import extra_command, package_command, reinstall_command
+from evogrpo import extras
+from evogrpo.extras import EXTRA_OF, extra_command, package_command, reinstall_command
 
-PACKAGE = Path(text.__file__).parent
-EXTRAS = set(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+PACKAGE = Path(extras.__file__).parent
+OPTIONAL = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+# Everything that is optional is blocked, as in an environment with the core alone.
+PROGRAM = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import evogrpo
+from evogrpo.cli import main
+from evogrpo.training.configuration.question_tasks import read_hub
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.task_types import task_type_of
+
+run = evogrpo.train("CartPole-v1", generations=1, steps_per_generation=1, samples_per_step=16, group_size=8, lr=5e-3,
+                    size=2, validation_size=2, test_size=2, run_dir="run")
+code = main(["report", "run"])
+languages = parse_config({"task": {"name": "two_digit_sums"}, "schedule": {"generations": 1, "samples_per_step": 8}})
+calls = {
+    "load_base: llm": lambda: evogrpo.load_base,
+    "configuration: llm": lambda: task_type_of(languages.task).prepare(languages),
+    "environment: multi-agent": lambda: evogrpo.PettingZooGroups(lambda: None),
+    "figure: report": lambda: evogrpo.report("run").figure,
+    "data frames: pandas": lambda: evogrpo.read_run("run"),
+    "video: video": lambda: evogrpo.record_video(run.best, "CartPole-v1", "play.mp4"),
+    "hub: datasets": lambda: read_hub("name", None, "train", None),
+}
+messages = {}
+for name, call in calls.items():
+    try:
+        call()
+    except ImportError as error:
+        messages[name] = str(error)
+print(json.dumps({"code": code, "messages": messages, "loaded": sorted(sys.modules)}))
+"""
 
 
-def test_a_checkout_is_installed_from_the_checkout():
-    for command, extra in ((extra_command("reasoning"), "[reasoning]"), (reinstall_command(), "")):
-        python, *words, option, place = shlex.split(command)
-        assert (python, option) == (sys.executable, "-e")
-        assert words[:3] == ["-m", "pip", "install"]
-        assert place == f"{PACKAGE.parent}{extra}"
+@pytest.fixture(scope="module")
+def core_alone(tmp_path_factory):
+    """Folder and output of a program that runs without any optional package."""
+    folder = tmp_path_factory.mktemp("core")
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, " ".join(EXTRA_OF)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout.splitlines()
+
+
+def test_small_networks_train_without_optional_packages(core_alone):
+    folder, lines = core_alone
+    output = json.loads(lines[-1])
+    assert output["code"] == 0
+    assert not set(output["loaded"]) & EXTRA_OF.keys()
+    assert (folder / "run" / "best").is_dir()
+    assert (folder / "run" / "report.html").is_file()
+    assert not (folder / "run" / "report.png").exists()
+    assert not (folder / "run" / "tensorboard").exists()
+    assert "report.png requires matplotlib" in lines[0]
+
+
+def test_a_missing_extra_raises_with_its_command(core_alone):
+    messages = json.loads(core_alone[1][-1])["messages"]
+    assert len(messages) == 7
+    for name, message in messages.items():
+        assert message.endswith(extra_command(name.partition(": ")[2])), name
+        assert "\n" not in message
+
+
+def test_extras_install_the_modules_they_are_named_for():
+    for module, extra in EXTRA_OF.items():
+        names = {re.split(r"[\[<>=]", each)[0].replace("-", "_") for each in OPTIONAL[extra]}
+        assert module in names or module == "pyarrow"  # which datasets installs
+
+
+def test_an_installed_evogrpo_is_kept(monkeypatch, tmp_path):
+    (tmp_path / "evogrpo-1.dist-info").mkdir()
+    (tmp_path / "evogrpo-1.dist-info" / "METADATA").write_text("Name: evogrpo\nVersion: 1\nProvides-Extra: llm\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert extra_command("llm") == f'{shlex.quote(sys.executable)} -m pip install "evogrpo[llm]"'
+    # Its version may be older than an extra.
+    assert shlex.split(extra_command("video"))[-2:] == ["-e", f"{PACKAGE.parent}[video]"]
+
+
+def test_a_checkout_is_reinstalled_from_the_checkout():
+    python, *words, option, place = shlex.split(reinstall_command())
+    assert (python, option) == (sys.executable, "-e")
+    assert words[:3] == ["-m", "pip", "install"]
+    assert place == str(PACKAGE.parent)
 
 
 @pytest.mark.parametrize(
     ("record", "requirement"),
     [
-        (None, "evogrpo[video]"),
-        (
-            {"url": "file:///w/evogrpo-1-py3-none-any.whl", "archive_info": {}},
-            "evogrpo[video] @ file:///w/evogrpo-1-py3",
-        ),
+        (None, "evogrpo"),
+        ({"url": "file:///w/evogrpo-1-py3-none-any.whl", "archive_info": {}}, "evogrpo @ file:///w/evogrpo-1-py3"),
         (
             {"url": "https://h/evogrpo.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
-            "evogrpo[video] @ git+https://h/evogrpo.git@abc",
+            "evogrpo @ git+https://h/evogrpo.git@abc",
         ),
     ],
 )
@@ -44,9 +133,9 @@ def test_other_installations_keep_their_source(monkeypatch, tmp_path, record, re
         def read_text(self, name):
             return json.dumps(record) if record and name == "direct_url.json" else None
 
-    monkeypatch.setattr(text, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "text.py"))
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages" / "evogrpo" / "extras.py"))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
-    assert shlex.split(extra_command("video"))[-1].startswith(requirement)
+    assert shlex.split(reinstall_command())[-1].startswith(requirement)
 
 
 def test_arguments_are_quoted():
@@ -54,12 +143,12 @@ def test_arguments_are_quoted():
 
 
 def test_every_named_extra_exists():
-    named, spelt = set(), []
+    named, spelt = set(EXTRA_OF.values()), []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "extra_command":
                 named.update(argument.value for argument in node.args if isinstance(argument, ast.Constant))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "pip install evogrpo" in node.value:
                 spelt.append(str(path))
-    assert {"reasoning", "datasets", "video"} <= named <= EXTRAS
+    assert named <= OPTIONAL.keys()
     assert spelt == []

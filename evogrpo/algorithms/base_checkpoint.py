@@ -3,25 +3,27 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.algorithms.policies.policy_set import CheckpointFiles
 from evogrpo.models.devices import check_stored_size
 from evogrpo.models.language.compatibility import is_quantised
 from evogrpo.models.language.fsdp import sharded_over
 from evogrpo.models.language.loading import load_base
-from evogrpo.storage.checkpoint import CheckpointError
+from evogrpo.storage.checkpoint import CheckpointError, is_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
-def base_files(model: PreTrainedModel) -> CheckpointFiles:
+def base_files(model: "PreTrainedModel") -> CheckpointFiles:
     """Return the files that `saved_base` reads.
 
     Raises:
@@ -62,7 +64,7 @@ def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
         )
 
 
-def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
+def named_base(record: Mapping[str, Any]) -> "PreTrainedModel":
     """Load the base model that a record names. Paths in checkpoints are never followed.
 
     Raises:
@@ -78,15 +80,12 @@ def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
         raise ValueError(f"The checkpoint's base model {source!r} cannot be loaded. {remedy}. {error}") from error
 
 
-def is_path(source: str) -> bool:
-    """Return True if a base model's name is, or may be, a local path."""
-    return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
-
-
-def saved_base(folder: Path) -> PreTrainedModel | None:
+def saved_base(folder: Path) -> "PreTrainedModel | None":
     """Load the base model saved inside a validated checkpoint; None if there is none."""
     if not (folder / BASE_WEIGHTS).is_file():
         return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     weights = load_file(folder / BASE_WEIGHTS)
     try:
         values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
@@ -110,7 +109,7 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
     return model
 
 
-def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[str]:
+def _unmatched(outline: "PreTrainedModel", weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters that are missing, unexpected or of another shape.
 
     Raises:

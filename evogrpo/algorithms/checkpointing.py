@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from evogrpo.algorithms.factory import AGENT_CLASSES, POLICY_SETS
+from evogrpo.algorithms.factory import AGENT_CLASSES, is_language_model, policy_set_class
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.population import Population
 from evogrpo.config.hyperparameters import Hyperparameters
@@ -31,6 +29,8 @@ from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import Whole, dump, validate, whole_between
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from evogrpo.algorithms.agent import Agent
 
 AnyAgent = TypeVar("AnyAgent", bound="Agent")
@@ -113,7 +113,7 @@ def load_agent(
     path: str | Path,
     *,
     device: str | torch.device | None,
-    accelerator: Accelerator | None,
+    accelerator: "Accelerator | None",
     actor_network: nn.Module | None,
 ) -> AnyAgent:
     """Load one agent into a bank of its own; see `GRPO.load`."""
@@ -124,7 +124,7 @@ def load_agent(
     with checkpoint_errors(path):
         record = validate(AgentRecord, values, extra="forbid")
         stored = record.shared["kind"]
-        if stored in POLICY_SETS and stored not in kind.kinds:
+        if stored in AGENT_CLASSES and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} must hold a {kind.__name__}, got an agent of kind {stored!r}. Load it with "
                 f"{AGENT_CLASSES[stored]}.load."
@@ -145,7 +145,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         stored = record.shared["kind"]
         members = agent.members
         if stored != members.kind:
-            made_by = AGENT_CLASSES[stored] if stored in POLICY_SETS else "its own class"
+            made_by = AGENT_CLASSES.get(stored, "its own class")
             raise CheckpointError(
                 f"{path} must hold an agent of kind {members.kind!r}, got kind {stored!r}. Load it with {made_by}.load."
             )
@@ -248,7 +248,7 @@ def _shared_by_name(members: PolicySet) -> dict[str, Tensor]:
 def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
     """Return a copy of the user's module with its weights and buffers from the checkpoint."""
     state, _ = split_shared(tensors)
-    if not state or not isinstance(network, nn.Module) or isinstance(network, PreTrainedModel):
+    if not state or not isinstance(network, nn.Module) or is_language_model(network):
         return network
     network = deepcopy(network)
     try:
@@ -266,14 +266,14 @@ def _open(
     tensors: Mapping[str, Tensor],
     *,
     device: str | torch.device | None,
-    accelerator: Accelerator | None,
+    accelerator: "Accelerator | None",
 ) -> PolicySet:
     """Build the policy set of a checkpoint, without train states."""
-    if record["kind"] not in POLICY_SETS:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], POLICY_SETS)
+    if record["kind"] not in AGENT_CLASSES:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], AGENT_CLASSES)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    return POLICY_SETS[record["kind"]].from_record(
+    return policy_set_class(record["kind"]).from_record(
         record,
         size,
         folder,

@@ -1,18 +1,15 @@
 """Construction of policy sets and populations from the arguments of agents and populations."""
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
-from peft import LoraConfig
 from torch import jit, nn
-from transformers import PreTrainedModel
 
 from evogrpo.algorithms.agent import Agent
-from evogrpo.algorithms.policies.language import LanguagePolicySet
 from evogrpo.algorithms.policies.networks import NetworkPolicySet
 from evogrpo.algorithms.policies.policy_set import PolicySet, Settings, autocast_context, choose_device
 from evogrpo.algorithms.policies.settings import (
@@ -38,12 +35,17 @@ from evogrpo.config.search_space import (
 from evogrpo.distributed import processes
 from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies, PolicyMapping, map_policies, single_agent
 from evogrpo.evolution.founders import spread_founders, warm_start_founders
-from evogrpo.models.language.compatibility import check_causal_class
-from evogrpo.models.language.lora import read_adapter
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
 from evogrpo.validation import flag, instance, refuse_unknown, whole_between
 from evogrpo.warnings import warn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from evogrpo.algorithms.policies.language import LanguagePolicySet
 
 
 class CommonOptions(HyperparameterOptions, total=False):
@@ -108,7 +110,7 @@ class Options(CommonOptions, total=False):
         source: Name that the base model was loaded by, for checkpoints; the model's own name by default.
     """
 
-    accelerator: Accelerator | None
+    accelerator: "Accelerator | None"
     calc_position_embeddings: bool
     reduce_memory_peak: bool
     min_output_tokens: int
@@ -119,7 +121,7 @@ class Options(CommonOptions, total=False):
     min_p: float
     repetition_penalty: float
     eos_token_ids: int | tuple[int, ...]
-    lora_config: LoraConfig | None
+    lora_config: "LoraConfig | None"
     adapter: str | Path | None
     micro_batch_tokens: int | None
     source: str | None
@@ -141,14 +143,23 @@ class MultiAgentOptions(CommonOptions, total=False):
     agent_ids: bool
 
 
-POLICY_SETS: Mapping[str, type[LanguagePolicySet | NetworkPolicySet]] = {
-    "language": LanguagePolicySet,
-    "networks": NetworkPolicySet,
-    "joint": NetworkPolicySet,
-}
-"""Policy sets by their kind in checkpoints; "joint" are small networks of several agents."""
 AGENT_CLASSES = {"language": "GRPO", "networks": "GRPO", "joint": "MultiAgentGRPO"}
-"""Names of the agents' classes by kind."""
+"""Names of the agents' classes by kind in checkpoints; "joint" are small networks of several agents."""
+
+
+def policy_set_class(kind: str) -> "type[LanguagePolicySet | NetworkPolicySet]":
+    """Return the class of the policies of a kind in `AGENT_CLASSES`; that of language models is imported on use."""
+    if kind != "language":
+        return NetworkPolicySet
+    from evogrpo.algorithms.policies.language import LanguagePolicySet
+
+    return LanguagePolicySet
+
+
+def is_language_model(network: object) -> TypeGuard["PreTrainedModel"]:
+    """Return True for a model of transformers, without importing it: a model exists only once it is imported."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return loaded is not None and isinstance(network, loaded.PreTrainedModel)
 
 
 _LANGUAGE, _NETWORKS = LanguageSettings.__dataclass_fields__, NetworkSettings.__dataclass_fields__
@@ -185,7 +196,7 @@ def build_policy_set(
                 f"{name} must be a Gymnasium space, got {space!r:.80}. Use GRPO(env.observation_space, "
                 "env.action_space), or evogrpo.train(env, total_timesteps=...) to train in an environment."
             )
-    if isinstance(actor_network, PreTrainedModel):
+    if is_language_model(actor_network):
         return _language_policy_set(size, both, actor_network, pad_token_id, options)
     if actor_network is None and both.count(None) == 1:
         raise ValueError("observation_space and action_space must both be given to train small networks.")
@@ -213,10 +224,16 @@ def build_policy_set(
 def _language_policy_set(
     size: int,
     both: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     pad_token_id: int | None,
     options: Mapping[str, Any],
 ) -> Built:
+    from peft import LoraConfig
+
+    from evogrpo.algorithms.policies.language import LanguagePolicySet
+    from evogrpo.models.language.compatibility import check_causal_class
+    from evogrpo.models.language.lora import read_adapter
+
     _refuse_other_kind(NETWORKS_ONLY, options, "small networks")
     check_causal_class(model)
     if pad_token_id is None:

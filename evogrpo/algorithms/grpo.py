@@ -3,20 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 import gymnasium
 import numpy as np
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
-from transformers import PreTrainedModel
 
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.checkpointing import load_agent, read_agent, save_agent
-from evogrpo.algorithms.factory import Options, build_policy_set, create_population
+from evogrpo.algorithms.factory import Options, build_policy_set, create_population, is_language_model
 from evogrpo.algorithms.learning.learning_step import learn
 from evogrpo.algorithms.policies.policy_set import PolicySet
 from evogrpo.algorithms.policies.settings import LanguageSettings, NetworkSettings
@@ -28,6 +26,9 @@ from evogrpo.envs.protocol import SPLITS, GroupEnvironment, Split
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import lists_options, names_unknown, refuse_unknown
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,11 @@ class EvolvableAlgorithm(AgileRLAgent):
         **options: Unpack[Options],
     ) -> None:
         used = self.options_of_class(options)
-        accelerator = options.get("accelerator")
-        if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
+        count = getattr(options.get("accelerator"), "num_processes", 1)
+        if count != 1:
             raise ValueError(
-                f"A single agent is trained by one process, got an accelerator with {accelerator.num_processes} "
-                "processes. Use GRPO.population(...), or start the program without a multi-process launcher."
+                f"A single agent is trained by one process, got an accelerator with {count} processes. Use "
+                "GRPO.population(...), or start the program without a multi-process launcher."
             )
         members, first = build_policy_set(1, observation_space, action_space, actor_network, pad_token_id, used)
         super().__init__(members, 0, options.get("index", 0), first)
@@ -215,7 +216,7 @@ class EvolvableAlgorithm(AgileRLAgent):
             build,
             size,
             options,
-            words=isinstance(actor_network, PreTrainedModel),
+            words=is_language_model(actor_network),
             samples_per_step=samples_per_step,
             spread=spread,
             founders=founders,
@@ -436,7 +437,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         cls,
         path: str | Path,
         device: str | torch.device | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: "Accelerator | None" = None,
         actor_network: nn.Module | None = None,
         **elsewhere: Any,
     ) -> Self:

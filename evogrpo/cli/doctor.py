@@ -20,12 +20,21 @@ from rich.text import Text
 
 from evogrpo.cli.main import FAILED, OK
 from evogrpo.distributed import processes
+from evogrpo.extras import (
+    MissingPackageError,
+    extra_command,
+    missing,
+    package_command,
+    reinstall_command,
+    require,
+)
 from evogrpo.models.devices import process_memory
 from evogrpo.safe_parsing import dump_json
-from evogrpo.text import extra_command, package_command, pluralize, reinstall_command
+from evogrpo.text import pluralize
 from evogrpo.training.console import HangingIndent, make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
+_LLM = ("transformers", "peft", "accelerate")  # without them, `check_model` reports what is missing
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
 
 
@@ -67,10 +76,12 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
     """Yield the findings of a check; an exception becomes a problem."""
+    name = check.__name__.removeprefix("check_")
     try:
         yield from check()
+    except MissingPackageError as error:
+        yield Finding(name=name, state="problem", detail=str(error))
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
-        name = check.__name__.removeprefix("check_")
         yield Finding(
             name=name,
             state="problem",
@@ -121,6 +132,8 @@ def check_processes() -> Iterator[Finding]:
 
 def check_precision() -> Iterator[Finding]:
     """Report the precision that `precision: auto` selects on this machine."""
+    if missing("The demo", *_LLM) is not None:
+        return
     from evogrpo.models.language.loading import MIN_SPEED_UP, speed_up
 
     torch = importlib.import_module("torch")
@@ -147,7 +160,8 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_model() -> Iterator[Finding]:
-    """Check the demo's base model: the wheel, its reader and the converted copy."""
+    """Check the demo's base model: the packages of language models, the wheel, its reader and the converted copy."""
+    require("The demo", *_LLM)
     from evogrpo.models.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
@@ -171,9 +185,12 @@ def check_model() -> Iterator[Finding]:
 
 def check_folders() -> Iterator[Finding]:
     """Check that runs and models can be written, and the free disk space."""
-    from evogrpo.models.language.loading import cache_folder
+    folders = {"runs folder": Path("runs")}
+    if missing("The demo", *_LLM) is None:
+        from evogrpo.models.language.loading import cache_folder
 
-    for name, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
+        folders["model cache"] = cache_folder()
+    for name, folder in folders.items():
         existing = folder.absolute()
         while not existing.exists():
             existing = existing.parent
@@ -203,7 +220,10 @@ def check_extras() -> Iterator[Finding]:
         ("moviepy", "video", "videos of members"),
         ("optuna", "optuna", "runs as studies of Optuna"),
         ("pandas", "pandas", "runs as data frames"),
+        ("pettingzoo", "multi-agent", "environments of several agents"),
+        ("matplotlib", "report", "report.png"),
         ("plotly", "report", "charts of the report page"),
+        ("tensorboard", "tensorboard", "TensorBoard logs"),
     ):
         try:  # not an import, which could find a local folder of that name
             yield Finding(name=package, state="ok", detail=importlib.metadata.version(package))
@@ -235,7 +255,6 @@ def schema(args: argparse.Namespace) -> int:
 def tasks(args: argparse.Namespace) -> int:
     """List the available tasks."""
     from evogrpo.envs.control.classic import NATIVE_IDS
-    from evogrpo.envs.text.datasets import is_installed
     from evogrpo.envs.text.tasks import TASKS
     from evogrpo.training.configuration.environment_tasks import preset_ids
 
@@ -246,7 +265,7 @@ def tasks(args: argparse.Namespace) -> int:
         console.print(HangingIndent(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
-    if not is_installed():
+    if missing("reasoning-gym", "reasoning_gym") is not None:
         line = f"  100+ more tasks (the extra needs a C compiler): {extra_command('reasoning')}"
         console.print(Text(line), soft_wrap=True)
     else:

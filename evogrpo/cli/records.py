@@ -12,6 +12,7 @@ from rich.text import Text
 
 from evogrpo.cli.main import OK, check_folder
 from evogrpo.evolution.history import MemberRecord
+from evogrpo.extras import missing
 from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
 from evogrpo.reporting.lineage import LineageTree, TreeLine, fitness_estimate, lineage_tree, tree_lines
 from evogrpo.reporting.records import MemberReport, terms_of
@@ -98,8 +99,8 @@ def report(args: argparse.Namespace) -> int:
     console = make_console()
     with working(console, "drawing"):
         page = run_report(args.run_dir).write()
-    for path in (page.with_name("report.png"), page):
-        console.print(str(path), soft_wrap=True)
+    for line in (missing("report.png", "matplotlib") or page.with_name("report.png"), page):
+        console.print(str(line), soft_wrap=True, markup=False)
     return OK
 
 
@@ -333,11 +334,8 @@ def _study(args: argparse.Namespace, storage: str) -> None:
     from evogrpo.reporting.optuna_study import export_study
 
     console = make_console()
-    try:
-        with working(console, "writing the study"):
-            name, trials = export_study(args.run_dir, storage, args.study)
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    with working(console, "writing the study"):
+        name, trials = export_study(args.run_dir, storage, args.study)
     console.print(Text(printable(f"wrote study {name} to {storage}: {pluralize(trials, 'trial')}")), soft_wrap=True)
 
 
@@ -392,9 +390,9 @@ def _adapter(args: argparse.Namespace, folder: Path) -> None:
 
 def _check_with_peft(run_dir: Path, best: Path, source: str) -> str:
     """Raise ValueError if PEFT cannot load the adapter onto its base model; describe the check in words."""
-    from evogrpo.algorithms.base_checkpoint import is_path
     from evogrpo.models.language.loading import load_outline
     from evogrpo.models.language.lora import check_export
+    from evogrpo.storage.checkpoint import is_path
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # reads the path only; runs no code

@@ -21,6 +21,7 @@ from evogrpo.config.search_space import RLParameter
 from evogrpo.distributed import ProcessError, processes, was_restarted
 from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution.strategies import BUILT_IN
+from evogrpo.extras import missing
 from evogrpo.interruption import ProgramEndError
 from evogrpo.models.devices import single_threaded
 from evogrpo.reporting.lineage import ancestors, best_member
@@ -367,7 +368,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append((terms_of(kind).best, best))
     try:
         page = report(run_dir).write()
-        rows += [("figure", run_dir / "report.png"), ("report page", page)]
+        rows += [("figure", missing("report.png", "matplotlib") or run_dir / "report.png"), ("report page", page)]
     except (ValueError, OSError, ImportError) as error:  # a failed report must not fail the run
         rows.append(("report", f"not written: {error}"))
     for name, value in rows:

@@ -18,6 +18,7 @@ from evogrpo.config.translation import (
     top_k,
     top_p,
 )
+from evogrpo.extras import require
 from evogrpo.functional.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.synonyms import unknown_name_error
 from evogrpo.validation import finite_number, flag, whole_number
@@ -166,6 +167,7 @@ def read_trl(source: object) -> SettingsReader:
 
     Source: TRL 1.16, `GRPOConfig` and `GRPOTrainer._compute_loss`.
     """
+    require("from_trl", "transformers")
     from transformers import TrainingArguments
 
     # 1. Read the fields.

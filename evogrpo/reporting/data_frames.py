@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.history import MemberRecord
+from evogrpo.extras import require
 from evogrpo.reporting.lineage import best_member, fitness_before, lineage_of, reports_by_member
 from evogrpo.reporting.records import Estimate
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import extra_command
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -130,10 +130,9 @@ def read_run(run_dir: str | Path) -> RunFrames:
         ImportError: If pandas is not installed.
         ValueError: If there is no journal, or a value is invalid.
     """
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise ImportError(f"read_run needs pandas: {extra_command('pandas')}") from error
+    require("read_run", "pandas")
+    import pandas as pd
+
     summary = summarise(read_journal(Path(run_dir) / "journal.jsonl"))
     rows = {
         "members": _members(summary),

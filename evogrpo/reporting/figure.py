@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.extras import require
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, Point, RunCharts, run_charts
 from evogrpo.reporting.records import processed
 from evogrpo.reporting.summary import RunSummary
@@ -37,10 +38,10 @@ _WIDTH, _HEADER, _FITNESS, _ROW = 11.0, 1.2, 4.8, 2.35  # inches
 
 def figure_png(summary: RunSummary) -> bytes:
     """Return the figure of a run as PNG bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     buffer = io.BytesIO()
     with _styled():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         figure = _figure(run_charts(summary))
         figure.set_dpi(130)
         FigureCanvasAgg(figure).print_png(buffer)  # savefig would draw everything twice
@@ -56,6 +57,7 @@ def run_figure(summary: RunSummary) -> "Figure":
 @contextmanager
 def _styled() -> Iterator[None]:
     """Apply the style of this figure temporarily."""
+    require("The figure", "matplotlib")
     import matplotlib.style
 
     # The figure has its own canvas; pyplot and its global backend are never imported.

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.config.hyperparameters import is_integer
 from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution.history import MemberRecord
+from evogrpo.extras import require
 from evogrpo.reporting.lineage import LineageTree, lineage_tree
 from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.safe_parsing import dump_json
 from evogrpo.storage.journal import read_journal
-from evogrpo.text import changes_text, extra_command, printable
+from evogrpo.text import changes_text, printable
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -39,10 +40,9 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
         ImportError: If Optuna is not installed.
         ValueError: If the storage has a study of that name or cannot be opened, or the run's journal is damaged.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(f"The export needs Optuna: {extra_command('optuna')}") from error
+    require("The export", "optuna")
+    import optuna
+
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     tree = lineage_tree(summary)
     name = name or _default_name(run_dir, summary)

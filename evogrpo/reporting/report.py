@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.extras import missing
 from evogrpo.reporting.charts import BASE, BEST, Chart, Line, RunCharts, run_charts
 from evogrpo.reporting.figure import figure_png, run_figure
 from evogrpo.reporting.lineage import MemberHistory, ancestors, best_member, fitness_estimate, member_histories
@@ -22,7 +23,6 @@ from evogrpo.text import (
     changes_text,
     count_text,
     duration_text,
-    extra_command,
     number_text,
     percent_text,
     pluralize,
@@ -73,8 +73,9 @@ class RunReport:
         return run_figure(self._summary)
 
     def write(self) -> Path:
-        """Write `report.html` and `report.png` to the run directory; returns the path of the page."""
-        replace_file(self.run_dir / "report.png", figure_png(self._summary))
+        """Write `report.html` to the run directory, and `report.png` if matplotlib is installed; return the page."""
+        if missing("report.png", "matplotlib") is None:
+            replace_file(self.run_dir / "report.png", figure_png(self._summary))
         path = self.run_dir / "report.html"
         replace_file(path, html_page(self._summary).encode("utf-8"))
         return path
@@ -145,10 +146,11 @@ def _charts(summary: RunSummary) -> tuple[str, list[str]]:
     """Return the sections of the charts and the scripts that draw them; without plotly, a line on how to install it."""
     if not summary.generations:
         return "", []
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return _section("Charts", f"Charts need plotly: {extra_command('report')}"), []
+    message = missing("Charts", "plotly")
+    if message is not None:
+        return _section("Charts", message), []
+    from plotly.offline import get_plotlyjs
+
     run = run_charts(summary)
     results = [result for history in run.histories for result in history.results]
     details = {(result.index, result.generation): _hover_text(result, summary) for result in results}

@@ -54,6 +54,11 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used."""
 
 
+def is_path(source: str) -> bool:
+    """Return True if the name of a base model in a checkpoint is, or may be, a local path, which is not followed."""
+    return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
+
+
 def damaged_error(path: Path, reason: str) -> CheckpointError:
     """Return the error for a file that is not as it was written."""
     return CheckpointError(f"{path} {reason}. The checkpoint is damaged. Use another one, or a copy.")

@@ -27,7 +27,7 @@ from evogrpo.algorithms.checkpointing import (
     save_agent,
     split_shared,
 )
-from evogrpo.algorithms.factory import POLICY_SETS
+from evogrpo.algorithms.factory import AGENT_CLASSES
 from evogrpo.algorithms.multi_agent import algorithm_class, own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.distributed import processes
@@ -37,6 +37,7 @@ from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.history import Generation, MemberRecord
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.extras import missing
 from evogrpo.reporting.records import GenerationReport
 from evogrpo.storage.atomic_files import check_new_folder, has_only_hidden_files, remove_temporary_files
 from evogrpo.storage.checkpoint import (
@@ -135,7 +136,7 @@ class RunDir:
         self._journal: Journal | None = None
         self._exported: Best | None = None
         self._writer: Any = None
-        self._unlogged = False
+        self._unlogged = missing("TensorBoard", "tensorboard") is not None  # or after an error of it
 
     def again(self) -> Self:
         """Return the same directory for a closed run that continues; it is locked again."""
@@ -434,8 +435,8 @@ def _load(
         members, kind = len(record.population.members), record.population.shared["kind"]
         if record.run_state.members != members:
             raise ValueError(f"it must hold {record.run_state.members} members, got {members}.")
-        if kind not in POLICY_SETS:
-            raise unknown_name_error("kind of members", kind, POLICY_SETS)
+        if kind not in AGENT_CLASSES:
+            raise unknown_name_error("kind of members", kind, AGENT_CLASSES)
         if journal is not None:
             events = journal[: record.journal.bytes]
             if hashlib.sha256(events).hexdigest() != record.journal.sha256:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,8 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.envs.control.making import EnvFactory
 from evogrpo.envs.control.pettingzoo_groups import AGENT_REWARDS, PettingZooGroups
 from evogrpo.envs.control.seeded_groups import SeededGroups
-from evogrpo.text import extra_command, shorten
+from evogrpo.extras import extra_command, require
+from evogrpo.text import shorten
 
 MODE = "rgb_array"
 _WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
@@ -215,8 +215,7 @@ def record_video(
     """
     seeds = _seeds(env, episodes, seeds)
     targets = _targets(Path(path), len(seeds))
-    if find_spec("moviepy") is None:
-        raise ImportError(f"Writing videos needs moviepy, which is not installed: {extra_command('video')}")
+    require("Writing videos", "moviepy")
     _check_encoder()
     if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
         env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused

@@ -103,9 +103,9 @@ def test_precision_is_refused_for_small_networks(workdir, capsys):
 def test_quantised_precisions_are_refused_where_unsupported(project, workdir, capsys, monkeypatch):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=nf4"]) == 2
     assert "A base in nf4 requires the device cuda, got 'cpu'" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr("evogrpo.models.language.loading.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("evogrpo.extras.importlib.util.find_spec", lambda name: None)
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=int8"]) == 2
-    assert "A base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
+    assert "A base in int8 requires torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
     assert list(workdir.iterdir()) == []
 
 

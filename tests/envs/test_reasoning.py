@@ -10,7 +10,7 @@ import pytest
 
 from evogrpo.data import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.text.datasets import is_installed
+from evogrpo.extras import missing
 
 SIZES = {"train": 40, "validation": 8, "test": 9}
 
@@ -20,7 +20,7 @@ def test_a_missing_package_raises_import_error(monkeypatch, tokenizer):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(ImportError, match=r"'chain_sum' needs reasoning-gym.*pip install .*\[reasoning\]"):
+    with pytest.raises(ImportError, match=r"'chain_sum' requires reasoning_gym.*pip install .*\[reasoning\]"):
         HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
 
 
@@ -90,5 +90,5 @@ def test_a_folder_of_this_name_is_not_the_package(tmp_path):
     code = f"{behind}; from evogrpo.cli import main; sys.exit(main(['tasks']))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    if not is_installed():  # else the installed package is found first
+    if missing("The task", "reasoning_gym"):  # else the installed package is found first
         assert not (tmp_path / "ran").exists()

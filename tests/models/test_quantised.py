@@ -142,10 +142,10 @@ def test_unsupported_device_or_sharding_raises(wanted: str, monkeypatch: pytest.
         check_quantised(wanted, "cuda", parts=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=rf"A base in {wanted} needs {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
+        ValueError, match=rf"A base in {wanted} requires {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
     ):
         check_quantised(wanted, "cuda")
-    with pytest.raises(ValueError, match="A base in int8 needs torchao"):
+    with pytest.raises(ValueError, match="A base in int8 requires torchao"):
         load_base(tmp_path / "nowhere", dtype="int8")
     for plain in ("float32", "bfloat16", "auto", None):
         check_quantised(plain, "mps", parts=2)

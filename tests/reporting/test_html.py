@@ -9,12 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 
+from evogrpo.extras import extra_command
 from evogrpo.reporting.lineage import ancestors, best_member
 from evogrpo.reporting.records import LANGUAGE, TestReport, verdict
 from evogrpo.reporting.report import html_page, report
 from evogrpo.reporting.summary import summarise
 from evogrpo.storage.journal import Journal, read_journal
-from evogrpo.text import changes_text, extra_command, number_text, printable, score_text
+from evogrpo.text import changes_text, number_text, printable, score_text
 from tests.reporting import journals
 
 HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"

@@ -210,5 +210,5 @@ def test_settings_that_cannot_be_written_are_refused(options, message):
 
 def test_parquet_without_its_package_is_refused_up_front(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs the package pyarrow: .*pip install .*\[datasets\]"):
+    with pytest.raises(ValueError, match=r"requires pyarrow.*pip install .*\[datasets\]"):
         LoggingConfig(completions_format="parquet")

@@ -192,7 +192,7 @@ def test_language_models_cannot_be_recorded(tmp_path):
 def test_a_missing_package_raises(tmp_path, monkeypatch):
     agent = drawn_agent()
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(ImportError, match=r"moviepy, which is not installed: .*pip install .*\[video\]"):
+    with pytest.raises(ImportError, match=r"moviepy, which is not installed. .*pip install .*\[video\]"):
         record_video(agent, Drawn, tmp_path / "best.mp4")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pygame", None)

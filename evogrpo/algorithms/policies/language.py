@@ -6,16 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
 from numpy.typing import NDArray
-from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.algorithms.learning.training_rows import Learner
@@ -56,6 +53,11 @@ from evogrpo.randomness import generator
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate, whole_between
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
 
 class LanguagePolicySet:
     """Adapters over one frozen base model; see `evogrpo.algorithms.policies.policy_set.PolicySet`.
@@ -95,12 +97,12 @@ class LanguagePolicySet:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         size: int,
         settings: LanguageSettings,
         hp_config: HyperparameterConfig | None = None,
         *,
-        lora_config: LoraConfig | None = None,
+        lora_config: "LoraConfig | None" = None,
         source: str | None = None,
         device: str | torch.device | None = None,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -439,9 +441,9 @@ class LanguagePolicySet:
         *,
         constants: Mapping[str, Tensor],
         stored_bytes: int,
-        actor_network: PreTrainedModel | None,
+        actor_network: "PreTrainedModel | None",
         device: torch.device | str | None,
-        accelerator: Accelerator | None,
+        accelerator: "Accelerator | None",
     ) -> Self:
         """Build the policy set that a checkpoint's record describes.
 

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -45,6 +44,9 @@ from evogrpo.spaces import unflatten
 from evogrpo.storage.checkpoint import CheckpointError
 from evogrpo.validation import validate
 from evogrpo.warnings import warn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 class NetworkPolicySet:
@@ -413,7 +415,7 @@ class NetworkPolicySet:
         stored_bytes: int,
         actor_network: nn.Module | None,
         device: torch.device | str | None,
-        accelerator: Accelerator | None,
+        accelerator: "Accelerator | None",
     ) -> Self:
         """Build the policy set that a checkpoint's record describes.
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -24,8 +23,12 @@ from evogrpo.data import DEFAULT_POLICY, Experience
 from evogrpo.distributed import Processes
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.history import ArchitectureChange
+from evogrpo.extras import require
 from evogrpo.models.bank import PolicyBank, Sampler, TrainState
 from evogrpo.models.devices import check_device
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """Additional files of a checkpoint: bytes, or a function that is called when the file is written."""
@@ -318,7 +321,7 @@ class PolicySet(Protocol):
 # ---- devices
 
 
-def choose_device(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
+def choose_device(accelerator: "Accelerator | None", device: str | torch.device | None) -> str | torch.device | None:
     """Return the requested device, or that of the accelerator; None = not specified.
 
     Raises:
@@ -328,6 +331,9 @@ def choose_device(accelerator: Accelerator | None, device: str | torch.device | 
         if device is not None:
             check_device(device)
         return device
+    require("accelerator", "accelerate")
+    from accelerate import Accelerator
+
     if not isinstance(accelerator, Accelerator):
         raise ValueError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r:.80}.")
     if device is not None:
@@ -336,7 +342,7 @@ def choose_device(accelerator: Accelerator | None, device: str | torch.device | 
     return chosen
 
 
-def autocast_context(accelerator: Accelerator | None) -> Callable[[], AbstractContextManager[None]]:
+def autocast_context(accelerator: "Accelerator | None") -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the autocast context of forward passes."""
     if accelerator is None or accelerator.mixed_precision == "no":
         return nullcontext

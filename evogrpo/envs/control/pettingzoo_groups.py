@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
-from pettingzoo import ParallelEnv
 
 from evogrpo.data import Actor
 from evogrpo.envs.control.conversion import legal_actions, scalars, to_environment
@@ -20,7 +19,11 @@ from evogrpo.envs.control.seeded_groups import DEFAULT_MAX_EPISODE_STEPS, Seeded
 from evogrpo.envs.control.vector_env import PolicyInput, SerialVectorEnv, VectorEnv, VectorStep
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import Split
+from evogrpo.extras import require
 from evogrpo.validation import names_unknown, whole_between
+
+if TYPE_CHECKING:
+    from pettingzoo import ParallelEnv
 
 AgentValues = Mapping[Any, Any]
 """One value per agent."""
@@ -401,6 +404,7 @@ class PettingZooGroups(SeededGroups):
     ) -> None:
         if not callable(env):
             raise ValueError(f"env must be a callable such as a module's parallel_env, got {type(env).__name__}")
+        require("PettingZooGroups", "pettingzoo")
         sizes: dict[Split, int] = {"train": train_size, "validation": validation_size, "test": test_size}
         super().__init__(seed, sizes, env_kwargs, {"max_episode_steps": max_episode_steps})
         self._make, self._num_envs = env, whole_between("num_envs", num_envs, 1)
@@ -512,6 +516,8 @@ class PettingZooGroups(SeededGroups):
         return JointVectorEnv(lambda: JointEnv(self._create(), self._enforced_limit), recreate_env=recreate_env)
 
     def _create(self, **env_kwargs: Any) -> "ParallelEnv[Any, Any, Any]":
+        from pettingzoo import ParallelEnv
+
         env = self._make(**{**self._kwargs, **env_kwargs})
         if not isinstance(env, ParallelEnv):
             raise ValueError(

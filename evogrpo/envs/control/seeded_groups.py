@@ -15,8 +15,8 @@ from evogrpo.envs.control.policy_mapping import PolicyMapping
 from evogrpo.envs.control.rollout import EpisodeRequest, Episodes, StartBatch, play_episodes
 from evogrpo.envs.control.vector_env import VectorEnv
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
+from evogrpo.extras import extra_command
 from evogrpo.randomness import generator
-from evogrpo.text import extra_command
 from evogrpo.validation import whole_between, whole_number
 from evogrpo.warnings import warn
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import importlib.metadata
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 from evogrpo.envs.fingerprint import canonical
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.reward_functions import RewardFunc
-from evogrpo.text import extra_command
+from evogrpo.extras import require
 from evogrpo.validation import refuse_unknown
 from evogrpo.warnings import warn
 
@@ -280,15 +279,6 @@ def _clean(
 REASONING_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
 
 
-def is_installed() -> bool:
-    """Return True if reasoning-gym is installed, not merely a folder of that name in the working directory."""
-    try:
-        importlib.metadata.distribution("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def reasoning_gym_tables(
     name: str,
     *,
@@ -317,8 +307,7 @@ def reasoning_gym_tables(
         ImportError: If reasoning-gym is not installed.
     """
     # 1. Check the arguments.
-    if not is_installed():
-        raise ImportError(f"Task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}")
+    require(f"Task {name!r}", "reasoning_gym")
     reasoning_gym: Any = importlib.import_module("reasoning_gym")
     refuse_unknown("split in sizes", sizes or {}, SPLITS)
     refuse_unknown("reasoning-gym task", [name], importlib.import_module("reasoning_gym.factory").DATASETS)

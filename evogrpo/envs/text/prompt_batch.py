@@ -27,6 +27,7 @@ from evogrpo.envs.text.reward_functions import (
 )
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 from evogrpo.envs.text.verifier_pool import RewardRunner
+from evogrpo.extras import require
 from evogrpo.interruption import NEVER, Stop
 from evogrpo.validation import FLOAT32_LIMIT
 from evogrpo.warnings import warn
@@ -181,6 +182,7 @@ class SingleTurnBatch:
         """Return the trainer's arguments of reward functions for these rows; worker processes cannot log."""
         if not self.rewards[0].batched:
             return {}
+        require("A reward function in TRL's form", "transformers")
         from transformers import TrainerState
 
         state = TrainerState(global_step=self.progress[0], max_steps=self.progress[1])

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from evogrpo.extras import package_command, require
 from evogrpo.functional.matmul import frozen_linear
 from evogrpo.models.devices import Precision, check_device
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout
 from evogrpo.models.language.compatibility import find_decoder
 from evogrpo.models.language.fsdp import shard, shard_count
 from evogrpo.synonyms import unknown_name_error
-from evogrpo.text import extra_command, package_command
 from evogrpo.validation import names_unknown, whole_between
 from evogrpo.warnings import warn
 
@@ -218,10 +218,7 @@ def check_quantised(kind: str | None, device: str, parts: int = 1) -> None:
         raise ValueError(f"A base in {kind} requires the device {places}, got {device!r}. Use another precision.")
     if parts > 1:
         raise ValueError(f"A base in {kind} cannot be sharded, got base_parts={parts}. Use bfloat16 or base_parts=1.")
-    if importlib.util.find_spec(PACKAGES[kind]) is None:
-        raise ValueError(
-            f"A base in {kind} needs {PACKAGES[kind]}, which is not installed. Run: {extra_command('quantised')}"
-        )
+    require(f"A base in {kind}", PACKAGES[kind])
 
 
 def quantised_options(kind: Quantisation, compute: torch.dtype, device: str) -> dict[str, Any]:

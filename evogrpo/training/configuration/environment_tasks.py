@@ -15,6 +15,7 @@ from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import Wrap, check_wrapper, env_spec
 from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups, Score, summed
 from evogrpo.envs.control.policy_mapping import Policies
+from evogrpo.extras import require
 from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.safe_parsing import load_yaml
 from evogrpo.synonyms import unknown_name_error
@@ -242,6 +243,7 @@ class ParallelTask:
         Raises:
             ValueError: If the environment does not exist or is not installed, or an argument is invalid.
         """
+        require("task.parallel_env", "pettingzoo")
         make = self._maker()
         try:
             return PettingZooGroups(

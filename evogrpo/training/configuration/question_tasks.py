@@ -17,8 +17,9 @@ from evogrpo.envs.text.reward_functions import DEFAULT_REWARD_TIMEOUT, OnRewardE
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.envs.text.verifier_pool import check_worker_limits
+from evogrpo.extras import require
 from evogrpo.synonyms import close_match
-from evogrpo.text import extra_command, number_text, pluralize
+from evogrpo.text import number_text, pluralize
 from evogrpo.training.configuration.sections import DATASET_SUFFIXES
 from evogrpo.training.configuration.user_code import load_named
 from evogrpo.validation import (
@@ -228,19 +229,16 @@ class ReasoningTask(QuestionTask):
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Build the task's environment."""
         sizes: dict[Split, int] = {split: self.sizes[split] for split in SPLITS if self.sizes and split in self.sizes}
-        try:
-            return HuggingFaceGym.from_reasoning_gym(
-                self.reasoning_gym,
-                tokenizer=tokenizer,
-                sizes=sizes,
-                seed=seed,
-                system_prompt=self.system_prompt,
-                answer_tag=self.answer_tag,
-                gym_options=self.gym_options(max_prompt_length),
-                **(self.options or {}),
-            )
-        except ImportError as error:
-            raise ValueError(str(error)) from error
+        return HuggingFaceGym.from_reasoning_gym(
+            self.reasoning_gym,
+            tokenizer=tokenizer,
+            sizes=sizes,
+            seed=seed,
+            system_prompt=self.system_prompt,
+            answer_tag=self.answer_tag,
+            gym_options=self.gym_options(max_prompt_length),
+            **(self.options or {}),
+        )
 
 
 @settings
@@ -448,12 +446,9 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     Raises:
         ValueError: If the package `datasets` is missing, or the dataset cannot be loaded.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"reading {name} from the hub needs the package datasets: {extra_command('datasets')}"
-        ) from None
+    require(f"The dataset {name!r} of the hub", "datasets")
+    from datasets import load_dataset
+
     try:
         rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # the hub, the network or a file may raise anything
@@ -472,10 +467,9 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _read_parquet(path: Path) -> Sequence[Any]:
-    try:
-        from datasets import Dataset
-    except ImportError:
-        raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
+    require(f"Reading {path}", "datasets")
+    from datasets import Dataset
+
     if not path.is_file():
         raise _missing_file_error(path)
     try:

@@ -1,6 +1,5 @@
 """Configuration of a run and its sections, as frozen records."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
@@ -13,8 +12,8 @@ from evogrpo.config.search_space import MAX_MEMBERS, HyperparameterConfig, check
 from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import BUILT_IN, Replay, Strategy, Tournament
+from evogrpo.extras import require
 from evogrpo.models.devices import Precision
-from evogrpo.text import extra_command
 from evogrpo.training.configuration.user_code import named_strategy, strategy_record
 from evogrpo.training.exports import CompletionsFormat
 from evogrpo.training.schedule import Schedule
@@ -93,7 +92,7 @@ class LoggingConfig:
     """Records of a run besides its journal and its best member.
 
     Attributes:
-        tensorboard: Log scalars for TensorBoard.
+        tensorboard: Log scalars for TensorBoard, if the extra `tensorboard` is installed.
         keep_checkpoints: Number of newest generations kept on disk, at least 1.
         checkpoint_steps: Also write a checkpoint after every so many learning steps; null = only after generations.
         completions: Completions written per learning step, with rewards and advantages; 0 = none.
@@ -110,8 +109,8 @@ class LoggingConfig:
     completions_format: CompletionsFormat = "jsonl"
 
     def __post_init__(self) -> None:
-        if self.completions_format == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(f"completions_format parquet needs the package pyarrow: {extra_command('datasets')}")
+        if self.completions_format == "parquet":
+            require("completions_format parquet", "pyarrow")
 
 
 @settings

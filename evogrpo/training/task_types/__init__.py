@@ -1,6 +1,7 @@
 """TaskType protocol: the parts of a run that depend on the members. Task types by name and by task section."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,15 +10,22 @@ from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
-from evogrpo.config.search_space import RLParameter
+from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.storage.checkpoint import CheckpointError, is_path, read_record
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, ParallelTask
+from evogrpo.training.configuration.question_tasks import (
+    BuiltinTask,
+    DatasetTask,
+    LanguageAgent,
+    QuestionTask,
+    ReasoningTask,
+)
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskSection, TaskT
 from evogrpo.training.forecast import Forecast, Need
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.task_types.language import LanguageTask
 from evogrpo.training.task_types.networks import NetworkTask
 from evogrpo.training.video import RecordedEpisode
 from evogrpo.validation import refuse_unknown
@@ -122,6 +130,57 @@ class TaskType(Protocol[TaskT, AgentT]):
 
 AnyTaskType = TaskType[Any, Any]
 """Task type with any sections."""
+
+
+class LanguageTask:
+    """Task type of language models, whose packages are imported on use; see `TaskType`."""
+
+    word = "language"
+    tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
+    agent = LanguageAgent
+    model: str | None = "smollm2-135m"
+    objective = Objective()
+    hyperparameters: Mapping[str, Any] = {}
+    ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
+    rows_are_samples = True
+    completions = 16
+    chooses_sizes = False
+
+    def check(self, config: Config[QuestionTask, LanguageAgent]) -> None:
+        """Raise ValueError for limits on environment steps."""
+        config.schedule.check_counted(plays=False)
+
+    def prepare(self, config: Config[QuestionTask, LanguageAgent]) -> PreparedRun:
+        """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
+        from evogrpo.training.task_types.language import prepare
+
+        return prepare(config)
+
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
+        """Estimate the memory from the base model, the adapters and the longest prompt."""
+        from evogrpo.training.task_types.language import need
+
+        return need(population, env, schedule)
+
+    def record(
+        self, config: Config[QuestionTask, LanguageAgent], best: Path, folder: Path, episodes: int
+    ) -> tuple[RecordedEpisode, ...]:
+        """Raise ValueError, as language models have no videos."""
+        raise ValueError("Language models have no videos.")
+
+    def uses(self, best: Path) -> dict[str, str]:
+        """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""
+        base_argument = ""
+        with suppress(CheckpointError):  # its folder may be gone
+            source = str(read_record(best, kind="agent")["shared"]["source"])
+            if is_path(source):
+                base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
+        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"}
+
+    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
+        """Return the command that exports the adapter."""
+        return {"export adapter": ("export", run_dir, "FOLDER")}
+
 
 _NETWORKS = NetworkTask(word="networks", tasks=(EnvironmentTask,), algorithm=GRPO, chooses_sizes=True)
 _TEAMS = NetworkTask(word="joint", tasks=(ParallelTask,), algorithm=MultiAgentGRPO, chooses_sizes=False)

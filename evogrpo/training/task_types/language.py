@@ -1,27 +1,19 @@
-"""Task type of language models on prompts: members are LoRA adapters on one frozen base model."""
+"""Runs of language models on prompts: members are LoRA adapters on one frozen base model."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from evogrpo.algorithms.base_checkpoint import is_path
 from evogrpo.algorithms.grpo import GRPO
 from evogrpo.algorithms.policies.settings import LanguageSettings
 from evogrpo.algorithms.population import Population
-from evogrpo.config.objective import Objective
-from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.distributed import processes
 from evogrpo.envs.text.huggingface_gym import SAMPLE_COMPLETIONS, HuggingFaceGym, Preflight
 from evogrpo.envs.text.reward_functions import RewardError
-from evogrpo.evolution.shared_experience import SharedExperience, max_sources
+from evogrpo.evolution.shared_experience import max_sources
 from evogrpo.models.devices import DEFAULT_MICRO_BATCH_TOKENS, available_device
 from evogrpo.models.language.compatibility import check_causal_class, check_context, check_token_ids, context_of
 from evogrpo.models.language.fsdp import check_sharding, shard_count
@@ -44,15 +36,8 @@ from evogrpo.models.language.sizing import (
     parameters_per_rank,
     sampling_bytes,
 )
-from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import count_text, number_text, pluralize, shorten
-from evogrpo.training.configuration.question_tasks import (
-    BuiltinTask,
-    DatasetTask,
-    LanguageAgent,
-    QuestionTask,
-    ReasoningTask,
-)
+from evogrpo.training.configuration.question_tasks import LanguageAgent, QuestionTask
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import (
@@ -70,8 +55,11 @@ from evogrpo.training.forecast import (
 from evogrpo.training.loop.run_state import RunState
 from evogrpo.training.run_dir import StoredRun
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.video import RecordedEpisode
 from evogrpo.validation import plain
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
 
@@ -127,7 +115,7 @@ class PreparedLanguage:
     env: HuggingFaceGym
     trial: Preflight
     device: str
-    lora: LoraConfig
+    lora: "LoraConfig"
     trained: LoraTargets
 
     def facts(self) -> dict[str, str]:
@@ -240,8 +228,8 @@ class PreparedLanguage:
         """Load the base model and the members of a stored run."""
         return saved.restore(self._base())
 
-    def _base(self) -> PreTrainedModel:
-        """Load the base model in the precision that `LanguageTask.prepare` chose."""
+    def _base(self) -> "PreTrainedModel":
+        """Load the base model in the precision that `prepare` chose."""
         dtype: Any = self.config.precision
         if dtype not in PACKAGES:
             dtype = getattr(torch, dtype)
@@ -277,7 +265,7 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
 
 
 def peak_memory(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     *,
     agent: LanguageAgent | LanguageSettings,
     members: int,
@@ -322,100 +310,66 @@ def _millions_text(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)
 
 
-class LanguageTask:
-    """See `evogrpo.training.task_types.TaskType`."""
+def prepare(config: LanguageConfig) -> PreparedLanguage:
+    """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
+    assert config.model is not None  # it has a default
+    device = available_device(config.device)
+    start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
+    lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))
+    check_supported(lora)
+    outline = load_outline(config.model)
+    check_causal_class(outline.model)
+    check_sharding(outline.model, config.base_parts, device)
+    check_quantised(config.precision, device, shard_count(config.base_parts))
+    trained = choose_targets(outline.model, lora, outline=True)
+    if start is not None:
+        start.flat(trained.targets)  # raises ValueError for an adapter of another base model
+    longest = config.task.max_prompt_length
+    context = context_of(outline.model)
+    if longest is None and context is not None:
+        longest = context - config.agent.max_output_tokens
+        if longest < 1:
+            raise ValueError(
+                f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
+                f"{config.agent.max_output_tokens}"
+            )
+    env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
+    try:
+        trial = env.preflight()
+    except RewardError as error:
+        env.close()
+        raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
+    check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
+    check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
+    check_context(context, env.longest_prompt + config.agent.max_output_tokens)
+    precision = processes().broadcast(choose_precision(config.precision, outline.model, device))
+    return PreparedLanguage(
+        trial=trial,
+        config=replace(config, precision=precision),
+        model=config.model,
+        outline=outline,
+        env=env,
+        device=device,
+        lora=lora,
+        trained=trained,
+    )
 
-    word = "language"
-    tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
-    agent = LanguageAgent
-    model: str | None = "smollm2-135m"
-    objective = Objective()
-    hyperparameters: Mapping[str, Any] = {}
-    ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
-    rows_are_samples = True
-    completions = 16
-    chooses_sizes = False
 
-    def check(self, config: LanguageConfig) -> None:
-        """Raise ValueError for limits on environment steps."""
-        config.schedule.check_counted(plays=False)
-
-    def prepare(self, config: LanguageConfig) -> PreparedLanguage:
-        """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
-        assert config.model is not None  # it has a default
-        device = available_device(config.device)
-        start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
-        lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))
-        check_supported(lora)
-        outline = load_outline(config.model)
-        check_causal_class(outline.model)
-        check_sharding(outline.model, config.base_parts, device)
-        check_quantised(config.precision, device, shard_count(config.base_parts))
-        trained = choose_targets(outline.model, lora, outline=True)
-        if start is not None:
-            start.flat(trained.targets)  # raises ValueError for an adapter of another base model
-        longest = config.task.max_prompt_length
-        context = context_of(outline.model)
-        if longest is None and context is not None:
-            longest = context - config.agent.max_output_tokens
-            if longest < 1:
-                raise ValueError(
-                    f"agent.max_output_tokens must be below the model's context of {context} tokens, got "
-                    f"{config.agent.max_output_tokens}"
-                )
-        env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
-        try:
-            trial = env.preflight()
-        except RewardError as error:
-            env.close()
-            raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
-        check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
-        check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
-        check_context(context, env.longest_prompt + config.agent.max_output_tokens)
-        precision = processes().broadcast(choose_precision(config.precision, outline.model, device))
-        return PreparedLanguage(
-            trial=trial,
-            config=replace(config, precision=precision),
-            model=config.model,
-            outline=outline,
-            env=env,
-            device=device,
-            lora=lora,
-            trained=trained,
-        )
-
-    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
-        """Estimate the memory from the base model, the adapters and the longest prompt."""
-        members: Any = population.members  # language models
-        model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
-        device = str(members.device)
-        memory = peak_memory(
-            model,
-            agent=members.settings,
-            members=members.banks.size,
-            samples=schedule.samples_per_step,
-            validation=validation,
-            adapter=members.banks.state_tensor(0, "adapter").numel(),
-            longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
-            precision=next(model.parameters()).element_size(),
-            base=base_bytes(model),
-            device=device,
-        )
-        return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
-
-    def record(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[RecordedEpisode, ...]:
-        """Raise ValueError, as language models have no videos."""
-        raise ValueError("Language models have no videos.")
-
-    def uses(self, best: Path) -> dict[str, str]:
-        """Return the expression that generates with the best member; a base model in a folder is loaded explicitly."""
-        base_argument = ""
-        with suppress(CheckpointError):  # its folder may be gone
-            source = str(read_record(best, kind="agent")["shared"]["source"])
-            if is_path(source):
-                base_argument = f", actor_network=evogrpo.load_base({source!r}).model"
-        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{base_argument}).generate(prompts)"}
-
-    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return the command that exports the adapter."""
-        return {"export adapter": ("export", run_dir, "FOLDER")}
+def need(population: Population, env: Any, schedule: Schedule) -> Need:
+    """Estimate the memory from the base model, the adapters and the longest prompt."""
+    members: Any = population.members  # language models
+    model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
+    device = str(members.device)
+    memory = peak_memory(
+        model,
+        agent=members.settings,
+        members=members.banks.size,
+        samples=schedule.samples_per_step,
+        validation=validation,
+        adapter=members.banks.state_tensor(0, "adapter").numel(),
+        longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
+        precision=next(model.parameters()).element_size(),
+        base=base_bytes(model),
+        device=device,
+    )
+    return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
