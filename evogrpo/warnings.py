@@ -7,11 +7,12 @@ from types import FrameType
 from evogrpo.distributed import is_rank_zero
 
 
-def warn(message: str, *, rank_zero_only: bool = True) -> None:
-    """Issue a UserWarning that points at the user's line, not at this library.
+def warn(message: str, *, category: type[Warning] = UserWarning, rank_zero_only: bool = True) -> None:
+    """Issue a warning that points at the user's line, not at this library.
 
     Args:
         message: Text of the warning.
+        category: FutureWarning for a deprecated name; see CONTRIBUTING.md.
         rank_zero_only: Warn on rank 0 only. Set to False if a single rank may reach the call.
     """
     if rank_zero_only and not is_rank_zero():
@@ -24,4 +25,4 @@ def warn(message: str, *, rank_zero_only: bool = True) -> None:
         if module.startswith("evogrpo.") and not module.startswith("evogrpo.cli"):
             caller = level + 1
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=caller)
+    warnings.warn(message, category, stacklevel=caller)
