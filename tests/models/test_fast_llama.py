@@ -25,10 +25,9 @@ from transformers import (
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import SamplingOptions
 from evogrpo.functional import matmul as products
-from evogrpo.models.fast_llama import attention
-from evogrpo.models.fast_llama import decode as decoding
+from evogrpo.models.fast_llama import attention, decode
 from evogrpo.models.fast_llama.weight_layout import head_matrix
-from evogrpo.models.language import sampling, shared_prefixes
+from evogrpo.models.language import sampling
 from evogrpo.testing.policy_banks import assert_gradients_agree
 from evogrpo.testing.samplers import PROMPTS, as_batch, different_members, make_rows, with_robust_uniforms
 from tests.rounding import LOG_PROB
@@ -228,7 +227,7 @@ def test_attention_weights_are_saved_for_short_sequences_only(length, past):
 
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
 def test_kv_cache_grows(architecture, fast_and_slow, monkeypatch):
-    monkeypatch.setattr(decoding, "MIN_GROWTH", 2)
+    monkeypatch.setattr(decode, "MIN_GROWTH", 2)
     fast, slow = fast_and_slow(built(SUPPORTED[architecture]))
     assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
 
@@ -283,7 +282,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_decoding_does_not_synchronise_per_token(settings, architecture, monkeypatch):
     monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 100)
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)  # on other devices each row is run by itself
     bank, counts = different_members(built(SUPPORTED[architecture]), SIZE), []
     for tokens in (4, 11):
         rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)

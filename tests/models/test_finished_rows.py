@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from evogrpo.interruption import Stop
-from evogrpo.models.language import sampling, shared_prefixes
+from evogrpo.models.fast_llama import decode
+from evogrpo.models.language import sampling
 from evogrpo.testing.samplers import make_rows
 from tests.models.test_multi_turn_sampling import ending
 from tests.tiny_models import tiny_model
@@ -49,7 +50,7 @@ def test_every_row_is_reported_once_when_finished(cached_tokens, look_every, mon
 @pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
 @pytest.mark.parametrize("moment", [1, 2, 4, 9])
 def test_reported_rows_survive_out_of_memory(moment, most, monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=12)
     expected, head, calls = bank.sample(rows), bank.base.head, []

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from evogrpo.data import SamplingBatch
-from evogrpo.models.language import sampling, shared_prefixes
+from evogrpo.models.fast_llama import decode
+from evogrpo.models.language import sampling
 from evogrpo.testing.samplers import (
     GROUP_SIZES,
     PROMPTS,
@@ -39,7 +40,7 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
 
 
 def test_remaining_rows_are_multiples_of_eight(monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)  # each row is run by itself
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)  # each row is run by itself
     bank = different_members(MODEL, 1)
     counts = rows_run(bank, monkeypatch)
     rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))

@@ -7,7 +7,7 @@ import torch
 
 from evogrpo.data import SamplingOptions
 from evogrpo.functional.matmul import padded_rows
-from evogrpo.models.language import shared_prefixes
+from evogrpo.models.fast_llama import decode
 from evogrpo.testing.samplers import different_members, make_rows, with_robust_uniforms
 from tests.tiny_batches import rows_run
 from tests.tiny_models import tiny_model
@@ -44,13 +44,13 @@ def beginnings(rows, rollout, at):
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_matches_separate_rows(architecture, ends, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     rows = with_robust_uniforms(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
     apart = list(counts)
     counts.clear()
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 1.0)
     got = bank.sample(rows)
     for name in ("actions", "present", "truncated"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
@@ -67,11 +67,11 @@ def test_rows_separate_when_few_prefixes_are_equal(monkeypatch):
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
     needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
-    within = [least <= shared_prefixes.MAX_DISTINCT_SHARE * len(rows) for least in needed]
+    within = [least <= decode.MAX_DISTINCT_SHARE * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
     assert counts == [padded_rows(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
@@ -83,7 +83,7 @@ def test_matches_with_all_options(options, monkeypatch):
     bank = different_members(tiny_model("llama"), SIZE)
     rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
     got = bank.sample(rows)
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     expected = bank.sample(rows)
     assert torch.equal(got.actions, expected.actions)
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
@@ -113,7 +113,7 @@ def test_rows_of_one_prefix_have_their_own_temperature(monkeypatch):
     rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
     rows = with_robust_uniforms(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
     got = bank.sample(rows)
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 0.0)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
@@ -122,7 +122,7 @@ def test_further_turns_resume_from_shared_prefixes(monkeypatch):
     rows = with_robust_uniforms(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
     turns = []
     for most in (1.0, 0.0):
-        monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
+        monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
         first = bank.sample(rows)
         assert first.kept is not None
         history = tuple((*said, 3, 4) for said in map(tuple, first.actions.tolist()))
@@ -160,14 +160,14 @@ def recorded(prompt_of):
         begun.append(RecordedDecoding(prompt_of[rows]))
         return begun[0]
 
-    return shared_prefixes.shared_prefix_decoding(begin, prompt_of), begun[0]
+    return decode.shared_prefix_decoding(begin, prompt_of), begun[0]
 
 
 @pytest.mark.parametrize("most", [0.5, 1.0])
 def test_hidden_states_match_the_tokens(most, monkeypatch):
     """Rows choose between two tokens; every third step, a third of the rows ends."""
     rng = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", most)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", most)
     prompt_of = torch.arange(24) // 6
     decoding, beginnings = recorded(prompt_of)
     written = [(prompt,) for prompt in prompt_of.tolist()]
@@ -187,8 +187,8 @@ def test_hidden_states_match_the_tokens(most, monkeypatch):
 @pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
 def test_rows_separate_when_copies_cost_too_much(most, ran, monkeypatch):
     """32 rows with 16 prefixes; one fork copies 17 rows, padded to 24."""
-    monkeypatch.setattr(shared_prefixes, "MAX_DISTINCT_SHARE", 1.0)
-    monkeypatch.setattr(shared_prefixes, "MAX_COPIED_PER_SKIPPED", most)
+    monkeypatch.setattr(decode, "MAX_DISTINCT_SHARE", 1.0)
+    monkeypatch.setattr(decode, "MAX_COPIED_PER_SKIPPED", most)
     decoding, beginnings = recorded(torch.arange(16).repeat_interleave(2))
     decoding.advance((torch.arange(32) == 1).long())
     assert beginnings.advances == [ran]

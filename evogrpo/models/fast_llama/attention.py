@@ -123,59 +123,6 @@ def _by_prompt(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, slice, Ten
     ]
 
 
-class KeyValues(NamedTuple):
-    """Keys and values in the layout of batched products.
-
-    Attributes:
-        rows: Rows that attend to them.
-        keys: `[b, d, s]`.
-        values: `[b, s, d]`.
-    """
-
-    rows: slice
-    keys: Tensor
-    values: Tensor
-
-
-def prompt_key_values(shared: SharedPrompts) -> list[KeyValues]:
-    """Return shared prompts as operands of batched products, by groups of prompts with equally many rows."""
-    found, (past, d) = list[KeyValues](), shared.keys.shape[2:]
-    for rows, prompts, _ in runs_of(shared.runs):
-        keys, values = (x[:, prompts].reshape(-1, past, d) for x in (shared.keys, shared.values))
-        found.append(KeyValues(rows, keys.mT, values))
-    return found
-
-
-def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor) -> Tensor:
-    """Return the attention of one token per row, without gradient; see `attention`.
-
-    Args:
-        q: `[kv, n, rep, d]`, already scaled.
-        own: Keys and values of the rows, b = kv * n.
-        shared: Keys and values of their prompts.
-        bias: `[n, 1, P + s]`.
-
-    Returns:
-        `[n, kv * rep * d]`.
-    """
-    kv, n, rep, d = q.shape
-    past = shared[0].keys.shape[2]
-    parts = (torch.bmm(q[:, one.rows].reshape(len(one.keys), -1, d), one.keys) for one in shared)
-    before = [part.view(kv, -1, rep, past) for part in parts]
-    here = torch.bmm(_rows(q), own.keys).view(kv, n, rep, -1)
-    scores = torch.cat([before[0] if len(before) == 1 else torch.cat(before, 1), here], 3)
-    probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
-    of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
-    out = torch.bmm(_rows(of_own), own.values).view(q.shape)
-    for one in shared:
-        weights = of_past[:, one.rows].reshape(len(one.values), -1, past)
-        if len(shared) == 1:
-            out.view(len(weights), -1, d).baddbmm_(weights, one.values)
-        else:
-            out[:, one.rows] += torch.bmm(weights, one.values).view(kv, -1, rep, d)
-    return out.transpose(0, 1).reshape(n, -1)
-
-
 def _attention_weights(
     q: Tensor,
     k: Tensor,
@@ -225,7 +172,7 @@ class _Attention(torch.autograd.Function):
         past = weights.shape[-1] - k.shape[2]
         ctx.save_for_backward(q, k, v, bias, shared_bias, weights if keep else None, *shared)
         ctx.t, ctx.runs = t, runs
-        out = _rows(weights[..., past:]) @ _rows(v)
+        out = weights[..., past:].flatten(0, 1) @ v.flatten(0, 1)
         if runs is not None:
             _add_weighted(out.view(q.shape), weights[..., :past], shared[1], runs)
         return out.view(q.shape)
@@ -241,9 +188,9 @@ class _Attention(torch.autograd.Function):
         past = weights.shape[-1] - k.shape[2]
         of_weights = _products(slope, v, shared[1:], runs)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        own_scores = _rows(of_scores[..., past:])
-        of_q = own_scores @ _rows(k)
-        of_k, of_v = own_scores.mT @ _rows(q), _rows(weights[..., past:]).mT @ _rows(slope)
+        own_scores = of_scores[..., past:].flatten(0, 1)
+        of_q = own_scores @ k.flatten(0, 1)
+        of_k, of_v = own_scores.mT @ q.flatten(0, 1), weights[..., past:].flatten(0, 1).mT @ slope.flatten(0, 1)
         of_shared: list[Tensor] = []
         if runs is not None:
             _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
@@ -252,17 +199,12 @@ class _Attention(torch.autograd.Function):
         return *own, None, None, None, None, None, *of_shared
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Flatten heads and rows of `[kv, n, a, b]`."""
-    return x.flatten(0, 1)
-
-
 def _products(q: Tensor, k: Tensor, shared: Sequence[Tensor], runs: tuple[int, ...] | None) -> Tensor:
     """Return products `[kv, n, w, P + s]` of `[kv, n, w, d]` with the vectors of prompts and rows."""
     kv, n, wide, _ = q.shape
     past = shared[0].shape[2] if runs is not None else 0
     out = q.new_empty((kv, n, wide, past + k.shape[2]))
-    torch.bmm(_rows(q), _rows(k).mT, out=_rows(out)[..., past:])
+    torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=out.flatten(0, 1)[..., past:])
     if runs is None:
         return out
     for rows, prompts, part in _by_prompt(q, runs):

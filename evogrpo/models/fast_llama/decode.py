@@ -1,108 +1,71 @@
-"""Decoding of Llama-like models: one token of every row per step."""
+"""Decoding of Llama-like models: one token of every row per step; rows with equal tokens so far run as one row."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from evogrpo.functional.matmul import frozen_linear_columns
-from evogrpo.models.fast_llama.attention import (
-    KeyValues,
-    SharedPrompts,
-    decode_attention,
-    prompt_key_values,
-    prompt_runs,
-)
+from evogrpo.functional.matmul import frozen_linear_columns, padded_rows
+from evogrpo.models.fast_llama.attention import prompt_runs
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.weight_layout import Layer, NamedLinear, Norm
-from evogrpo.models.language.adapters import HookFactory, LoraHook, StackedAdapters
-from evogrpo.models.language.kv_cache import KVCache, Prefix
-
-AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
-"""(layer number, layer, queries `[kv, n, rep, d]`, keys and values `[kv, d, n]`) -> `[n, kv * rep * d]`."""
+from evogrpo.models.language.adapters import HookFactory, StackedAdapters, runs_of
+from evogrpo.models.language.kv_cache import Decoding, KVCache, Prefix
 
 
-Rotations = dict[str | None, tuple[Tensor, ...]]
-"""By kind of layer: cosines and sines `[heads, d / 2, n]` for all heads of queries (scaled) and keys."""
+class KeyValues(NamedTuple):
+    """Keys and values in the layout of batched products.
 
-
-class DecodeStep:
-    """Forward pass of one token per row, without gradient, with tokens as columns and a float32 residual stream.
-
-    Args:
-        passes: fast_llama of the model.
-        hook: Adapter hook.
+    Attributes:
+        rows: Rows that attend to them.
+        keys: `[b, d, s]`.
+        values: `[b, s, d]`.
     """
 
-    def __init__(self, passes: FastLlama, hook: LoraHook | None) -> None:
-        self._passes, self._layout, self._hook = passes, passes.layout, hook
-        self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()  # by names of layers with the same input
-
-    def run(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
-        """Return final hidden states `[n, h]` of one token `[n]` of each row, at its position `[n]`."""
-        hidden = self._passes.embed(tokens).float().T.contiguous()
-        rotations = self._rotations(positions)
-        for number in range(len(self._layout.layers)):
-            self._layer(number, hidden, rotations, attend)
-        return _normed(hidden, self._layout.final_norm).T.contiguous()
-
-    def _rotations(self, positions: Tensor) -> Rotations:
-        """Return the rotary embeddings at positions `[n]`."""
-        kv, rep = self._layout.heads
-        return {
-            kind: tuple(
-                torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
-                for query, key in zip(of_queries, of_keys, strict=True)
-            )
-            for kind, (of_keys, of_queries) in self._passes.rotations_at(positions[:, None]).items()
-        }
-
-    def _layer(self, number: int, hidden: Tensor, rotations: Rotations, attend: AttendOnce) -> None:
-        """Run one layer on the residual stream `[h, n]`, in place."""
-        layer, (kv, rep), width = self._layout.layers[number], self._layout.heads, self._layout.width
-        if self._passes.sharded_layers is not None:
-            self._passes.sharded_layers.gather(layer.module)
-        # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
-        q, k, v = self._projected(self._normed_input(hidden, layer.before_attention), layer.projections)
-        heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
-        if layer.head_norms is not None:
-            norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
-            heads = torch.cat([_normed(x.view(-1, norm.width, x.shape[2]), norm).view(x.shape) for x, norm in norms])
-        heads = _rotated(heads, *rotations[layer.kind])
-        q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
-        # 2. Attention.
-        attention = attend(number, layer, q, heads[kv * rep :], v)
-        (out,) = self._projected(attention.T, [layer.output])
-        hidden += out if layer.after_attention is None else _normed(out, layer.after_attention)
-        # 3. MLP.
-        gate, up = self._projected(self._normed_input(hidden, layer.before_mlp), layer.gates)
-        (down,) = self._projected(self._layout.activation.into(gate).mul_(up), [layer.down])
-        hidden += down if layer.after_mlp is None else _normed(down, layer.after_mlp)
-
-    def _normed_input(self, hidden: Tensor, norm: Norm | None) -> Tensor:
-        """Return the normalised input of products, in their dtype."""
-        return hidden.to(self._layout.final_norm.dtype) if norm is None else _normed(hidden, norm)
-
-    def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
-        """Return the outputs `[out, n]` of linear layers with adapters, given their common input `[in, n]`."""
-        outputs = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
-        if self._hook is not None:
-            names = tuple(name for name, _ in layers)
-            if names not in self._adapters:
-                self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
-            for part in self._adapters[names]:  # add scale * B A x in place
-                low = torch.bmm(part.a, _by_segment(x, part))
-                for module, columns, b in part.b:
-                    _by_segment(outputs[module], part).baddbmm_(b, low[:, columns], alpha=part.scale)
-        return outputs
+    rows: slice
+    keys: Tensor
+    values: Tensor
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    """Apply RMSNorm to columns `[..., h, n]` in float32; return them in the dtype of the weights."""
+def decode_attention(q: Tensor, own: KeyValues, shared: Sequence[KeyValues], bias: Tensor) -> Tensor:
+    """Return the attention of one token per row, without gradient; see `attention`.
+
+    Args:
+        q: `[kv, n, rep, d]`, already scaled.
+        own: Keys and values of the rows, b = kv * n.
+        shared: Keys and values of their prompts.
+        bias: `[n, 1, P + s]`.
+
+    Returns:
+        `[n, kv * rep * d]`.
+    """
+    kv, n, rep, d = q.shape
+    past = shared[0].keys.shape[2]
+    parts = (torch.bmm(q[:, one.rows].reshape(len(one.keys), -1, d), one.keys) for one in shared)
+    before = [part.view(kv, -1, rep, past) for part in parts]
+    here = torch.bmm(q.flatten(0, 1), own.keys).view(kv, n, rep, -1)
+    scores = torch.cat([before[0] if len(before) == 1 else torch.cat(before, 1), here], 3)
+    probabilities = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
+    of_past, of_own = (part.to(q.dtype) for part in (probabilities[..., :past], probabilities[..., past:]))
+    out = torch.bmm(of_own.flatten(0, 1), own.values).view(q.shape)
+    for one in shared:
+        weights = of_past[:, one.rows].reshape(len(one.values), -1, past)
+        if len(shared) == 1:
+            out.view(len(weights), -1, d).baddbmm_(weights, one.values)
+        else:
+            out[:, one.rows] += torch.bmm(weights, one.values).view(kv, -1, rep, d)
+    return out.transpose(0, 1).reshape(n, -1)
+
+
+def _normed(x: Tensor, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+    """Apply RMSNorm, if any, to columns `[..., h, n]` in float32; return them in `dtype`."""
+    if norm is None:
+        return x.to(dtype)
     wide = x.float()
     inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.eps).rsqrt_()
-    return (wide * inverse).mul_(norm.weight[:, None]).to(norm.dtype)
+    return (wide * inverse).mul_(norm.weight[:, None]).to(dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -148,6 +111,7 @@ class FastDecoding:
         make_hook: HookFactory,
     ) -> None:
         self._passes, self._make_hook, self._slots = passes, make_hook, slots
+        self._dtype = passes.layout.final_norm.dtype
         self._windows = {layer.window for layer in passes.layout.layers}
         self._last_hidden = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -166,9 +130,18 @@ class FastDecoding:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
         counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
-        self._shared = [prompt_key_values(SharedPrompts(*prompts, self._rows, runs)) for prompts in self._prompts]
+        self._shared = list[list[KeyValues]]()  # by layer, for each run of prompts with equally many rows
+        for keys, values in self._prompts:
+            past, d = keys.shape[2:]
+            self._shared.append(
+                [
+                    KeyValues(some, keys[:, prompts].reshape(-1, past, d).mT, values[:, prompts].reshape(-1, past, d))
+                    for some, prompts, _ in runs_of(runs)
+                ]
+            )
         # 2. Adapters and positions depend on the rows. Padding does not count as a position.
-        self._step = DecodeStep(self._passes, self._make_hook(self._slots))
+        self._hook = self._make_hook(self._slots)
+        self._adapters = dict[tuple[str, ...], list[StackedAdapters]]()  # by names of layers with the same input
         self._positions = self._mask.sum(1)
         self._set_bias()
 
@@ -202,13 +175,71 @@ class FastDecoding:
             for window in self._windows
         }
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._own[number]
-            keys[:, :, at], values[:, :, at] = k.mT, v.mT
-            own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
-            return decode_attention(q, own, self._shared[number], biases[layer.window])
+        # Tokens are columns, and the residual stream is in float32.
+        hidden = self._passes.embed(tokens).float().T.contiguous()
+        # Cosines and sines `[heads, d / 2, n]` of all heads of queries (scaled) and keys, by kind of layer.
+        kv, rep = self._passes.layout.heads
+        rotations = {
+            kind: tuple(
+                torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
+                for query, key in zip(of_queries, of_keys, strict=True)
+            )
+            for kind, (of_keys, of_queries) in self._passes.rotations_at((self._positions + at)[:, None]).items()
+        }
+        for number, layer in enumerate(self._passes.layout.layers):
+            self._layer(number, layer, hidden, rotations[layer.kind], biases[layer.window], at)
+        return _normed(hidden, self._passes.layout.final_norm, self._dtype).T.contiguous()
 
-        return self._step.run(tokens, self._positions + at, attend)
+    def _layer(
+        self, number: int, layer: Layer, hidden: Tensor, rotation: Sequence[Tensor], bias: Tensor, at: int
+    ) -> None:
+        """Run one layer on the residual stream `[h, n]`, in place.
+
+        Args:
+            number: Number of the layer.
+            layer: The layer.
+            hidden: The residual stream.
+            rotation: Cosines and sines `[heads, d / 2, n]`.
+            bias: `[n, 1, P + room]` on attention scores.
+            at: Place of the token in the storage.
+        """
+        layout, dtype = self._passes.layout, self._dtype
+        (kv, rep), width = layout.heads, layout.width
+        if self._passes.sharded_layers is not None:
+            self._passes.sharded_layers.gather(layer.module)
+        # 1. Queries, keys and values: `[kv * rep * d, n]` -> heads first, `[heads, d, n]`.
+        q, k, v = self._projected(_normed(hidden, layer.before_attention, dtype), layer.projections)
+        heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
+        if layer.head_norms is not None:
+            norms = zip(heads.split([kv * rep, kv]), layer.head_norms, strict=True)
+            heads = torch.cat(
+                [_normed(x.view(-1, norm.width, x.shape[2]), norm, dtype).view(x.shape) for x, norm in norms]
+            )
+        heads = _rotated(heads, *rotation)
+        q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
+        # 2. Attention to the prompt and to the row's own tokens.
+        keys, values = self._own[number]
+        keys[:, :, at], values[:, :, at] = heads[kv * rep :].mT, v.mT
+        own = KeyValues(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
+        (out,) = self._projected(decode_attention(q, own, self._shared[number], bias).T, [layer.output])
+        hidden += _normed(out, layer.after_attention, dtype)
+        # 3. MLP.
+        gate, up = self._projected(_normed(hidden, layer.before_mlp, dtype), layer.gates)
+        (down,) = self._projected(layout.activation.into(gate).mul_(up), [layer.down])
+        hidden += _normed(down, layer.after_mlp, dtype)
+
+    def _projected(self, x: Tensor, layers: Sequence[NamedLinear]) -> list[Tensor]:
+        """Return the outputs `[out, n]` of linear layers with adapters, given their common input `[in, n]`."""
+        outputs = [frozen_linear_columns(layer.weight, x, layer.bias) for _, layer in layers]
+        if self._hook is not None:
+            names = tuple(name for name, _ in layers)
+            if names not in self._adapters:
+                self._adapters[names] = self._hook.stacked(names, x.shape[1], x.dtype)
+            for part in self._adapters[names]:  # add scale * B A x in place
+                low = torch.bmm(part.a, _by_segment(x, part))
+                for module, columns, b in part.b:
+                    _by_segment(outputs[module], part).baddbmm_(b, low[:, columns], alpha=part.scale)
+        return outputs
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows only, or several copies of some."""
@@ -237,3 +268,88 @@ class FastDecoding:
             for prompts, parts in zip(self._prompts, self._own, strict=True)
         )
         return KVCache(layers=layers, mask=mask).left_padded()  # type: ignore[arg-type]  # pairs
+
+
+# ---- rows with equal tokens so far
+
+COMPACT_BELOW = 0.75
+"""Remove unused rows when at most this fraction is in use; removal copies the KV cache."""
+
+MAX_DISTINCT_SHARE = 0.5
+"""Maximum distinct prefixes per row; beyond it, each row runs separately."""
+
+MAX_COPIED_PER_SKIPPED = 50
+"""Maximum tokens copied in the KV cache per token saved; beyond it, each row runs separately."""
+
+
+def shared_prefix_decoding(begin: Callable[[Tensor], Decoding], prompt_of: Tensor) -> Decoding:
+    """Start decoding with one row per distinct prompt, if rows share prompts.
+
+    Args:
+        begin: Starts decoding of the rows with these numbers.
+        prompt_of: `[n]` prompt of each row, sorted. Rows of one prompt have the same weights.
+    """
+    prompts, of = torch.unique_consecutive(prompt_of, return_inverse=True)
+    if len(prompts) > MAX_DISTINCT_SHARE * len(of):
+        return begin(torch.arange(len(of), device=of.device))
+    firsts = torch.searchsorted(of, torch.arange(len(prompts), device=of.device))
+    return _SharedDecoding(begin(firsts), of, len(prompts))
+
+
+class _SharedDecoding:
+    """Decoding of distinct prefixes.
+
+    Args:
+        decoding: Decoding of the distinct prefixes.
+        of: `[n]` prefix of each row.
+        run: Number of rows that `decoding` runs.
+    """
+
+    def __init__(self, decoding: Decoding, of: Tensor, run: int) -> None:
+        self._decoding, self._run = decoding, run
+        self._of: Tensor | None = of  # None = each row runs separately
+        self._tokens = self._copied = self._spared = 0
+
+    def start(self) -> Tensor:
+        """Return hidden states of the prompts' last tokens."""
+        return self._each(self._decoding.start())
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Feed one token per row; prefixes fork where the tokens of their rows differ."""
+        if self._of is None:
+            return self._decoding.advance(tokens)
+        # 1. Distinct (prefix, token) pairs.
+        pairs, pair_of = torch.unique(self._of << 32 | tokens, return_inverse=True)
+        parents, nexts = pairs >> 32, pairs & (1 << 32) - 1
+        forked = bool((parents[1:] == parents[:-1]).any())
+        self._tokens += 1
+        self._copied += forked * len(pairs) * self._tokens
+        self._spared += len(self._of) - self._run
+        # 2. Too many forks or copies: continue with separate rows.
+        if len(pairs) > MAX_DISTINCT_SHARE * len(self._of) or self._copied > MAX_COPIED_PER_SKIPPED * self._spared:
+            self._decoding.keep(self._of)
+            self._of = None
+            return self._decoding.advance(tokens)
+        # 3. Fork or compact the KV cache, or run the same rows.
+        if forked or padded_rows(len(pairs)) <= COMPACT_BELOW * self._run:
+            more = padded_rows(len(pairs)) - len(pairs)  # copies of the last prefix
+            parents, nexts = (torch.cat([part, part[-1:].expand(more)]) for part in (parents, nexts))
+            self._decoding.keep(parents)
+            self._of, self._run = pair_of, len(parents)
+        else:
+            nexts = tokens.new_zeros(self._run).index_copy(0, parents, nexts)  # unused rows get token 0
+        return self._each(self._decoding.advance(nexts))
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows only."""
+        if self._of is None:
+            self._decoding.keep(rows)
+        else:
+            self._of = self._of[rows]
+
+    def save_cache(self, rows: Tensor, real: Tensor) -> Any:
+        """Return the KV cache of some rows."""
+        return self._decoding.save_cache(rows if self._of is None else self._of[rows], real)
+
+    def _each(self, hidden: Tensor) -> Tensor:
+        return hidden if self._of is None else hidden[self._of]

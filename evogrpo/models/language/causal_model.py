@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.matmul import frozen_linear
-from evogrpo.models.fast_llama.decode import FastDecoding
+from evogrpo.models.fast_llama.decode import FastDecoding, shared_prefix_decoding
 from evogrpo.models.fast_llama.forward import FastLlama
 from evogrpo.models.fast_llama.weight_layout import fast_paths_disabled, find_weight_layout, head_matrix, is_unmodified
 from evogrpo.models.language.adapters import HookFactory, LoraHook
@@ -38,7 +38,6 @@ from evogrpo.models.language.kv_cache import (
     Prompts,
     gather_rows,
 )
-from evogrpo.models.language.shared_prefixes import shared_prefix_decoding
 from evogrpo.warnings import warn
 
 SHORTEST_ROOT = 8
